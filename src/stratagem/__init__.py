@@ -1,0 +1,1 @@
+"""Stratagem: how should this PyTorch model be trained on that GPU cluster?"""
