@@ -1,0 +1,1 @@
+"""Benchmarks: one module a question, each prints one JSON object a line."""

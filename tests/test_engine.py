@@ -1,0 +1,249 @@
+"""The event simulator: literal timelines, and agreement with two independent references."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from stratagem.simulator import _kernels
+from stratagem.simulator.engine import Times, allocate, simulate
+from stratagem.simulator.oracle import simulate_plain, simulate_simpy
+from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
+
+
+def simulate_interpreted(graph: TaskGraph) -> Times:
+    """The engine's kernels as plain Python."""
+    space = allocate(graph)
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        for name in ("push_task", "pop_task"):
+            kernel = getattr(_kernels, name)
+            context.setattr(_kernels, name, getattr(kernel, "py_func", kernel))
+        kernel = _kernels.simulate_tasks
+        kernel = getattr(kernel, "py_func", kernel)
+        makespan = kernel(*graph.arrays(), *space.arrays())
+    return Times(space.ready, space.start, space.end, int(makespan))
+
+
+ENGINES = [simulate, simulate_interpreted, simulate_plain, simulate_simpy]
+every_engine = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)
+
+
+def random_graph(seed: int) -> TaskGraph:
+    """A small graph full of ties, gangs and idle tasks, with edges from lower to higher ranks."""
+    rng = np.random.default_rng(seed)
+    num_tasks = int(rng.integers(1, 40))
+    num_resources = int(rng.integers(1, 5))
+    durations = rng.integers(0 if seed % 3 else 1, 4, num_tasks)
+    rank = rng.permutation(num_tasks)  # so that ids are no topological order
+    density = rng.choice([0.02, 0.1, 0.3])
+    before, after = np.nonzero(np.triu(rng.random((num_tasks, num_tasks)) < density, 1))
+    sets = [
+        rng.choice(num_resources, rng.integers(0, num_resources + 1), replace=False).tolist()
+        if duration
+        else []
+        for duration in durations
+    ]
+    edges = np.stack([rank[before], rank[after]], axis=1)
+    return build_task_graph(durations, edges, resource_sets=sets, num_resources=num_resources)
+
+
+def assert_same(actual: Times, expected: Times) -> None:
+    assert actual.ready.tolist() == expected.ready.tolist()
+    assert actual.start.tolist() == expected.start.tolist()
+    assert actual.end.tolist() == expected.end.tolist()
+    assert actual.makespan == expected.makespan
+
+
+@every_engine
+class TestLiteralTimelines:
+    """Each asserts the interval of every task, written out by hand."""
+
+    def play(
+        self,
+        engine: Callable[[TaskGraph], Times],
+        durations: list[int],
+        edges: list[tuple[int, int]],
+        sets: list[tuple[int, ...]],
+    ) -> list[tuple[int, int]]:
+        graph = build_task_graph(durations, edges, resource_sets=sets, num_resources=3)
+        times = engine(graph)
+        assert times.makespan == times.end.max()
+        return list(zip(times.start.tolist(), times.end.tolist(), strict=True))
+
+    def test_one_task(self, engine):
+        assert self.play(engine, [7], [], [(0,)]) == [(0, 7)]
+
+    def test_a_chain_on_two_resources(self, engine):
+        played = self.play(engine, [3, 2, 4], [(0, 1), (1, 2)], [(0,), (1,), (0,)])
+        assert played == [(0, 3), (3, 5), (5, 9)]
+
+    def test_without_resources_all_overlap(self, engine):
+        assert self.play(engine, [3, 2, 4], [], [(), (), ()]) == [(0, 3), (0, 2), (0, 4)]
+
+    def test_ties_go_by_id(self, engine):
+        assert self.play(engine, [2, 3, 1], [], [(0,)] * 3) == [(0, 2), (2, 5), (5, 6)]
+
+    def test_the_first_ready_goes_first(self, engine):
+        # 2 is ready at 1, 1 at 3: both wait for 3, which holds their resource until 5.
+        played = self.play(engine, [3, 1, 1, 5, 1], [(0, 1), (4, 2)], [(), (0,), (0,), (0,), ()])
+        assert played == [(0, 3), (6, 7), (5, 6), (0, 5), (0, 1)]
+
+    def test_a_gang_reserves_its_resources(self, engine):
+        # 1 needs both and waits for 0; 2 came later and may not slip in on resource 1.
+        played = self.play(engine, [5, 2, 1], [], [(0,), (0, 1), (1,)])
+        assert played == [(0, 5), (5, 7), (7, 8)]
+
+    def test_idle_tasks_pass_time_on(self, engine):
+        # 0 ─▶ 1 (idle) ─▶ 2 (idle) ─▶ 3; 4 is idle from the beginning.
+        played = self.play(
+            engine, [4, 0, 0, 2, 0], [(0, 1), (1, 2), (2, 3), (4, 3)], [(0,), (), (), (0,), ()]
+        )
+        assert played == [(0, 4), (4, 4), (4, 4), (4, 6), (0, 0)]
+
+    def test_a_task_behind_idle_ones_ties_with_its_instant(self, engine):
+        # 1 gets ready through two idle tasks in the instant in which 4 does: 1 has the lower id.
+        played = self.play(
+            engine,
+            [2, 3, 0, 0, 3],
+            [(0, 2), (2, 3), (3, 1), (0, 4)],
+            [(0,), (1,), (), (), (1,)],
+        )
+        assert played == [(0, 2), (2, 5), (2, 2), (2, 2), (5, 8)]
+
+    def test_only_idle_tasks(self, engine):
+        assert self.play(engine, [0, 0], [(1, 0)], [(), ()]) == [(0, 0), (0, 0)]
+
+    def test_an_edge_given_twice(self, engine):
+        assert self.play(engine, [2, 1], [(0, 1), (0, 1)], [(0,), (0,)]) == [(0, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_all_engines_agree(seed):
+    graph = random_graph(seed)
+    expected = simulate_simpy(graph)
+    assert_same(simulate_plain(graph), expected)
+    assert_same(simulate(graph), expected)
+    assert_same(simulate_interpreted(graph), expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_workspace_can_be_used_again(seed):
+    graph = random_graph(seed)
+    space = allocate(graph)
+    expected = simulate(graph)
+    for _ in range(3):
+        makespan = _kernels.simulate_tasks(*graph.arrays(), *space.arrays())
+        assert_same(Times(space.ready, space.start, space.end, makespan), expected)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_times_respect_predecessors_and_resources(seed):
+    graph = random_graph(seed)
+    times = simulate(graph)
+    before = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_offsets))
+    assert (times.end[before] <= times.ready[graph.successors]).all()
+    assert (times.ready <= times.start).all()
+    np.testing.assert_array_equal(times.end - times.start, graph.durations)
+    for resource in range(graph.num_resources):
+        users = [
+            task
+            for task, held in enumerate(graph.resource_sets)
+            if resource
+            in graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]
+        ]
+        users.sort(key=lambda task: times.start[task])
+        for first, second in itertools.pairwise(users):
+            assert times.end[first] <= times.start[second]
+
+
+def test_scaling_durations_scales_times():
+    graph = random_graph(4)
+    scaled = dataclasses.replace(graph, durations=graph.durations * 10**15)
+    np.testing.assert_array_equal(simulate(scaled).end, simulate(graph).end * 10**15)
+
+
+class TestRefusals:
+    """What is not a task graph is refused, with the task or array named."""
+
+    @pytest.mark.parametrize(
+        ("durations", "edges", "sets", "message"),
+        [
+            ([], [], [], "empty"),
+            ([1, -2], [], [(), ()], "task 1 lasts -2 ns"),
+            ([1, 0], [], [(), (0,)], "task 1 lasts 0 ns but holds resources"),
+            ([1, 1], [], [(), (2,)], "task 1 holds resource 2, but resource ids go from 0 to 1"),
+            ([1, 1], [], [(), (-1,)], "task 1 holds resource -1"),
+            ([1, 1], [(0, 2)], [(), ()], r"edge \(0, 2\) names a task that is not there"),
+            ([1, 1], [(-1, 0)], [(), ()], r"edge \(-1, 0\)"),
+            ([1, 1], [], [()], "2 durations but 1 resource sets"),
+            ([1.5, 1], [], [(), ()], "whole numbers"),
+            ([2**64, 1], [], [(), ()], "whole numbers"),
+            ([2**63, 1], [], [(), ()], "whole numbers"),
+            ([2**61, 2**61, 1], [], [()] * 3, "sum to 4611686018427387905 ns, over the limit"),
+            ([2**62, 2**62, 2**62], [], [()] * 3, "sum to 13835058055282163712 ns"),
+            ([1, 1], [(1, 1)], [(), ()], "task 1 waits for itself"),
+        ],
+    )
+    def test_build(self, durations, edges, sets, message):
+        with pytest.raises(ValueError, match=message):
+            build_task_graph(durations, edges, resource_sets=sets, num_resources=2)
+
+    @pytest.mark.parametrize("interpreted", [False, True])
+    def test_a_cycle_names_a_task_on_it(self, interpreted, monkeypatch):
+        if interpreted:
+            kernel = _kernels.find_cycle_task
+            monkeypatch.setattr(
+                "stratagem.simulator.taskgraph.find_cycle_task",
+                getattr(kernel, "py_func", kernel),
+            )
+        # 0 ─▶ 1 ─▶ 2 ─▶ 3 ─▶ 1, and 3 ─▶ 4 ─▶ 5 behind the cycle.
+        edges = [(0, 1), (1, 2), (2, 3), (3, 1), (3, 4), (4, 5)]
+        with pytest.raises(ValueError, match=r"task [123] waits for itself: it is on a cycle"):
+            build_task_graph([1] * 6, edges, resource_sets=[()] * 6, num_resources=0)
+
+    @pytest.mark.parametrize(
+        ("field", "value", "message"),
+        [
+            ("durations", [1, 1], r"successor_offsets is int64 of shape \(4,\); a graph of 2"),
+            ("num_predecessors", [0, 1], r"num_predecessors is int64 of shape \(2,\)"),
+            ("num_predecessors", [0, 1, 0], "task 2 has 1 edges into it, but num_predecessors"),
+            ("resource_sets", [0, 0], r"resource_sets is int64 of shape \(2,\)"),
+            ("resource_sets", [0, 0, 9], "task 2 names resource set 9"),
+            ("successors", [1], r"successors is int64 of shape \(1,\)"),
+            ("successors", [1, 3], "successors names task 3"),
+            ("successor_offsets", [0, 2, 1, 2], "must begin with 0 and never fall"),
+            ("set_offsets", [0, 1], "set 0 of set_offsets must be the empty set"),
+            ("set_offsets", [], "set_offsets is int64 of shape"),
+            ("set_resources", [], r"set_resources is int64 of shape \(0,\)"),
+        ],
+    )
+    def test_arrays_that_do_not_fit(self, field, value, message):
+        graph = build_task_graph(
+            [1] * 3, [(0, 1), (1, 2)], resource_sets=[(0,)] * 3, num_resources=1
+        )
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(graph, **{field: np.array(value, np.int64)})
+
+    def test_arrays_of_another_type(self):
+        graph = build_task_graph([1], [], resource_sets=[()], num_resources=0)
+        with pytest.raises(ValueError, match="durations is float64"):
+            dataclasses.replace(graph, durations=np.ones(1))
+
+    def test_the_kernel_says_that_tasks_were_not_reached(self):
+        graph = build_task_graph([1, 1], [(0, 1)], resource_sets=[()] * 2, num_resources=0)
+        graph.num_predecessors[0] = 1
+        assert _kernels.simulate_tasks(*graph.arrays(), *allocate(graph).arrays()) == -1
+
+
+def test_equal_sets_are_stored_once():
+    graph = build_task_graph(
+        [1] * 4, [], resource_sets=[(1, 0), (), (0, 1, 1), (0,)], num_resources=2
+    )
+    assert graph.resource_sets.tolist() == [1, 0, 1, 2]
+    assert graph.set_offsets.tolist() == [0, 0, 2, 3]
+    assert graph.set_resources.tolist() == [0, 1, 0]
