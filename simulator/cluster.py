@@ -1,0 +1,190 @@
+"""Clusters: nodes of devices and the links between them; files and presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+from stratagem.simulator.files import decode, read_text
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Link:
+    """A class of link: ring bandwidth in GB/s (10⁹ bytes) and latency per message in µs.
+
+    Inside a node `bandwidth_gb_s` is what one device can send; between nodes it is what one *node*
+    can send, shared by its devices. `shares_compute` says that a transfer keeps the device's cores
+    busy (true of CPU processes), so that it cannot overlap with computing.
+    """
+
+    name: str
+    bandwidth_gb_s: float
+    latency_us: float
+    shares_compute: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(f"link {self.name!r}", bandwidth_gb_s=self.bandwidth_gb_s)
+        if self.latency_us < 0:
+            raise ValueError(
+                f"link {self.name!r}: latency_us is {self.latency_us}; it must be ≥ 0"
+            )
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """A kind of device: its memory and the constants of its cost model.
+
+    `matmul_tflops` and `vector_tflops` are peaks by dtype; `matmul_efficiency` is the share of the
+    peak that large matrix products reach; `memory_efficiency` the same for
+    `memory_bandwidth_gb_s`. `tile` is the edge of the output tile of a matrix product and
+    `num_units` how many tiles run at once (streaming multiprocessors), which quantise its time;
+    `launch_us` is the least time of a kernel.
+    """
+
+    name: str
+    memory_gib: float
+    matmul_tflops: dict[str, float]
+    vector_tflops: float
+    memory_bandwidth_gb_s: float
+    matmul_efficiency: float = 0.8
+    memory_efficiency: float = 0.8
+    launch_us: float = 5.0
+    num_units: int = 1
+    tile: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(
+            f"device {self.name!r}",
+            memory_gib=self.memory_gib,
+            vector_tflops=self.vector_tflops,
+            memory_bandwidth_gb_s=self.memory_bandwidth_gb_s,
+            matmul_efficiency=self.matmul_efficiency,
+            memory_efficiency=self.memory_efficiency,
+            num_units=self.num_units,
+            tile=self.tile,
+            **{f"matmul_tflops[{k}]": v for k, v in self.matmul_tflops.items()},
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory in bytes."""
+        return int(self.memory_gib * GIB)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal-sized nodes of devices, device `i` on node ``i // devices_per_node``.
+
+    Example:
+        >>> Cluster.preset("dgx-a100", num_nodes=2).num_devices
+        16
+
+    `node_devices` names the device type of each node, so one cluster may mix several.
+
+    Raises:
+        ValueError: on sizes below 1, or a node whose device type is not described.
+    """
+
+    name: str
+    devices_per_node: int
+    node_devices: tuple[str, ...]
+    device_types: tuple[DeviceType, ...]
+    intra_node: Link
+    inter_node: Link
+
+    def __post_init__(self) -> None:
+        _positive(f"cluster {self.name!r}", devices_per_node=self.devices_per_node)
+        if not self.node_devices:
+            raise ValueError(f"cluster {self.name!r} has 0 nodes; it needs at least 1")
+        for node, kind in enumerate(self.node_devices):
+            if kind not in self._types:
+                known = ", ".join(self._types)
+                raise ValueError(
+                    f"cluster {self.name!r}: node {node} has device type {kind!r}, but only "
+                    f"{known} is described in device_types"
+                )
+
+    @cached_property
+    def _types(self) -> dict[str, DeviceType]:
+        return {device.name: device for device in self.device_types}
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.node_devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, device: int) -> int:
+        """The node that device number `device` is on."""
+        return device // self.devices_per_node
+
+    def device_type(self, device: int) -> DeviceType:
+        """The type of device number `device`."""
+        return self._types[self.node_devices[self.node_of(device)]]
+
+    @classmethod
+    def preset(
+        cls, name: str, *, num_nodes: int | None = None, devices_per_node: int | None = None
+    ) -> Cluster:
+        """A bundled cluster, its number of nodes and of devices per node set anew if given.
+
+        Raises:
+            ValueError: on an unknown name, or a size below 1.
+        """
+        known = preset_names()
+        if name not in known:
+            raise ValueError(f"no cluster preset {name!r}; there are {', '.join(known)}")
+        text = (resources.files(__package__) / "presets" / f"{name}.json").read_text("utf-8")
+        cluster = decode(text, cls, f"preset {name}")
+        return cluster.resized(num_nodes=num_nodes, devices_per_node=devices_per_node)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster file (JSON; fields as in this class).
+
+        Raises:
+            ValueError: names the file, the field and what was expected.
+        """
+        return decode(read_text(path, "cluster file"), cls, f"cluster file {path}")
+
+    def resized(
+        self, *, num_nodes: int | None = None, devices_per_node: int | None = None
+    ) -> Cluster:
+        """The same hardware in another number; all nodes are then like the first."""
+        nodes = self.num_nodes if num_nodes is None else num_nodes
+        per_node = self.devices_per_node if devices_per_node is None else devices_per_node
+        if nodes < 1 or per_node < 1:
+            raise ValueError(
+                f"cluster {self.name!r}: num_nodes={nodes}, devices_per_node={per_node}; both must "
+                f"be at least 1"
+            )
+        kinds = self.node_devices if num_nodes is None else (self.node_devices[0],) * nodes
+        return replace(self, node_devices=kinds, devices_per_node=per_node)
+
+    def _repr_html_(self) -> str:
+        kinds = ", ".join(sorted(set(self.node_devices)))
+        links = "; ".join(
+            f"{where} {link.name} {link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs"
+            for where, link in (("in a node", self.intra_node), ("between nodes", self.inter_node))
+        )
+        return f"<b>{self.name}</b>: {self.num_nodes} nodes × {self.devices_per_node} {kinds}; {links}"
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the bundled clusters."""
+    folder = resources.files(__package__) / "presets"
+    return tuple(sorted(p.name.removesuffix(".json") for p in folder.iterdir()))
+
+
+def _positive(what: str, **fields: float) -> None:
+    for name, value in fields.items():
+        if not value > 0:
+            raise ValueError(f"{what}: {name} is {value}; it must be above 0")

@@ -1,0 +1,408 @@
+"""The operator graph: what a training step computes, with every dimension named.
+
+An operator is a loop nest. Its `Dim`s are the loops, each of a SOAP kind, and a `Layout` says
+which loops index which tensor dimension. A tensor dimension may be the product of several loops,
+outermost
+first: the 2304 columns of a fused query-key-value projection are ``("qkv", "head", "head_dim")``.
+Those loops are the tensor's *factors*. Views (reshape, transpose, select) only regroup factors, so
+they are kept on the edges (`Input.order`, `Input.select`) and never are operators of their own.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+Layout = tuple[tuple[str, ...], ...]
+"""Per tensor dimension the operator dims whose product it is, outermost first; () is size 1."""
+
+
+class DimKind(enum.Enum):
+    """What splitting a dim means (SOAP; "O" is that every operator has a config of its own)."""
+
+    SAMPLE = "sample"
+    ATTRIBUTE = "attribute"
+    PARAMETER = "parameter"
+    REDUCTION = "reduction"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One loop of an operator.
+
+    Example:
+        >>> Dim("out", 3072, DimKind.PARAMETER)
+        Dim(name='out', size=3072, kind=<DimKind.PARAMETER: 'parameter'>, whole='')
+
+    `whole` is empty when the dim may be sharded, else the reason why it may not.
+    """
+
+    name: str
+    size: int
+    kind: DimKind
+    whole: str = ""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that an operator reads.
+
+    `order[j]` is the factor of the source tensor that the j-th factor of `layout` reads, and
+    `select` fixes the source factors that are not read: ``((2, 0),)`` takes index 0 of source
+    factor 2.
+    """
+
+    source: str
+    layout: Layout
+    output: int = 0
+    order: tuple[int, ...] = ()
+    select: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            object.__setattr__(self, "order", tuple(range(len(factors(self.layout)))))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter (or buffer) that an operator reads, and how its dims index it."""
+
+    parameter: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that an operator makes."""
+
+    layout: Layout
+    dtype: str = "float32"
+    differentiable: bool = True
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A named tensor that outlives the step; `trainable` is False for buffers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """A tensor that the user feeds each step; `sample_dim` is the tensor dim that counts samples."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sample_dim: int | None = 0
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: a kind from the rule table, its dims, and what it reads and makes."""
+
+    name: str
+    kind: str
+    dims: tuple[Dim, ...]
+    inputs: tuple[Input, ...]
+    weights: tuple[Weight, ...]
+    outputs: tuple[Output, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Global size of each dim, by name."""
+        return {dim.name: dim.size for dim in self.dims}
+
+    def dim(self, name: str) -> Dim:
+        """The dim called `name`; ValueError names the operator and its dims otherwise."""
+        for dim in self.dims:
+            if dim.name == name:
+                return dim
+        known = ", ".join(dim.name for dim in self.dims)
+        raise ValueError(
+            f"operator {self.name!r} ({self.kind}) has no dim {name!r}; it has {known}"
+        )
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for two operators that cost the same under equal configs (names left out)."""
+        return (
+            self.kind,
+            self.dims,
+            tuple((i.layout, i.order, i.select) for i in self.inputs),
+            tuple(w.layout for w in self.weights),
+            self.outputs,
+            repr(sorted(self.attributes.items())),
+        )
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Operator `consumer` (index) reads output `output` of operator `producer` as its input `slot`."""
+
+    producer: int
+    output: int
+    consumer: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class RepeatedBlock:
+    """Operators start … start + length·count, `count` copies of the same `length` operators."""
+
+    start: int
+    length: int
+    count: int
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """A training step: operators in topological order, ending in a scalar loss.
+
+    Raises:
+        ValueError: on a broken graph: an unknown source, dim or parameter, a size below 1, a view
+            that does not fit its source, or a name used twice. The message names the operator.
+    """
+
+    name: str
+    inputs: tuple[GraphInput, ...]
+    parameters: tuple[Parameter, ...]
+    operators: tuple[Operator, ...]
+    loss: str
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        for operator in self.operators:
+            _check_operator(self, operator)
+        if self.loss not in self.index:
+            raise ValueError(
+                f"graph {self.name!r}: the loss {self.loss!r} is not one of its operators"
+            )
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each operator, by name."""
+        return {operator.name: i for i, operator in enumerate(self.operators)}
+
+    @cached_property
+    def parameter_index(self) -> dict[str, Parameter]:
+        """Each parameter, by name."""
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every (producer, consumer) pair, ordered by consumer and slot."""
+        return tuple(
+            Edge(self.index[read.source], read.output, i, slot)
+            for i, operator in enumerate(self.operators)
+            for slot, read in enumerate(operator.inputs)
+        )
+
+    @cached_property
+    def needs_gradient(self) -> tuple[bool, ...]:
+        """Per operator, whether the gradient of its outputs is ever needed (backward runs)."""
+        needs: list[bool] = []
+        for operator in self.operators:
+            own = any(self.parameter_index[w.parameter].trainable for w in operator.weights)
+            fed = any(needs[self.index[read.source]] for read in operator.inputs)
+            needs.append((own or fed) and any(out.differentiable for out in operator.outputs))
+        return tuple(needs)
+
+    def edge_needs_gradient(self, edge: Edge) -> bool:
+        """Whether a gradient flows back along `edge`."""
+        made = self.operators[edge.producer].outputs[edge.output]
+        return self.needs_gradient[edge.producer] and made.differentiable
+
+    def operator(self, name: str) -> Operator:
+        """The operator called `name`."""
+        if name not in self.index:
+            raise ValueError(f"graph {self.name!r} has no operator {name!r}")
+        return self.operators[self.index[name]]
+
+    @property
+    def batch(self) -> int:
+        """Number of samples in one step."""
+        for given in self.inputs:
+            if given.sample_dim is not None:
+                return given.shape[given.sample_dim]
+        raise ValueError(f"graph {self.name!r} has no input with a sample dim")
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable scalars, tied ones counted once."""
+        return sum(math.prod(p.shape) for p in self.parameters if p.trainable)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over everything that decides what the graph computes (not its name)."""
+        text = repr(
+            (self.inputs, self.parameters, self.loss, *(_identity(o) for o in self.operators))
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def microbatch(self, num_microbatches: int) -> OperatorGraph:
+        """The graph of one of `num_microbatches` equal microbatches: sample dims divided.
+
+        Raises:
+            ValueError: if the batch is not a multiple of `num_microbatches`.
+        """
+        if num_microbatches < 1 or self.batch % num_microbatches:
+            raise ValueError(
+                f"batch {self.batch} of {self.name!r} cannot be cut into {num_microbatches} equal "
+                f"microbatches; choose a divisor of {self.batch}"
+            )
+        if num_microbatches == 1:
+            return self
+        return replace(
+            self, operators=tuple(_cut_samples(o, num_microbatches) for o in self.operators)
+        )
+
+    def _repr_html_(self) -> str:
+        counts = Counter(operator.kind for operator in self.operators)
+        rows = "".join(f"<tr><td>{kind}</td><td>{n}</td></tr>" for kind, n in counts.most_common())
+        blocks = "; ".join(f"{b.count} × {b.length} operators" for b in repeated_blocks(self))
+        return (
+            f"<b>{self.name}</b>: {len(self.operators)} operators, {self.num_parameters:,} parameters, "
+            f"batch {self.batch}; repeated: {blocks or 'none'}"
+            f"<table><tr><th>kind</th><th>operators</th></tr>{rows}</table>"
+        )
+
+
+def factors(layout: Layout) -> tuple[str, ...]:
+    """The dims of a layout, outermost first: ``factors((("a",), ("b", "c")))`` is ``("a","b","c")``."""
+    return tuple(name for group in layout for name in group)
+
+
+def shape_of(layout: Layout, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The tensor shape that `layout` has when its dims have `sizes`."""
+    return tuple(math.prod(sizes[name] for name in group) for group in layout)
+
+
+def factor_sizes(layout: Layout, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes of a layout's factors, outermost first."""
+    return tuple(sizes[name] for name in factors(layout))
+
+
+def repeated_blocks(graph: OperatorGraph) -> tuple[RepeatedBlock, ...]:
+    """Runs of equal consecutive operator sequences, such as the layers of a transformer.
+
+    Two sequences are equal when their operators have equal signatures and read from equally
+    distant producers. Greedy from the left: at each operator the period that covers most
+    operators, the shortest among equals.
+    """
+    keys = [_relative_signature(graph, i) for i in range(len(graph.operators))]
+    found: list[RepeatedBlock] = []
+    start = 0
+    while start < len(keys):
+        best = _longest_repeat(keys, start)
+        if best is None:
+            start += 1
+            continue
+        found.append(best)
+        start = best.start + best.length * best.count
+    return tuple(found)
+
+
+def _longest_repeat(keys: list[tuple[Any, ...]], start: int) -> RepeatedBlock | None:
+    best: RepeatedBlock | None = None
+    for length in range(2, (len(keys) - start) // 2 + 1):
+        if keys[start] != keys[start + length]:
+            continue
+        run = 0
+        while start + run + length < len(keys) and keys[start + run] == keys[start + run + length]:
+            run += 1
+        count = run // length + 1
+        if count > 1 and (best is None or count * length > best.count * best.length):
+            best = RepeatedBlock(start, length, count)
+    return best
+
+
+def _relative_signature(graph: OperatorGraph, i: int) -> tuple[Any, ...]:
+    operator = graph.operators[i]
+    distances = tuple(
+        i - producer if graph.operators[producer].inputs else graph.operators[producer].signature
+        for producer in (graph.index[read.source] for read in operator.inputs)
+    )
+    return (*operator.signature, distances)
+
+
+def _identity(operator: Operator) -> tuple[Any, ...]:
+    reads = tuple((r.source, r.output) for r in operator.inputs)
+    weights = tuple(w.parameter for w in operator.weights)
+    return (operator.name, *operator.signature, reads, weights)
+
+
+def _cut_samples(operator: Operator, parts: int) -> Operator:
+    dims = tuple(
+        replace(d, size=d.size // parts) if d.kind is DimKind.SAMPLE else d for d in operator.dims
+    )
+    return replace(operator, dims=dims)
+
+
+def _check_names(graph: OperatorGraph) -> None:
+    for what, names in (
+        ("operator", [o.name for o in graph.operators]),
+        ("parameter", [p.name for p in graph.parameters]),
+    ):
+        twice = [name for name, n in Counter(names).items() if n > 1]
+        if twice:
+            raise ValueError(f"graph {graph.name!r}: {what} name {twice[0]!r} is used twice")
+    if not graph.operators:
+        raise ValueError(f"graph {graph.name!r} has no operators")
+
+
+def _check_operator(graph: OperatorGraph, operator: Operator) -> None:
+    where = f"operator {operator.name!r} ({operator.kind})"
+    for dim in operator.dims:
+        if dim.size < 1:
+            raise ValueError(
+                f"{where}: dim {dim.name!r} has size {dim.size}; sizes are at least 1"
+            )
+    layouts = [x.layout for x in (*operator.inputs, *operator.weights, *operator.outputs)]
+    for name in (name for layout in layouts for name in factors(layout)):
+        operator.dim(name)
+    for read in operator.inputs:
+        _check_input(graph, operator, read)
+    for weight in operator.weights:
+        if weight.parameter not in graph.parameter_index:
+            raise ValueError(f"{where} reads unknown parameter {weight.parameter!r}")
+        shape = shape_of(weight.layout, operator.sizes)
+        stored = graph.parameter_index[weight.parameter].shape
+        if shape != stored:
+            raise ValueError(
+                f"{where} reads parameter {weight.parameter!r} as {shape}, but it is {stored}"
+            )
+
+
+def _check_input(graph: OperatorGraph, operator: Operator, read: Input) -> None:
+    where = f"operator {operator.name!r} ({operator.kind})"
+    if read.source not in graph.index or graph.index[read.source] >= graph.index[operator.name]:
+        raise ValueError(f"{where} reads {read.source!r}, which is not an operator before it")
+    source = graph.operators[graph.index[read.source]]
+    if not 0 <= read.output < len(source.outputs):
+        raise ValueError(
+            f"{where} reads output {read.output} of {read.source!r}, which has {len(source.outputs)}"
+        )
+    made = factor_sizes(source.outputs[read.output].layout, source.sizes)
+    used = sorted([*read.order, *(position for position, _ in read.select)])
+    if used != list(range(len(made))):
+        raise ValueError(
+            f"{where}: its view of {read.source!r} uses factors {used} of {len(made)} factors"
+        )
+    seen = tuple(made[position] for position in read.order)
+    wanted = factor_sizes(read.layout, operator.sizes)
+    if seen != wanted:
+        raise ValueError(
+            f"{where} reads {read.source!r} with factor sizes {wanted}, but they are {seen}"
+        )

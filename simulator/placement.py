@@ -1,0 +1,210 @@
+"""What one mesh axis does to a tensor or an operator, and what that does to its tensors.
+
+A *config* gives an operator one placement per mesh axis, over its own dims: `Shard("head")`,
+`Replicate()` or `Pin(0)`. The placements of its tensors follow by rule; there `Shard` counts the
+tensor's factors, because producer and consumer name their dims differently.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stratagem.simulator.graph import Dim, Input, Layout, Operator, Output, Weight, factors
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """Split along a dim: a dim's name in a config, a factor's position in a tensor placement."""
+
+    dim: str | int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, order=True)
+class Replicate:
+    """The same on every index of the axis."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, order=True)
+class Partial:
+    """Every index of the axis holds an addend; the tensor is their sum."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+@dataclass(frozen=True, order=True)
+class Pin:
+    """Lives on one index of the axis only."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"Pin({self.index})"
+
+
+Placement = Shard | Replicate | Partial | Pin
+Config = tuple[Placement, ...]
+"""Per mesh axis what it does to an operator: `Shard(dim name)`, `Replicate()` or `Pin(index)`."""
+Placements = tuple[Placement, ...]
+"""Per mesh axis what it does to a tensor: any placement, `Shard` counting factors."""
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+_PRINTED = re.compile(r"^(?:R|P|S\((?P<dim>[^()]+)\)|Pin\((?P<pin>\d+)\))$")
+
+
+def parse_placement(text: str) -> Placement:
+    """Read back a printed placement.
+
+    Example:
+        >>> parse_placement("S(head)")
+        Shard(dim='head')
+
+    Raises:
+        ValueError: when `text` is not ``R``, ``P``, ``S(dim)`` or ``Pin(index)``.
+    """
+    match = _PRINTED.match(text)
+    if match is None:
+        raise ValueError(f"placement {text!r} is none of R, P, S(dim), Pin(index)")
+    if match["dim"] is not None:
+        return Shard(match["dim"])
+    if match["pin"] is not None:
+        return Pin(int(match["pin"]))
+    return REPLICATE if text == "R" else PARTIAL
+
+
+def check_config(operator: Operator, config: Config, shape: Sequence[int]) -> None:
+    """Refuse a config that an operator cannot have on a mesh of `shape`.
+
+    Raises:
+        ValueError: the number of placements is not the number of axes; a dim is unknown, must be
+            whole, or has too few elements for its shards; a Pin is beyond its axis.
+    """
+    where = f"operator {operator.name!r} ({operator.kind})"
+    if len(config) != len(shape):
+        raise ValueError(f"{where}: {len(config)} placements for a mesh of {len(shape)} axes")
+    for axis, (placement, size) in enumerate(zip(config, shape, strict=True)):
+        if isinstance(placement, Shard):
+            _check_shard(operator, operator.dim(str(placement.dim)), config, shape)
+        elif isinstance(placement, Pin) and not 0 <= placement.index < size:
+            raise ValueError(
+                f"{where}: Pin({placement.index}) on axis {axis}, which has size {size}"
+            )
+        elif isinstance(placement, Partial):
+            raise ValueError(
+                f"{where}: a config cannot be Partial (axis {axis}); outputs become so"
+            )
+
+
+def _check_shard(operator: Operator, dim: Dim, config: Config, shape: Sequence[int]) -> None:
+    where = f"operator {operator.name!r} ({operator.kind}): dim {dim.name!r} of size {dim.size}"
+    if dim.whole:
+        raise ValueError(f"{where} cannot be split: {dim.whole}")
+    if smallest_shard(dim.size, splits_of(config, dim.name, shape)) < 1:
+        ways = math.prod(splits_of(config, dim.name, shape))
+        raise ValueError(f"{where} cannot be split {ways} ways without an empty shard")
+
+
+def splits_of(placements: Sequence[Placement], dim: str | int, shape: Sequence[int]) -> list[int]:
+    """Sizes of the mesh axes that shard `dim`, outermost first."""
+    return [n for p, n in zip(placements, shape, strict=True) if p == Shard(dim)]
+
+
+def shard_bounds(size: int, splits: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:
+    """Start and stop of one shard: ceil-division, axis after axis.
+
+    Example:
+        >>> shard_bounds(10, [4], [3])
+        (9, 10)
+    """
+    start, stop = 0, size
+    for ways, index in zip(splits, coordinates, strict=True):
+        chunk = -(-(stop - start) // ways)
+        start, stop = min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop)
+    return start, stop
+
+
+def largest_shard(size: int, splits: Sequence[int]) -> int:
+    """Number of elements of the largest shard."""
+    for ways in splits:
+        size = -(-size // ways)
+    return size
+
+
+def smallest_shard(size: int, splits: Sequence[int]) -> int:
+    """Number of elements of the smallest shard; 0 when some shard is empty."""
+    for ways in splits:
+        size = size - (ways - 1) * -(-size // ways)
+        if size < 1:
+            return 0
+    return size
+
+
+def local_sizes(operator: Operator, config: Config, shape: Sequence[int]) -> dict[str, int]:
+    """Size of each dim on the device with the most work."""
+    return {d.name: largest_shard(d.size, splits_of(config, d.name, shape)) for d in operator.dims}
+
+
+def _place(layout: Layout, config: Config, absent: Placement) -> Placements:
+    """Shard the factors that `layout` has; where a sharded dim is missing, `absent`."""
+    positions = {name: position for position, name in enumerate(factors(layout))}
+    placed: list[Placement] = []
+    for placement in config:
+        if isinstance(placement, Shard):
+            position = positions.get(str(placement.dim))
+            placed.append(absent if position is None else Shard(position))
+        else:
+            placed.append(placement)
+    return tuple(placed)
+
+
+def output_placements(output: Output, config: Config) -> Placements:
+    """How an output lies: sharding a dim that it lacks leaves a pending sum."""
+    return _place(output.layout, config, PARTIAL)
+
+
+def output_gradient_placements(output: Output, config: Config) -> Placements:
+    """How the gradient of an output must lie: that of a pending sum is the same everywhere."""
+    return _place(output.layout, config, REPLICATE)
+
+
+def _through_view(read: Input, placements: Placements) -> Placements:
+    """From the factors of the consumer's layout to those of the source tensor."""
+    return tuple(Shard(read.order[int(p.dim)]) if isinstance(p, Shard) else p for p in placements)
+
+
+def input_placements(read: Input, config: Config) -> Placements:
+    """How an input must lie, counted in the factors of its source."""
+    return _through_view(read, _place(read.layout, config, REPLICATE))
+
+
+def input_gradient_placements(read: Input, config: Config) -> Placements:
+    """How the gradient of an input comes out, counted in the factors of its source."""
+    return _through_view(read, _place(read.layout, config, PARTIAL))
+
+
+def weight_placements(weight: Weight, config: Config) -> Placements:
+    """How a parameter must lie where an operator uses it."""
+    return _place(weight.layout, config, REPLICATE)
+
+
+def weight_gradient_placements(weight: Weight, config: Config) -> Placements:
+    """How a parameter's gradient comes out: Partial on axes that shard a dim which it lacks."""
+    return _place(weight.layout, config, PARTIAL)
+
+
+def local_elements(sizes: Sequence[int], placements: Placements, shape: Sequence[int]) -> int:
+    """Elements of the largest shard of a tensor whose factors have `sizes`."""
+    return math.prod(
+        largest_shard(size, splits_of(placements, factor, shape))
+        for factor, size in enumerate(sizes)
+    )

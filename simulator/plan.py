@@ -1,0 +1,268 @@
+"""The plan: all that must be known to run a model on a cluster, and its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.files import decode, encode, read_text, write_text
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.placement import REPLICATE, Config, check_config, parse_placement
+from stratagem.simulator.schedule import Schedule, schedule_by_name
+from stratagem.simulator.training import Training
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a strategy decides for one operator.
+
+    `config` says what each mesh axis does to it. `zero` is the ZeRO stage of its parameters
+    (Rajbhandari et al. 2020): 0 keeps everything on every data-parallel rank; 1 shards the
+    optimizer state; 2 also the gradients, reduce-scattered after every microbatch; 3 also the
+    parameters, gathered before every use.
+    """
+
+    config: Config
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"ZeRO stage {self.zero}; it must be 0, 1, 2 or 3")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: consecutive operators, the devices they run on, and a choice for each."""
+
+    operators: tuple[str, ...]
+    mesh: DeviceMesh
+    choices: Mapping[str, Choice]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the search expected of a plan: seconds per step, peak bytes per device of each stage."""
+
+    step_time: float
+    peak_memory: tuple[int, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, their meshes and choices, the schedule: everything the executor needs.
+
+    Raises:
+        ValueError: when stages share a device or an operator, a device is not in the cluster, or
+            the schedule is unknown.
+    """
+
+    name: str
+    model: str
+    fingerprint: str
+    cluster: Cluster
+    training: Training
+    stages: tuple[Stage, ...]
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    seed: int = 0
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError(f"plan {self.name!r} has no stages")
+        owner: dict[int, int] = {}
+        for number, stage in enumerate(self.stages):
+            stage.mesh.check(self.cluster)
+            for device in stage.mesh.devices:
+                if owner.setdefault(device, number) != number:
+                    raise ValueError(
+                        f"plan {self.name!r}: device {device} is in stage {owner[device]} and in "
+                        f"stage {number}"
+                    )
+        self.make_schedule()
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each operator, by name."""
+        return {name: s for s, stage in enumerate(self.stages) for name in stage.operators}
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the plan uses."""
+        return sum(stage.mesh.num_devices for stage in self.stages)
+
+    def choice(self, operator: str) -> Choice:
+        """The choice for an operator."""
+        return self.stages[self.stage_of[operator]].choices[operator]
+
+    def make_schedule(self) -> Schedule:
+        """The schedule's actions for this plan's stages and microbatches."""
+        return schedule_by_name(self.schedule, len(self.stages), self.num_microbatches)
+
+    def check(self, graph: OperatorGraph) -> None:
+        """Refuse a plan that is not for `graph`.
+
+        Raises:
+            ValueError: another model's plan; an operator that no stage or that two stages run, or
+                that runs before what it reads; a config that its operator cannot have; a batch
+                that the microbatches do not divide.
+        """
+        if self.fingerprint != graph.fingerprint:
+            raise ValueError(
+                f"plan {self.name!r} was made for model {self.model!r} (fingerprint "
+                f"{self.fingerprint[:12]}), not for {graph.name!r} ({graph.fingerprint[:12]}); "
+                f"search again for this model, batch and sequence length"
+            )
+        self._check_stages(graph)
+        for operator in graph.microbatch(self.num_microbatches).operators:
+            stage = self.stages[self.stage_of[operator.name]]
+            config = stage.choices[operator.name].config
+            check_config(operator, config, stage.mesh.shape)
+            if operator.kind == "source" and any(p != REPLICATE for p in config):
+                raise ValueError(
+                    f"source {operator.name!r} must be replicated: every rank computes it in full"
+                )
+
+    def _check_stages(self, graph: OperatorGraph) -> None:
+        listed = [name for stage in self.stages for name in stage.operators]
+        if len(set(listed)) != len(listed):
+            twice = next(name for name in listed if listed.count(name) > 1)
+            raise ValueError(f"plan {self.name!r} runs operator {twice!r} in two stages")
+        for operator in graph.operators:
+            if operator.name not in self.stage_of:
+                raise ValueError(f"plan {self.name!r} has no stage for operator {operator.name!r}")
+            if operator.name not in self.stages[self.stage_of[operator.name]].choices:
+                raise ValueError(
+                    f"plan {self.name!r} has no choice for operator {operator.name!r}"
+                )
+            for read in operator.inputs:
+                if graph.operator(read.source).kind == "source":
+                    continue
+                if self.stage_of[read.source] > self.stage_of[operator.name]:
+                    raise ValueError(
+                        f"plan {self.name!r}: operator {operator.name!r} in stage "
+                        f"{self.stage_of[operator.name]} reads {read.source!r} of the later stage "
+                        f"{self.stage_of[read.source]}"
+                    )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file, whole or not at all."""
+        write_text(path, self.to_json())
+
+    def to_json(self) -> str:
+        """The text of the plan file; equal plans have equal text."""
+        return encode(_to_file(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            ValueError: names the file, the field and what was expected there.
+        """
+        return cls.from_json(read_text(path, "plan file"), what=f"plan file {path}")
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str = "plan") -> Plan:
+        """Read the text of a plan file."""
+        file = decode(text, _PlanFile, what)
+        if file.version != PLAN_VERSION:
+            raise ValueError(
+                f"{what} has version {file.version}, this program reads {PLAN_VERSION}; search again"
+            )
+        try:
+            return _from_file(file)
+        except ValueError as error:
+            raise ValueError(f"{what} is broken: {error}") from error
+
+
+@dataclass(frozen=True)
+class _ChoiceFile:
+    config: tuple[str, ...]
+    zero: int
+
+
+@dataclass(frozen=True)
+class _StageFile:
+    axes: tuple[MeshAxis, ...]
+    devices: tuple[int, ...]
+    operators: tuple[str, ...]
+    choices: dict[str, _ChoiceFile]
+
+
+@dataclass(frozen=True)
+class _PlanFile:
+    version: int
+    name: str
+    model: str
+    fingerprint: str
+    cluster: Cluster
+    training: Training
+    num_microbatches: int
+    schedule: str
+    stages: tuple[_StageFile, ...]
+    seed: int = 0
+    prediction: Prediction | None = field(default=None)
+
+
+def _to_file(plan: Plan) -> _PlanFile:
+    stages = tuple(
+        _StageFile(
+            axes=stage.mesh.axes,
+            devices=stage.mesh.devices,
+            operators=stage.operators,
+            choices={
+                name: _ChoiceFile(
+                    tuple(str(p) for p in stage.choices[name].config), stage.choices[name].zero
+                )
+                for name in stage.operators
+            },
+        )
+        for stage in plan.stages
+    )
+    return _PlanFile(
+        version=PLAN_VERSION,
+        name=plan.name,
+        model=plan.model,
+        fingerprint=plan.fingerprint,
+        cluster=plan.cluster,
+        training=plan.training,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        stages=stages,
+        seed=plan.seed,
+        prediction=plan.prediction,
+    )
+
+
+def _from_file(file: _PlanFile) -> Plan:
+    stages = tuple(
+        Stage(
+            operators=stage.operators,
+            mesh=DeviceMesh(stage.axes, stage.devices),
+            choices={
+                name: Choice(tuple(parse_placement(p) for p in choice.config), choice.zero)
+                for name, choice in stage.choices.items()
+            },
+        )
+        for stage in file.stages
+    )
+    return Plan(
+        name=file.name,
+        model=file.model,
+        fingerprint=file.fingerprint,
+        cluster=file.cluster,
+        training=file.training,
+        stages=stages,
+        num_microbatches=file.num_microbatches,
+        schedule=file.schedule,
+        seed=file.seed,
+        prediction=file.prediction,
+    )

@@ -1,0 +1,244 @@
+"""Resharding: how a tensor gets from one placement to another, one mesh axis at a time.
+
+A step changes what one axis does to the tensor. Which steps there are is the table `TRANSITIONS`;
+a conversion is the cheapest path of steps, found by Dijkstra's
+algorithm over the placements of the
+tensor. The simulator prices that path and the executor runs it. Backward is the same algebra: the
+gradient goes from how the consumer makes it to how the producer needs it, so every forward step
+has its adjoint on the way back (an all-gather a reduce-scatter, and so on).
+
+Shards are nested in axis order, so a step may touch a factor only on the innermost axis that
+shards
+it: the pieces are contiguous there. The paths take care of that by themselves (gather the inner
+axis first, say), and find hierarchical all-reduces for the same reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stratagem.simulator._paths import shortest_paths
+from stratagem.simulator.collectives import Collective, collective_time
+from stratagem.simulator.mesh import AxisLink
+from stratagem.simulator.placement import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Pin,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    local_elements,
+    smallest_shard,
+    splits_of,
+)
+
+STEP_OVERHEAD = 2e-6
+"""Seconds added to each step when paths are compared: packing and launching are not quite free."""
+
+COMPUTE, INTRA_NODE, INTER_NODE = 1, 2, 4
+"""Bits of the resources of one cell of devices: compute stream, link in the node, link between."""
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+TRANSITIONS: dict[tuple[type[Placement], type[Placement]], Collective] = {
+    (Partial, Replicate): Collective.ALL_REDUCE,
+    (Partial, Shard): Collective.REDUCE_SCATTER,
+    (Partial, Pin): Collective.REDUCE,
+    (Shard, Replicate): Collective.ALL_GATHER,
+    (Shard, Shard): Collective.ALL_TO_ALL,
+    (Shard, Pin): Collective.GATHER,
+    (Replicate, Shard): Collective.SLICE,
+    (Replicate, Pin): Collective.SLICE,
+    (Pin, Replicate): Collective.BROADCAST,
+    (Pin, Shard): Collective.SCATTER,
+    (Pin, Pin): Collective.SEND,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective along `axis`; `elements` is the larger of a member's sizes before and after."""
+
+    collective: Collective
+    axis: int
+    source: Placement
+    target: Placement
+    elements: int
+
+    def __str__(self) -> str:
+        return f"{self.collective.value} axis {self.axis} ({self.source} → {self.target})"
+
+
+class Resharder:
+    """Cheapest conversions of tensors on one mesh; paths are remembered.
+
+    Example:
+        >>> link = AxisLink(1e-6, 1e-9, False, False)
+        >>> from stratagem.simulator.placement import PARTIAL
+        >>> steps = Resharder((4,), (link,)).path((8, 16), 4, (PARTIAL,), (Shard(1),))
+        >>> [str(step) for step in steps]
+        ['reduce-scatter axis 0 (P → S(1))']
+    """
+
+    def __init__(self, shape: Sequence[int], links: Sequence[AxisLink]) -> None:
+        self.shape = tuple(shape)
+        self.links = tuple(links)
+        self._graphs: dict[tuple[object, ...], _StateGraph] = {}
+
+    def path(
+        self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
+    ) -> tuple[Step, ...]:
+        """The steps from `source` to `target` for a tensor with factors of `sizes`.
+
+        Raises:
+            ValueError: when no step leads there: nothing makes a tensor Partial again, and a shard
+                may not be empty.
+        """
+        if source == target:
+            return ()
+        pins = tuple(sorted({p for p in (*source, *target) if isinstance(p, Pin)}))
+        steps = self._graph(sizes, itemsize, pins).path(source, target)
+        if steps is None:
+            raise ValueError(
+                f"no resharding leads from {placements_text(source)} to {placements_text(target)} "
+                f"for a tensor with factors {sizes} on a mesh of shape {self.shape}"
+            )
+        return steps
+
+    def matrix(
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+    ) -> tuple[FloatArray, IntArray]:
+        """Seconds and link masks of every conversion, `sources` × `targets`, without pins.
+
+        Raises:
+            ValueError: when one of the conversions does not exist.
+        """
+        graph = self._graph(sizes, itemsize, ())
+        try:
+            rows = np.array([graph.number[s] for s in sources], dtype=np.int64)
+            columns = np.array([graph.number[t] for t in targets], dtype=np.int64)
+        except KeyError as error:
+            raise ValueError(
+                f"a tensor with factors {sizes} cannot lie as {placements_text(error.args[0])} on a "
+                f"mesh of shape {self.shape}"
+            ) from error
+        cells = np.ix_(rows, columns)
+        if bool((graph.origins[cells] < 0).any()):
+            raise ValueError(f"a tensor with factors {sizes} has a conversion that leads nowhere")
+        return graph.seconds[cells], graph.used[cells]
+
+    def mask(self, steps: Sequence[Step]) -> int:
+        """The link classes that a path occupies: `INTRA_NODE` and `INTER_NODE` bits."""
+        mask = 0
+        for step in steps:
+            if step.collective is not Collective.SLICE and self.shape[step.axis] > 1:
+                mask |= link_mask(self.links[step.axis])
+        return mask
+
+    def seconds(self, steps: Sequence[Step], itemsize: int) -> float:
+        """Time of a path: its collectives one after the other."""
+        return sum(
+            collective_time(
+                s.collective, s.elements * itemsize, self.shape[s.axis], self.links[s.axis]
+            )
+            for s in steps
+        )
+
+    def _graph(self, sizes: tuple[int, ...], itemsize: int, pins: tuple[Pin, ...]) -> _StateGraph:
+        key = (sizes, itemsize, pins)
+        if key not in self._graphs:
+            self._graphs[key] = _StateGraph(self, sizes, itemsize, pins)
+        return self._graphs[key]
+
+
+def link_mask(link: AxisLink) -> int:
+    """The resources that a transfer over `link` occupies, as bits."""
+    own = INTER_NODE if link.crosses_nodes else INTRA_NODE
+    return own | (COMPUTE if link.shares_compute else 0)
+
+
+class _StateGraph:
+    """Every placement of one tensor on one mesh, and the cheapest path between any two of them."""
+
+    def __init__(
+        self, mesh: Resharder, sizes: tuple[int, ...], itemsize: int, pins: tuple[Pin, ...]
+    ) -> None:
+        self.shape, self.sizes = mesh.shape, sizes
+        self.states = self._all_states(pins)
+        self.number = {state: i for i, state in enumerate(self.states)}
+        self.steps: dict[tuple[int, int], Step] = {}
+        elements = [local_elements(sizes, state, mesh.shape) for state in self.states]
+        count = len(self.states)
+        weights = np.full((count, count), np.inf)
+        seconds = np.zeros((count, count))
+        for i, state in enumerate(self.states):
+            for axis, target in self._moves(state, pins):
+                j = self.number.get((*state[:axis], target, *state[axis + 1 :]))
+                if j is not None:
+                    kind = TRANSITIONS[type(state[axis]), type(target)]
+                    step = Step(kind, axis, state[axis], target, max(elements[i], elements[j]))
+                    self.steps[i, j] = step
+                    seconds[i, j] = mesh.seconds((step,), itemsize)
+                    weights[i, j] = seconds[i, j] + STEP_OVERHEAD
+        self.links = self._links(mesh)
+        self.origins, self.seconds, self.used = shortest_paths(weights, seconds, self.links)
+
+    def path(self, source: Placements, target: Placements) -> tuple[Step, ...] | None:
+        """The cheapest steps from `source` to `target`; None when there are none."""
+        start, state = self.number.get(source), self.number.get(target)
+        if start is None or state is None or self.origins[start, state] < 0:
+            return None
+        steps: list[Step] = []
+        while state != start:
+            before = int(self.origins[start, state])
+            steps.append(self.steps[before, state])
+            state = before
+        return tuple(reversed(steps))
+
+    def _links(self, mesh: Resharder) -> IntArray:
+        """Per step a bit mask of the link classes it occupies (a slice occupies none)."""
+        links = np.zeros((len(self.states), len(self.states)), dtype=np.int64)
+        for (i, j), step in self.steps.items():
+            links[i, j] = mesh.mask((step,))
+        return links
+
+    def _all_states(self, pins: tuple[Pin, ...]) -> list[Placements]:
+        shards = [Shard(factor) for factor, size in enumerate(self.sizes) if size > 1]
+        choices: list[list[Placement]] = [
+            [REPLICATE, PARTIAL, *shards, *(p for p in pins if p.index < ways)]
+            for ways in self.shape
+        ]
+        return [state for state in itertools.product(*choices) if self._no_empty_shard(state)]
+
+    def _no_empty_shard(self, state: Placements) -> bool:
+        return all(
+            smallest_shard(size, splits_of(state, factor, self.shape)) > 0
+            for factor, size in enumerate(self.sizes)
+        )
+
+    def _moves(self, state: Placements, pins: tuple[Pin, ...]) -> Iterator[tuple[int, Placement]]:
+        for axis, placement in enumerate(state):
+            later = state[axis + 1 :]
+            if isinstance(placement, Shard) and placement in later:
+                continue
+            shards = (Shard(factor) for factor in range(len(self.sizes)))
+            for target in (REPLICATE, *(s for s in shards if s not in later), *pins):
+                if target != placement:
+                    yield axis, target
+
+
+def placements_text(placements: Placements) -> str:
+    """Placements as people read them: ``(S(0), R)``."""
+    return "(" + ", ".join(str(p) for p in placements) + ")"

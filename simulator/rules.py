@@ -1,0 +1,207 @@
+"""The operator rule table: per kind, how it may be split and what it costs. One place for all kinds.
+
+Conventions that graph builders, capture, kernels and cost models share. ``...`` are any number of
+leading dims (SAMPLE where it counts samples, else ATTRIBUTE), free to split. "whole" dims cannot be
+split. A free dim that an output lacks leaves that output `Partial`, and every kernel keeps to that.
+
+=============  ==============================  ==========================  =========================
+kind           inputs                          weights                     output; attributes
+=============  ==============================  ==========================  =========================
+source         none                            none                        any; `steps` (a program of
+                                                                           tensor functions over the
+                                                                           graph's inputs)
+linear         x (..., in)                     weight (out, in) or (in,    (..., out); `transposed`
+                                               out) if transposed; bias
+matmul         a (..., m, k), b (..., k, n)    none                        (..., m, n)
+conv2d         x (sample, in_channel,          weight (out_channel,        (sample, out_channel,
+               in_height, in_width)            in_channel, kernel_height,  height, width); `stride`,
+                                               kernel_width); bias         `padding`, `dilation`,
+                                                                           `groups`
+embedding      ids (...)                       weight (vocabulary, hidden) (..., hidden)
+layer_norm     x (..., normalised…)            weight, bias                like x; `eps`
+rms_norm       x (..., normalised…)            weight                      like x; `eps`
+batch_norm     x (sample, channel, …)          weight, bias, running mean, like x; `eps`, `momentum`
+                                               running variance
+attention      q (sample, head, query, e),     none                        (sample, head, query, f);
+               k (.., key, e), v (.., key, f)                              `causal`, `scale`
+               [, mask broadcastable]
+softmax        x                               none                        like x; `dim`
+elementwise    any, broadcast by ()            any                         broadcast shape; `steps`
+pool2d         x (sample, channel, in_height,  none                        (sample, channel, height,
+               in_width)                                                   width); `mode`,
+                                                                           `kernel`, `stride`,
+                                                                           `padding`
+reduce         x                               none                        x less some dims; `scale`
+cat            x0, x1, …                       none                        `dim`
+narrow         x                               none                        `dim`, `start`, `length`
+cross_entropy  logits (..., class), target     none                        scalar sum of token losses
+               (...), count ()                                             / count; `ignore_index`
+=============  ==============================  ==========================  =========================
+
+`cross_entropy` divides by `count`, the number of counted targets of the *whole batch* (a source), so
+that the sum over microbatches and shards is the mean over the batch. In `reduce`, the constant `scale`
+does the same for means. Everywhere sums of shards and microbatches are the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
+
+Sizes = Mapping[str, int]
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True)
+class InnerReduction:
+    """An all-reduce inside an operator: over the axes that shard `dims`, of `elements` scalars."""
+
+    dims: tuple[str, ...]
+    elements: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the simulator must know about a kind of operator.
+
+    `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run on
+    matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward moves
+    its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors backward
+    needs; `inner` the collectives inside the kernel.
+    """
+
+    flops: Callable[[Operator, Sizes], float]
+    matmul: bool = False
+    backward_flops: float = 2.0
+    passes: float = 1.0
+    saved_inputs: tuple[int, ...] = (0,)
+    saved_output: bool = False
+    inner: Callable[[Operator, Sizes], tuple[InnerReduction, ...]] = lambda operator, sizes: ()
+
+
+def _product(sizes: Sizes, names: tuple[str, ...]) -> int:
+    return math.prod(sizes[name] for name in names)
+
+
+def _out_elements(operator: Operator, sizes: Sizes) -> int:
+    return math.prod(shape_of(operator.outputs[0].layout, sizes))
+
+
+def _in_elements(operator: Operator, sizes: Sizes) -> int:
+    return math.prod(shape_of(operator.inputs[0].layout, sizes))
+
+
+def _contraction_flops(operator: Operator, sizes: Sizes) -> float:
+    """2 × the product of every dim of the output and of the contraction."""
+    out = set(factors(operator.outputs[0].layout))
+    inner = [d.name for d in operator.dims if d.kind is DimKind.REDUCTION and d.name not in out]
+    return 2.0 * _out_elements(operator, sizes) * _product(sizes, tuple(inner))
+
+
+def _attention_flops(operator: Operator, sizes: Sizes) -> float:
+    """Both matrix products, q·kᵀ and p·v; half of them when the mask is causal."""
+    query, key, value = (factors(read.layout) for read in operator.inputs[:3])
+    pairs = math.prod(sizes[n] for n in dict.fromkeys((*query, *key)))
+    scores = 2.0 * pairs
+    mixed = 2.0 * math.prod(sizes[n] for n in dict.fromkeys((*operator_out(operator), *value)))
+    return (scores + mixed) * (0.5 if operator.attributes.get("causal") else 1.0)
+
+
+def operator_out(operator: Operator) -> tuple[str, ...]:
+    """The dims of an operator's first output."""
+    return factors(operator.outputs[0].layout)
+
+
+def _steps_flops(operator: Operator, sizes: Sizes) -> float:
+    return float(_out_elements(operator, sizes) * max(1, len(operator.attributes["steps"])))
+
+
+def _per_input(factor: float) -> Callable[[Operator, Sizes], float]:
+    return lambda operator, sizes: factor * _in_elements(operator, sizes)
+
+
+def _no_flops(operator: Operator, sizes: Sizes) -> float:
+    return 0.0
+
+
+def _pool_flops(operator: Operator, sizes: Sizes) -> float:
+    kernel = operator.attributes["kernel"]
+    return float(_out_elements(operator, sizes) * kernel[0] * kernel[1])
+
+
+def _batch_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction, ...]:
+    """Mean and squares are summed over shards of samples (and their gradients on the way back)."""
+    channel = factors(operator.weights[0].layout)
+    others = tuple(n for n in factors(operator.inputs[0].layout) if n not in channel)
+    return (InnerReduction(others, 2 * _product(sizes, channel), 1, 1),)
+
+
+def _token_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction, ...]:
+    """Largest logit and sum of exponentials of each token over shards of the vocabulary."""
+    tokens = factors(operator.inputs[1].layout)
+    classes = tuple(n for n in factors(operator.inputs[0].layout) if n not in tokens)
+    return (InnerReduction(classes, _product(sizes, tokens), 2, 1),)
+
+
+RULES: dict[str, Rule] = {
+    "source": Rule(_no_flops, saved_inputs=()),
+    "linear": Rule(_contraction_flops, matmul=True),
+    "matmul": Rule(_contraction_flops, matmul=True, saved_inputs=(0, 1)),
+    "conv2d": Rule(_contraction_flops, matmul=True),
+    "embedding": Rule(_no_flops),
+    "layer_norm": Rule(_per_input(8.0), passes=1.5),
+    "rms_norm": Rule(_per_input(5.0), passes=1.5),
+    "batch_norm": Rule(_per_input(8.0), passes=1.5, inner=_batch_statistics),
+    "attention": Rule(
+        _attention_flops,
+        matmul=True,
+        backward_flops=2.5,
+        saved_inputs=(0, 1, 2),
+        saved_output=True,
+    ),
+    "softmax": Rule(_per_input(5.0), passes=1.5, saved_inputs=(), saved_output=True),
+    "elementwise": Rule(_steps_flops),
+    "pool2d": Rule(_pool_flops, backward_flops=1.0),
+    "reduce": Rule(_per_input(1.0), backward_flops=1.0, saved_inputs=()),
+    "cat": Rule(_no_flops, saved_inputs=()),
+    "narrow": Rule(_no_flops, saved_inputs=()),
+    "cross_entropy": Rule(
+        _per_input(5.0), passes=2.0, saved_inputs=(0, 1), inner=_token_statistics
+    ),
+}
+
+SAVING_STEPS = frozenset(
+    {"mul", "div", "pow", "tanh", "sigmoid", "exp", "log", "relu", "gelu", "silu", "sqrt", "rsqrt"}
+)
+"""Steps of an elementwise chain whose backward needs one of their tensors."""
+
+
+def rule_of(operator: Operator) -> Rule:
+    """The rule of an operator's kind.
+
+    Raises:
+        ValueError: when the kind is not in the table.
+    """
+    if operator.kind not in RULES:
+        known = ", ".join(RULES)
+        raise ValueError(
+            f"operator {operator.name!r} has unknown kind {operator.kind!r}; there are {known}"
+        )
+    return RULES[operator.kind]

@@ -1,0 +1,53 @@
+"""How the model is trained, as far as it decides time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stratagem.simulator.rules import DTYPE_BYTES
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Precision and optimizer of a training run.
+
+    Example:
+        >>> Training(precision="bfloat16").optimizer_bytes
+        12
+
+    Below float32 the optimizer keeps a float32 master copy beside its states (mixed precision,
+    Micikevicius et al. 2018).
+
+    Raises:
+        ValueError: on an unknown precision or optimizer.
+    """
+
+    precision: str = "float32"
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("optimizer", self.optimizer, OPTIMIZER_STATES),
+        ):
+            if value not in known:
+                raise ValueError(f"no {what} {value!r}; there are {', '.join(known)}")
+
+    def bytes_of(self, dtype: str) -> int:
+        """Bytes of one scalar: floating tensors take the training precision."""
+        return DTYPE_BYTES[self.precision if dtype.startswith(("float", "bfloat")) else dtype]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of one parameter (and of its gradient)."""
+        return DTYPE_BYTES[self.precision]
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state per parameter: float32 states and, if needed, a master copy."""
+        master = 4 if self.parameter_bytes < 4 else 0
+        return master + 4 * OPTIMIZER_STATES[self.optimizer]
