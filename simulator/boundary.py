@@ -1,0 +1,162 @@
+"""What crosses from one pipeline stage to another: activations, their gradients, tied parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import TableBuilder, Timed, to_ns
+from stratagem.simulator.graph import Edge, Weight, factor_sizes
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.placement import (
+    REPLICATE,
+    Config,
+    Partial,
+    Placements,
+    input_gradient_placements,
+    input_placements,
+    local_elements,
+    output_gradient_placements,
+    output_placements,
+    weight_gradient_placements,
+    weight_placements,
+)
+from stratagem.simulator.plan import Choice
+from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE
+
+
+@dataclass(frozen=True, eq=False)
+class BoundaryRow:
+    """An edge between stages, per (producer choice, consumer choice).
+
+    `received_bytes` is what one device of the consumer keeps of it per microbatch.
+    """
+
+    forward: Timed
+    backward: Timed
+    received_bytes: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+def summed(placements: Placements) -> Placements:
+    """The same placements with pending sums carried out: only whole values travel."""
+    return tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
+
+
+def transfer_seconds(
+    nbytes: float, source: DeviceMesh, target: DeviceMesh, cluster: Cluster
+) -> float:
+    """Seconds until every device of `target` has received its `nbytes` from devices of `source`.
+
+    Receivers of a node share its network card, as do the senders; inside a node every device has
+    its own link.
+    """
+    nodes = Counter(cluster.node_of(d) for d in target.devices)
+    senders = Counter(cluster.node_of(d) for d in source.devices)
+    if len(nodes | senders) == 1:
+        link, busiest = cluster.intra_node, max(1.0, target.num_devices / source.num_devices)
+    else:
+        link = cluster.inter_node
+        sent = target.num_devices * max(senders.values()) / source.num_devices
+        busiest = max(float(max(nodes.values())), sent)
+    return link.latency_us * 1e-6 + busiest * nbytes / (link.bandwidth_gb_s * 1e9)
+
+
+def transfer_mask(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> int:
+    """The link class that a transfer between two meshes occupies."""
+    nodes = {cluster.node_of(d) for d in (*source.devices, *target.devices)}
+    return INTRA_NODE if len(nodes) == 1 else INTER_NODE
+
+
+def price_boundary(
+    edge: Edge,
+    source: TableBuilder,
+    target: TableBuilder,
+    ours: Sequence[Choice],
+    theirs: Sequence[Choice],
+    cluster: Cluster,
+) -> BoundaryRow:
+    """Price an edge from an operator on the mesh of `source` to one on the mesh of `target`.
+
+    Forward sums what is pending on the source mesh, then moves the tiles; backward sums the
+    gradient on the target mesh, then moves it back.
+    """
+    graph = source.graph
+    producer = graph.operators[edge.producer]
+    made = producer.outputs[edge.output]
+    read = graph.operators[edge.consumer].inputs[edge.slot]
+    sizes = factor_sizes(made.layout, producer.sizes)
+    itemsize = source.training.bytes_of(made.dtype)
+    flows = graph.edge_needs_gradient(edge)
+    shape = (len(ours), len(theirs))
+    forward, backward, received = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
+    for a, choice in enumerate(ours):
+        whole = _sum_seconds(source, sizes, itemsize, output_placements(made, choice.config))
+        needed = output_gradient_placements(made, choice.config)
+        back = local_elements(sizes, needed, source.mesh.shape) * itemsize
+        for b, other in enumerate(theirs):
+            wanted = input_placements(read, other.config)
+            nbytes = local_elements(sizes, wanted, target.mesh.shape) * itemsize
+            received[a, b] = nbytes
+            forward[a, b] = whole + transfer_seconds(nbytes, source.mesh, target.mesh, cluster)
+            if flows:
+                grads = input_gradient_placements(read, other.config)
+                backward[a, b] = _sum_seconds(target, sizes, itemsize, grads)
+                backward[a, b] += transfer_seconds(back, target.mesh, source.mesh, cluster)
+    mask = transfer_mask(source.mesh, target.mesh, cluster)
+    return BoundaryRow(_masked(forward, mask), _masked(backward, mask), received)
+
+
+def price_tie(
+    owner: tuple[TableBuilder, int, Sequence[Choice]],
+    user: tuple[TableBuilder, int, Sequence[Choice]],
+    parameter: str,
+    cluster: Cluster,
+) -> Timed:
+    """Price a parameter tied across stages, per (owner choice, user choice).
+
+    Its gradient goes to the owner's stage once a step and the new value comes back; `owner` and
+    `user` are each a builder, the operator's index and its choices.
+    """
+    there, back = user[0].mesh, owner[0].mesh
+    gradient = [
+        transfer_seconds(nbytes, there, back, cluster)
+        for nbytes in _tied_bytes(*owner, parameter, weight_gradient_placements)
+    ]
+    value = [
+        transfer_seconds(nbytes, back, there, cluster)
+        for nbytes in _tied_bytes(*user, parameter, weight_placements)
+    ]
+    return _masked(np.add.outer(np.array(gradient), np.array(value)), 0)
+
+
+def _tied_bytes(
+    builder: TableBuilder,
+    operator: int,
+    choices: Sequence[Choice],
+    parameter: str,
+    placed: Callable[[Weight, Config], Placements],
+) -> list[int]:
+    """Bytes per device of a tied parameter under each choice."""
+    node = builder.graph.operators[operator]
+    weight = next(w for w in node.weights if w.parameter == parameter)
+    sizes = factor_sizes(weight.layout, node.sizes)
+    return [
+        local_elements(sizes, summed(placed(weight, choice.config)), builder.mesh.shape)
+        * builder.training.parameter_bytes
+        for choice in choices
+    ]
+
+
+def _sum_seconds(
+    builder: TableBuilder, sizes: tuple[int, ...], itemsize: int, placements: Placements
+) -> float:
+    steps = builder.resharder.path(sizes, itemsize, placements, summed(placements))
+    return builder.resharder.seconds(steps, itemsize)
+
+
+def _masked(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mask: int) -> Timed:
+    return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))

@@ -1,0 +1,369 @@
+"""Simulating a plan: step time, memory per stage and the predicted timeline, from its cost tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stratagem.simulator.block import RESOURCE_NAMES, Block, StageBlocks, stage_blocks
+from stratagem.simulator.boundary import BoundaryRow, price_boundary, price_tie
+from stratagem.simulator.cost_table import CostTable, TableBuilder, Timed
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.engine import Times, simulate
+from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.parameters import owners, trainable_weights
+from stratagem.simulator.pipeline import (
+    BACKWARD,
+    FORWARD,
+    LAST_BACKWARD,
+    SEND,
+    SEND_BACK,
+    TIE,
+    MacroGraph,
+    macro_graph,
+)
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.schedule import peak_in_flight
+from stratagem.simulator.taskgraph import TaskGraph
+from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes per device of one stage at its peak, and the operators that hold most of them.
+
+    `state` is parameters, gradients and optimizer state; `activations` are those of all
+    microbatches in flight; `working` is the most that one operator needs while it runs.
+    """
+
+    state: int
+    activations: int
+    working: int
+    in_flight: int
+    capacity: int
+    largest: tuple[tuple[str, int], ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return self.state + self.activations + self.working
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak <= self.capacity
+
+
+@dataclass(frozen=True, eq=False)
+class StageModel:
+    """One stage: its builder (prices on its mesh), table and blocks."""
+
+    builder: TableBuilder
+    table: CostTable
+    blocks: StageBlocks
+
+
+@dataclass(frozen=True, eq=False)
+class PlanModel:
+    """A plan with every price looked up: what `simulate_plan` plays.
+
+    `boundaries` are the edges between stages and `ties` the parameters shared between stages, as
+    (owner operator, user operator, price).
+    """
+
+    graph: OperatorGraph
+    plan: Plan
+    stages: tuple[StageModel, ...]
+    boundaries: tuple[tuple[Edge, BoundaryRow], ...]
+    ties: tuple[tuple[int, int, Timed], ...]
+    macro: MacroGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What the simulator says of a plan.
+
+    Attributes:
+        step_time: seconds from the first task to the last.
+        memory: the peak of each stage.
+        relative_error: of the step time, from the errors of the costs in it.
+    """
+
+    plan: Plan
+    step_time: float
+    memory: tuple[StageMemory, ...]
+    relative_error: float
+    _model: PlanModel
+    _macro_times: Times
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its devices."""
+        return all(stage.fits for stage in self.memory)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes per device of the fullest stage."""
+        return max(stage.peak for stage in self.memory)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every task of the step, microbatch by microbatch."""
+        return _timeline(self._model, self._macro_times)
+
+    def _repr_html_(self) -> str:
+        gib = self.peak_memory / 2**30
+        fits = "fits" if self.fits else "does not fit"
+        return (
+            f"<b>{self.plan.name}</b>: {self.step_time * 1e3:.2f} ms "
+            f"± {100 * self.relative_error:.0f} % a step, {gib:.2f} GiB per device ({fits})"
+        )
+
+
+def simulate_plan(plan: Plan, graph: OperatorGraph, costs: CostModel) -> Simulation:
+    """Predict a plan's step time, memory and timeline.
+
+    Args:
+        plan: stages, meshes, choices and schedule.
+        graph: the model at its whole batch.
+        costs: prices of operators; links are priced from the plan's cluster.
+
+    Raises:
+        ValueError: when the plan is not for `graph` (see `Plan.check`).
+    """
+    plan.check(graph)
+    model = plan_model(plan, graph, costs)
+    durations = macro_durations(model)
+    times = simulate(model.macro.with_durations(durations))
+    return Simulation(
+        plan=plan,
+        step_time=times.makespan * 1e-9,
+        memory=tuple(_memory(model, s) for s in range(len(plan.stages))),
+        relative_error=_relative_error(model),
+        _model=model,
+        _macro_times=times,
+    )
+
+
+def plan_model(plan: Plan, graph: OperatorGraph, costs: CostModel) -> PlanModel:
+    """Price everything that a plan does, and nothing else."""
+    small = graph.microbatch(plan.num_microbatches)
+    stages = []
+    for stage in plan.stages:
+        builder = TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs)
+        operators = sorted(small.index[name] for name in stage.operators)
+        choices = {i: (stage.choices[small.operators[i].name],) for i in operators}
+        table = builder.build(operators, choices)
+        stages.append(StageModel(builder, table, stage_blocks(table)))
+    boundaries = tuple(
+        (edge, _boundary(edge, plan, small, stages))
+        for edge in crossing_edges(plan.stage_of, small)
+    )
+    ties = _ties(plan, small, stages)
+    macro = macro_graph(
+        plan.make_schedule(),
+        stage_pairs([e for e, _ in boundaries], plan.stage_of, small),
+        [_stages_of((i, j), plan, small) for i, j, _ in ties],
+    )
+    return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
+
+
+def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[Edge, ...]:
+    """The edges between operators of different stages (sources are everywhere)."""
+    return tuple(
+        edge
+        for edge in graph.edges
+        if graph.operators[edge.producer].kind != "source"
+        and stage_of[graph.operators[edge.producer].name]
+        != stage_of[graph.operators[edge.consumer].name]
+    )
+
+
+def stage_pairs(
+    edges: Sequence[Edge], stage_of: Mapping[str, int], graph: OperatorGraph
+) -> tuple[tuple[int, int], ...]:
+    """The (stage, later stage) pairs that edges cross, in order."""
+    names = [(graph.operators[e.producer].name, graph.operators[e.consumer].name) for e in edges]
+    return tuple(sorted({(stage_of[a], stage_of[b]) for a, b in names}))
+
+
+def macro_durations(model: PlanModel) -> IntArray:
+    """The duration table of the macro graph: blocks by simulation, transfers by their rows."""
+    durations = np.zeros((6, model.macro.num_items), dtype=np.int64)
+    for s, stage in enumerate(model.stages):
+        forward, backward, last = block_times(stage, len(model.graph.operators))
+        durations[FORWARD, s] = forward.makespan
+        durations[BACKWARD, s] = backward.makespan
+        durations[LAST_BACKWARD, s] = last.makespan
+    for edge, row in model.boundaries:
+        pair = model.macro.pairs.index(
+            _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
+        )
+        durations[SEND, pair] += row.forward.ns[0, 0]
+        durations[SEND_BACK, pair] += row.backward.ns[0, 0]
+    for t, (_, _, price) in enumerate(model.ties):
+        durations[TIE, t] = price.ns[0, 0]
+    return durations
+
+
+def block_times(stage: StageModel, num_operators: int) -> tuple[Times, Times, Times]:
+    """Times of a stage's forward, inner backward and last backward block."""
+    blocks, choices = stage.blocks, np.zeros(num_operators, dtype=np.int64)
+    graphs = (
+        blocks.task_graph(blocks.forward, choices, last=True),
+        blocks.task_graph(blocks.backward, choices, last=False),
+        blocks.task_graph(blocks.backward, choices, last=True),
+    )
+    forward, backward, last = (simulate(graph) for graph in graphs)
+    return forward, backward, last
+
+
+def _boundary(
+    edge: Edge, plan: Plan, graph: OperatorGraph, stages: Sequence[StageModel]
+) -> BoundaryRow:
+    source, target = _stages_of((edge.producer, edge.consumer), plan, graph)
+    names = [graph.operators[i].name for i in (edge.producer, edge.consumer)]
+    ours, theirs = (plan.choice(name) for name in names)
+    return price_boundary(
+        edge, stages[source].builder, stages[target].builder, [ours], [theirs], plan.cluster
+    )
+
+
+def _ties(
+    plan: Plan, graph: OperatorGraph, stages: Sequence[StageModel]
+) -> tuple[tuple[int, int, Timed], ...]:
+    return tuple(
+        (
+            i,
+            j,
+            price_tie(
+                (stages[ours].builder, i, [plan.choice(graph.operators[i].name)]),
+                (stages[theirs].builder, j, [plan.choice(graph.operators[j].name)]),
+                parameter,
+                plan.cluster,
+            ),
+        )
+        for i, j, parameter in crossing_ties(plan.stage_of, graph)
+        for ours, theirs in [_stages_of((i, j), plan, graph)]
+    )
+
+
+def crossing_ties(
+    stage_of: Mapping[str, int], graph: OperatorGraph
+) -> tuple[tuple[int, int, str], ...]:
+    """(owner, user, parameter) of every use of a parameter whose owner is in another stage."""
+    owner = owners(graph)
+    return tuple(
+        (graph.index[owner[weight.parameter]], j, weight.parameter)
+        for j, operator in enumerate(graph.operators)
+        for weight in trainable_weights(graph, operator)
+        if stage_of[owner[weight.parameter]] != stage_of[operator.name]
+    )
+
+
+def _stages_of(pair: tuple[int, int], plan: Plan, graph: OperatorGraph) -> tuple[int, int]:
+    return (
+        plan.stage_of[graph.operators[pair[0]].name],
+        plan.stage_of[graph.operators[pair[1]].name],
+    )
+
+
+def _memory(model: PlanModel, s: int) -> StageMemory:
+    stage = model.stages[s]
+    graph, table = model.graph, stage.table
+    in_flight = peak_in_flight(model.plan.make_schedule())[s]
+    held: dict[str, int] = {}
+    state = activations = working = 0
+    for i in table.operators:
+        row = table.row(i)
+        state += int(row.state_bytes[0])
+        activations += int(row.activation_bytes[0])
+        working = max(working, int(row.working_bytes[0]))
+        name = graph.operators[i].name
+        held[name] = int(row.state_bytes[0] + in_flight * row.activation_bytes[0])
+    for k, edge in enumerate(table.edges):
+        copied = int(table.edge_rows[table.edge_row_of[k]].copy_bytes[0, 0])
+        activations += copied
+        held[graph.operators[edge.consumer].name] += in_flight * copied
+    for edge, row in model.boundaries:
+        if edge.consumer in table.row_of:
+            activations += int(row.received_bytes[0, 0])
+    capacity = min(model.plan.cluster.device_type(d).memory_bytes for d in table.mesh.devices)
+    largest = sorted(held.items(), key=lambda pair: -pair[1])[:5]
+    return StageMemory(
+        state, in_flight * activations, working, in_flight, capacity, tuple(largest)
+    )
+
+
+def _relative_error(model: PlanModel) -> float:
+    """The errors of the operators' costs weighted by their times (as if all erred together)."""
+    weighted = total = 0.0
+    for stage in model.stages:
+        for i in stage.table.operators:
+            row = stage.table.row(i)
+            ns = float(row.forward.ns[0] + row.backward.ns[0])
+            weighted += ns * float(row.relative_error[0])
+            total += ns
+    return weighted / total if total else 0.0
+
+
+def _timeline(model: PlanModel, macro: Times) -> Timeline:
+    rows: list[Row] = []
+    lanes: list[str] = []
+    for s, stage in enumerate(model.stages):
+        lanes += [lane_name(f"stage {s}", name) for name in RESOURCE_NAMES.values()]
+        times = dict(
+            zip(
+                (FORWARD, BACKWARD, LAST_BACKWARD),
+                block_times(stage, len(model.graph.operators)),
+                strict=True,
+            )
+        )
+        for task in np.flatnonzero((model.macro.item == s) & (model.macro.kind <= LAST_BACKWARD)):
+            kind = int(model.macro.kind[task])
+            block = stage.blocks.forward if kind == FORWARD else stage.blocks.backward
+            rows += _block_rows(stage, block, times[kind], s, int(macro.start[task]), kind)
+    rows += _transfer_rows(model, macro)
+    used = {row.lane for row in rows}
+    return from_rows(rows, label="predicted", lanes=[lane for lane in lanes if lane in used])
+
+
+def _block_rows(
+    stage: StageModel, block: Block, times: Times, s: int, offset: int, kind: int
+) -> list[Row]:
+    choices = np.zeros(len(stage.table.graph.operators), dtype=np.int64)
+    graph: TaskGraph = stage.blocks.task_graph(block, choices, last=kind != BACKWARD)
+    rows: list[Row] = []
+    for task in np.flatnonzero(graph.durations):
+        start, end = offset + int(times.start[task]), offset + int(times.end[task])
+        for bit, name in RESOURCE_NAMES.items():
+            if graph.resource_sets[task] & bit:
+                lane = lane_name(f"stage {s}", name)
+                rows.append(Row(block.names[task], block.kinds[task], lane, start, end))
+    return rows
+
+
+def _transfer_rows(model: PlanModel, macro: Times) -> list[Row]:
+    rows: list[Row] = []
+    for task in np.flatnonzero(model.macro.kind >= SEND):
+        kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+        start, end = int(macro.start[task]), int(macro.end[task])
+        if start == end:
+            continue
+        if kind == TIE:
+            i, j, _ = model.ties[item]
+            names = [model.graph.operators[k].name for k in (i, j)]
+            lane = lane_name(f"stage {model.macro.ties[item][0]}", "tied parameters")
+            rows.append(Row(f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane, start, end))
+            continue
+        source, target = model.macro.pairs[item]
+        if kind == SEND_BACK:
+            source, target = target, source
+        name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
+        lane = lane_name(f"stage {source}", f"to stage {target}")
+        rows.append(Row(name, TaskKind.COMMUNICATION, lane, start, end))
+    return rows
