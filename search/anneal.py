@@ -1,0 +1,97 @@
+"""A Markov chain over the choices of one problem: Metropolis–Hastings with falling temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stratagem.search import _kernels
+from stratagem.search.problem import Problem
+from stratagem.simulator.resharding import IntArray
+
+HOT, COLD = 0.05, 0.0005
+"""Relative temperatures at the start and the end of a chain."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """A chain on `problem` that starts at `choice`; `advance` runs some of its `total` proposals.
+
+    Attributes:
+        scores: [score now, best score], seconds of a step (more where a stage is over its memory).
+        best: the choices with the best score.
+    """
+
+    problem: Problem
+    choice: IntArray
+    total: int
+    seed: int
+    done: int = 0
+    accepted: int = 0
+    scores: np.ndarray[tuple[int], np.dtype[np.float64]] = field(init=False)
+    best: IntArray = field(init=False)
+
+    def __post_init__(self) -> None:
+        stages = self.problem.capacities.size
+        self._rng = np.random.default_rng(self.seed)
+        self._block_ns = np.zeros((3, stages), dtype=np.int64)
+        self._peaks = np.zeros(stages, dtype=np.int64)
+        self.choice = self.choice.copy()
+        self.best = self.choice.copy()
+        self.scores = np.full(2, self.score())
+
+    def score(self) -> float:
+        """The score of the present choices, from scratch."""
+        p = self.problem
+        return float(
+            _kernels.score(
+                np.ones(p.capacities.size, dtype=np.int64),
+                self.choice,
+                self._block_ns,
+                self._peaks,
+                *_arguments(p),
+            )
+        )
+
+    def advance(self, num_evaluations: int) -> None:
+        """Run the next proposals (fewer when the chain ends before)."""
+        count = min(num_evaluations, self.total - self.done)
+        p = self.problem
+        operators, stages = self.choice.size, p.capacities.size
+        self.accepted += _kernels.anneal(
+            self._rng,
+            count,
+            self.done,
+            self.total,
+            HOT,
+            COLD,
+            self.scores,
+            self.choice,
+            self.best,
+            p.stage_of,
+            p.moves,
+            self._block_ns,
+            self._peaks,
+            np.empty((3, stages), dtype=np.int64),
+            np.empty(stages, dtype=np.int64),
+            np.empty(operators, dtype=np.int64),
+            np.empty(operators, dtype=np.int64),
+            np.empty(stages, dtype=np.int64),
+            *_arguments(p),
+        )
+        self.done += count
+
+
+def _arguments(p: Problem) -> tuple[object, ...]:
+    return (
+        p.capacities,
+        p.in_flight,
+        p.blocks,
+        p.memory,
+        p.crossings,
+        p.macro,
+        p.macro_work,
+        p.table,
+        p.skeleton.num_microbatches,
+    )

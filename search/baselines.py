@@ -1,0 +1,154 @@
+"""Every strategy to compare with, as a whole plan for a cluster, on the same simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stratagem.search.partition import balanced_stages
+from stratagem.search.strategies import Choices, data_parallel, tensor_dims, tensor_parallel
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.training import Training
+
+Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plan is made for."""
+
+    graph: OperatorGraph
+    cluster: Cluster
+    training: Training
+    costs: CostModel
+
+    def simulate(self, plan: Plan) -> Simulation:
+        """Predict a plan with this situation's costs."""
+        return simulate_plan(plan, self.graph, self.costs)
+
+
+def baseline_plans(situation: Situation) -> dict[str, Simulation]:
+    """The plan of each known strategy, simulated; a strategy that cannot be built is left out.
+
+    Strategies with degrees of their own (tensor ways, stages, microbatches) come with the degrees
+    that are fastest among those that fit, or closest to fitting where none does.
+
+    Example:
+        >>> from stratagem.simulator.costs import RooflineCosts
+        >>> from stratagem.simulator.models import mlp
+        >>> situation = Situation(
+        ...     mlp([64, 64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), RooflineCosts()
+        ... )
+        >>> "data parallel" in baseline_plans(situation)
+        True
+    """
+    found: dict[str, Simulation] = {}
+    for name, plans in _families(situation):
+        simulated = [situation.simulate(plan) for plan in plans]
+        if simulated:
+            found[name] = min(simulated, key=rank)
+    return found
+
+
+def rank(simulation: Simulation) -> tuple[float, float]:
+    """Sorts plans: those that fit by time, then the others by how far they are over."""
+    over = max(stage.peak / stage.capacity for stage in simulation.memory)
+    return (0.0, simulation.step_time) if simulation.fits else (over, simulation.step_time)
+
+
+def _families(situation: Situation) -> Iterator[tuple[str, list[Plan]]]:
+    def sample(zero: int) -> Strategy:
+        return lambda graph, shape: data_parallel(graph, shape, zero=zero)
+
+    def tensor(sequence: bool) -> Strategy:
+        return lambda graph, shape: tensor_parallel(
+            graph, shape, len(shape) - 1, sequence_parallel=sequence
+        )
+
+    one = [_flat_mesh(range(situation.cluster.num_devices), situation.cluster)]
+    names = {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}
+    for zero, name in names.items():
+        yield name, [_plan(name, situation, [mesh], sample(zero), 1, "1f1b") for mesh in one]
+    for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
+        meshes = _tensor_meshes(situation)
+        yield name, [_plan(name, situation, [m], tensor(sequence), 1, "1f1b") for m in meshes]
+    for name, schedule in (("GPipe pipeline", "gpipe"), ("1F1B pipeline", "1f1b")):
+        yield (
+            name,
+            [
+                _plan(name, situation, meshes, sample(0), parts, schedule)
+                for meshes, parts in _pipelines(situation)
+            ],
+        )
+
+
+def _flat_mesh(devices: Sequence[int], cluster: Cluster) -> DeviceMesh:
+    nodes = len({cluster.node_of(device) for device in devices})
+    if nodes == 1 or len(devices) % nodes:
+        return DeviceMesh((MeshAxis("data", len(devices)),), tuple(devices))
+    axes = (MeshAxis("node", nodes), MeshAxis("data", len(devices) // nodes))
+    return DeviceMesh(axes, tuple(devices))
+
+
+def _tensor_meshes(situation: Situation) -> list[DeviceMesh]:
+    """Data × tensor meshes with tensor ways inside a node, as far as the model can be cut."""
+    total, per_node = situation.cluster.num_devices, situation.cluster.devices_per_node
+    meshes: list[DeviceMesh] = []
+    for ways in range(2, per_node + 1):
+        data = total // ways
+        if total % ways or per_node % ways or not tensor_dims(situation.graph, ways):
+            continue
+        if situation.graph.batch % data == 0:
+            axes = (MeshAxis("data", data), MeshAxis("tensor", ways))
+            meshes.append(DeviceMesh(axes, tuple(range(total))))
+    return meshes
+
+
+def _pipelines(situation: Situation) -> Iterator[tuple[list[DeviceMesh], int]]:
+    """Stage counts that divide the devices, data parallel inside a stage, cuts of the batch."""
+    total = situation.cluster.num_devices
+    for num_stages in range(2, min(total, 16) + 1):
+        if total % num_stages:
+            continue
+        share = total // num_stages
+        groups = [range(s * share, (s + 1) * share) for s in range(num_stages)]
+        meshes = [_flat_mesh(group, situation.cluster) for group in groups]
+        for parts in (num_stages, 2 * num_stages, 4 * num_stages, 8 * num_stages):
+            if situation.graph.batch % (parts * share) == 0:
+                yield meshes, parts
+
+
+def _plan(
+    name: str,
+    situation: Situation,
+    meshes: Sequence[DeviceMesh],
+    strategy: Strategy,
+    num_microbatches: int,
+    schedule: str,
+) -> Plan:
+    graph = situation.graph.microbatch(num_microbatches)
+    stages = balanced_stages(situation.graph, situation.cluster, len(meshes))
+    made = [strategy(graph, mesh.shape) for mesh in meshes]
+    return Plan(
+        name=name,
+        model=graph.name,
+        fingerprint=situation.graph.fingerprint,
+        cluster=situation.cluster,
+        training=situation.training,
+        stages=tuple(
+            Stage(names, mesh, {n: choices[n] for n in names})
+            for names, mesh, choices in zip(stages, meshes, made, strict=True)
+        ),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
+
+
+def renamed(simulation: Simulation, name: str) -> Simulation:
+    """The same plan under another name."""
+    return replace(simulation, plan=replace(simulation.plan, name=name))

@@ -1,0 +1,340 @@
+"""A skeleton with every price looked up, as the flat arrays that the annealing kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.search.space import Skeleton, operator_choices
+from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks, stage_blocks
+from stratagem.simulator.boundary import BoundaryRow, price_boundary, price_tie
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import CostTable, TableBuilder, Timed
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.pipeline import SEND, SEND_BACK, TIE, macro_graph
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.schedule import peak_in_flight, schedule_by_name
+from stratagem.simulator.simulation import crossing_edges, crossing_ties, stage_pairs
+from stratagem.simulator.training import Training
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Which choice to make for every operator of a skeleton.
+
+    `choices[i]` are the choices of operator i. The other fields are what the kernels take.
+    """
+
+    graph: OperatorGraph
+    skeleton: Skeleton
+    cluster: Cluster
+    training: Training
+    choices: tuple[tuple[Choice, ...], ...]
+    stage_of: IntArray
+    moves: tuple[IntArray, ...]
+    capacities: IntArray
+    in_flight: IntArray
+    blocks: tuple[IntArray, ...]
+    memory: tuple[IntArray, ...]
+    crossings: IntArray
+    macro: tuple[IntArray, ...]
+    macro_work: IntArray
+    table: IntArray
+
+    @property
+    def num_plans(self) -> float:
+        """Number of plans in the space (as a float: it is astronomic)."""
+        return float(np.prod([float(len(options)) for options in self.choices]))
+
+    def encode(self, choices: Mapping[str, Choice]) -> IntArray:
+        """A strategy as positions in `choices`; what the space lacks becomes its first choice."""
+        number = np.zeros(len(self.choices), dtype=np.int64)
+        for i, operator in enumerate(self.graph.operators):
+            wanted = choices[operator.name]
+            if wanted in self.choices[i]:
+                number[i] = self.choices[i].index(wanted)
+        return number
+
+    def plan(self, number: IntArray, *, name: str, seed: int, fingerprint: str) -> Plan:
+        """The plan that makes the choices `number`."""
+        operators = self.graph.operators
+        chosen = {
+            operators[i].name: self.choices[i][int(number[i])] for i in range(len(operators))
+        }
+        stages = tuple(
+            Stage(names, mesh, {n: chosen[n] for n in names})
+            for names, mesh in zip(self.skeleton.stages, self.skeleton.meshes, strict=True)
+        )
+        return Plan(
+            name=name,
+            model=self.graph.name,
+            fingerprint=fingerprint,
+            cluster=self.cluster,
+            training=self.training,
+            stages=stages,
+            num_microbatches=self.skeleton.num_microbatches,
+            schedule=self.skeleton.schedule,
+            seed=seed,
+        )
+
+
+def make_problem(
+    graph: OperatorGraph,
+    skeleton: Skeleton,
+    cluster: Cluster,
+    training: Training,
+    costs: CostModel,
+    zero_stages: Sequence[int],
+) -> Problem:
+    """Price every choice of every operator of a skeleton; `graph` is at its whole batch."""
+    small = graph.microbatch(skeleton.num_microbatches)
+    stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
+    builders = [TableBuilder(small, mesh, cluster, training, costs) for mesh in skeleton.meshes]
+    choices = tuple(
+        operator_choices(small, op, skeleton.meshes[stage_of[op.name]].shape, zero_stages)
+        for op in small.operators
+    )
+    tables: list[CostTable] = []
+    for names, builder in zip(skeleton.stages, builders, strict=True):
+        inside = sorted(small.index[name] for name in names)
+        tables.append(builder.build(inside, {i: choices[i] for i in inside}))
+    blocks = [stage_blocks(table) for table in tables]
+    edges = [
+        (edge, _price(edge, small, stage_of, builders, choices, cluster))
+        for edge in crossing_edges(stage_of, small)
+    ]
+    pairs = stage_pairs([edge for edge, _ in edges], stage_of, small)
+    ties = crossing_ties(stage_of, small)
+    crossing: list[tuple[int, int, int, int, Timed]] = []
+    for edge, row in edges:
+        item = pairs.index(_stages(stage_of, small, edge.producer, edge.consumer))
+        crossing.append((SEND, item, edge.producer, edge.consumer, row.forward))
+        crossing.append((SEND_BACK, item, edge.producer, edge.consumer, row.backward))
+    for item, (i, j, parameter) in enumerate(ties):
+        ours, theirs = _stages(stage_of, small, i, j)
+        home, user = (builders[ours], i, choices[i]), (builders[theirs], j, choices[j])
+        crossing.append((TIE, item, i, j, price_tie(home, user, parameter, cluster)))
+    schedule = schedule_by_name(skeleton.schedule, len(tables), skeleton.num_microbatches)
+    flat_blocks, crossings = _flat_blocks(blocks, crossing)
+    macro = macro_graph(schedule, pairs, [_stages(stage_of, small, i, j) for i, j, _ in ties])
+    graph_arrays = macro.graph.arrays()
+    return Problem(
+        graph=small,
+        skeleton=skeleton,
+        cluster=cluster,
+        training=training,
+        choices=choices,
+        stage_of=np.array([stage_of[op.name] for op in small.operators], dtype=np.int64),
+        moves=_moves(tables, small, choices),
+        capacities=np.array(
+            [min(cluster.device_type(d).memory_bytes for d in m.devices) for m in skeleton.meshes],
+            dtype=np.int64,
+        ),
+        in_flight=np.array(peak_in_flight(schedule), dtype=np.int64),
+        blocks=flat_blocks,
+        memory=_flat_memory(tables, edges, stage_of, small, choices),
+        crossings=crossings,
+        macro=(
+            *graph_arrays[:3],
+            *graph_arrays[4:],
+            np.zeros(macro.graph.num_resources, dtype=np.int64),
+            macro.kind,
+            macro.item,
+        ),
+        macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
+        table=np.zeros((6, macro.num_items), dtype=np.int64),
+    )
+
+
+def _stages(stage_of: Mapping[str, int], graph: OperatorGraph, i: int, j: int) -> tuple[int, int]:
+    return stage_of[graph.operators[i].name], stage_of[graph.operators[j].name]
+
+
+def _price(
+    edge: Edge,
+    graph: OperatorGraph,
+    stage_of: Mapping[str, int],
+    builders: Sequence[TableBuilder],
+    choices: Sequence[Sequence[Choice]],
+    cluster: Cluster,
+) -> BoundaryRow:
+    ends = (edge.producer, edge.consumer)
+    source, target = (builders[stage_of[graph.operators[i].name]] for i in ends)
+    return price_boundary(
+        edge, source, target, choices[edge.producer], choices[edge.consumer], cluster
+    )
+
+
+def _flat_blocks(
+    blocks: Sequence[StageBlocks],
+    crossing: Sequence[tuple[int, int, int, int, Timed]],
+) -> tuple[tuple[IntArray, ...], IntArray]:
+    """All blocks in one set of arrays, all pools in one pool; and what crosses between stages."""
+    pool_ns, pool_mask, shift = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 1
+    shifted: list[tuple[IntArray, IntArray]] = []
+    flat = [block for stage in blocks for block in (stage.forward, stage.backward)]
+    for stage in blocks:
+        for block in (stage.forward, stage.backward):
+            moved = (np.where(b > 0, b + shift, 0) for b in (block.base, block.inner_base))
+            shifted.append((next(moved), next(moved)))
+        pool_ns.append(stage.pool_ns)
+        pool_mask.append(stage.pool_mask)
+        shift += stage.pool_ns.size
+    rows: list[tuple[int, ...]] = []
+    for kind, item, first, second, timed in crossing:
+        rows.append((kind, item, first, timed.ns.shape[1], second, shift))
+        pool_ns.append(timed.ns.ravel())
+        pool_mask.append(timed.mask.ravel())
+        shift += timed.ns.size
+    tasks = np.cumsum([0, *(b.base.size for b in flat)])
+    starts = np.cumsum([0, *(b.successors.size for b in flat)])
+
+    def joined(pick: Callable[[int], IntArray]) -> IntArray:
+        return np.concatenate([pick(k) for k in range(len(flat))])
+
+    arrays = (
+        np.concatenate(pool_ns),
+        np.concatenate(pool_mask),
+        tasks.astype(np.int64),
+        starts.astype(np.int64),
+        joined(lambda k: flat[k].successor_offsets),
+        joined(lambda k: flat[k].successors),
+        joined(lambda k: flat[k].num_predecessors),
+        joined(lambda k: shifted[k][0]),
+        joined(lambda k: shifted[k][1]),
+        joined(lambda k: flat[k].first),
+        joined(lambda k: flat[k].stride),
+        joined(lambda k: flat[k].second),
+        joined(lambda k: flat[k].second_stride),
+        SET_OFFSETS,
+        SET_RESOURCES,
+        np.zeros((9, max(block.base.size for block in flat)), dtype=np.int64),
+        np.zeros(3, dtype=np.int64),
+    )
+    return arrays, np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def _flat_memory(
+    tables: Sequence[CostTable],
+    crossing: Sequence[tuple[Edge, BoundaryRow]],
+    stage_of: Mapping[str, int],
+    graph: OperatorGraph,
+    choices: Sequence[Sequence[Choice]],
+) -> tuple[IntArray, ...]:
+    """Bytes by operator and choice, and of kept copies by edge and pair of choices, per stage."""
+    base = np.zeros(len(graph.operators), dtype=np.int64)
+    parts: list[tuple[IntArray, IntArray, IntArray]] = []
+    size = 0
+    copies: list[list[tuple[int, int, int, int]]] = [[] for _ in tables]
+    pool: list[IntArray] = [np.zeros(1, dtype=np.int64)]
+    kept = 1
+
+    def add_copy(stage: int, edge: Edge, nbytes: IntArray) -> None:
+        nonlocal kept
+        if nbytes.any():
+            copies[stage].append((kept, edge.producer, nbytes.shape[1], edge.consumer))
+            pool.append(nbytes.ravel())
+            kept += nbytes.size
+
+    for s, table in enumerate(tables):
+        for i in table.operators:
+            row = table.row(i)
+            base[i] = size
+            parts.append((row.state_bytes, row.activation_bytes, row.working_bytes))
+            size += row.state_bytes.size
+        for k, edge in enumerate(table.edges):
+            add_copy(s, edge, table.edge_rows[table.edge_row_of[k]].copy_bytes)
+    for edge, boundary in crossing:
+        stage = stage_of[graph.operators[edge.consumer].name]
+        add_copy(stage, edge, boundary.received_bytes)
+    operators = [np.array(table.operators, dtype=np.int64) for table in tables]
+    return (
+        np.concatenate(operators),
+        np.cumsum([0, *(o.size for o in operators)]).astype(np.int64),
+        base,
+        *(np.concatenate([part[k] for part in parts]) for k in range(3)),
+        np.cumsum([0, *(len(c) for c in copies)]).astype(np.int64),
+        np.array([c for stage in copies for c in stage], dtype=np.int64).reshape(-1, 4),
+        np.concatenate(pool),
+    )
+
+
+def _moves(
+    tables: Sequence[CostTable], graph: OperatorGraph, choices: Sequence[Sequence[Choice]]
+) -> tuple[IntArray, ...]:
+    """What `kernels.propose` draws from: classes of equal operators, and best answers by edge."""
+    class_of = np.zeros(len(graph.operators), dtype=np.int64)
+    members: list[list[int]] = []
+    for table in tables:
+        by_row: dict[tuple[int, ...], int] = {}
+        feeds = {e.consumer: table.row_of[e.producer] for e in table.edges}
+        for i in table.operators:
+            key = (table.row_of[i], feeds.get(i, -1))
+            if key not in by_row:
+                by_row[key] = len(members)
+                members.append([])
+            class_of[i] = by_row[key]
+            members[by_row[key]].append(i)
+    answers = [answer for table in tables for answer in _answers(table)]
+    width = max((len(answer) for answer in answers), default=2)
+    pairs = np.zeros((len(answers), width), dtype=np.int64)
+    for k, answer in enumerate(answers):
+        pairs[k, : len(answer)] = answer
+    starts = np.cumsum([0, *(len(m) for m in members)])
+    flat = np.array([i for m in members for i in m], dtype=np.int64)
+    counts = np.array([len(options) for options in choices], dtype=np.int64)
+    return (counts, starts.astype(np.int64), flat, class_of, pairs, *_neighbours(choices))
+
+
+def _neighbours(choices: Sequence[Sequence[Choice]]) -> tuple[IntArray, IntArray, IntArray]:
+    """Per choice of each operator, those that differ in one axis or in the ZeRO stage only."""
+    base: dict[Sequence[Choice], int] = {}
+    lists: list[list[int]] = []
+    for options in choices:
+        if options not in base:
+            base[options] = len(lists)
+            lists += _one_apart(options)
+    starts = np.cumsum([0, *(len(found) for found in lists)])
+    return (
+        np.array([base[options] for options in choices], dtype=np.int64),
+        starts.astype(np.int64),
+        np.array([number for found in lists for number in found], dtype=np.int64),
+    )
+
+
+def _one_apart(options: Sequence[Choice]) -> list[list[int]]:
+    holes: dict[tuple[object, ...], list[int]] = {}
+    keys: list[list[tuple[object, ...]]] = []
+    for number, choice in enumerate(options):
+        parts = (*choice.config, choice.zero)
+        mine = [(k, *parts[:k], *parts[k + 1 :]) for k in range(len(parts))]
+        keys.append(mine)
+        for key in mine:
+            holes.setdefault(key, []).append(number)
+    return [
+        sorted({other for key in mine for other in holes[key]} - {number})
+        for number, mine in enumerate(keys)
+    ]
+
+
+def _answers(table: CostTable) -> list[list[int]]:
+    """Per edge and direction: who asks, who answers, and the best answer to each of the choices.
+
+    Best is the least of conversion both ways plus the answering operator's own passes.
+    """
+    found: list[list[int]] = []
+    for k, edge in enumerate(table.edges):
+        row = table.edge_rows[table.edge_row_of[k]]
+        both = row.forward.ns + row.backward.ns
+        for asks, answers, cost in (
+            (edge.producer, edge.consumer, both),
+            (edge.consumer, edge.producer, both.T),
+        ):
+            own = table.row(answers)
+            total = cost + (own.forward.ns + own.backward.ns)[None, :]
+            found.append([asks, answers, *(int(c) for c in np.argmin(total, axis=1))])
+    return found

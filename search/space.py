@@ -1,0 +1,151 @@
+"""The searched space: which choices an operator has, which meshes a stage, which skeletons a plan.
+
+A *skeleton* is a plan without its choices: stages, meshes, microbatches and schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stratagem.search.partition import balanced_stages
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.placement import (
+    REPLICATE,
+    Config,
+    Partial,
+    Placement,
+    Shard,
+    largest_shard,
+    smallest_shard,
+    splits_of,
+    weight_gradient_placements,
+)
+from stratagem.simulator.plan import Choice
+
+MAX_IMBALANCE = 0.125
+"""Configs whose largest shard is more than this above the mean are left out of the space."""
+
+ZERO_STAGES = (0, 2, 3)
+"""ZeRO stages that the search tries; stage 1 moves the same bytes as stage 2 and keeps more."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Stages (names of their operators), one mesh each, the number of microbatches, the schedule."""
+
+    stages: tuple[tuple[str, ...], ...]
+    meshes: tuple[DeviceMesh, ...]
+    num_microbatches: int
+    schedule: str
+
+    def __str__(self) -> str:
+        shape = "×".join(str(n) for n in self.meshes[0].shape)
+        if len(self.stages) == 1:
+            return f"1 stage on {shape}, {self.num_microbatches} microbatches"
+        return (
+            f"{len(self.stages)} stages on {shape}, {self.num_microbatches} microbatches, "
+            f"{self.schedule}"
+        )
+
+
+def operator_choices(
+    graph: OperatorGraph, operator: Operator, shape: Sequence[int], zero_stages: Sequence[int]
+) -> tuple[Choice, ...]:
+    """Every choice of an operator on a mesh of `shape`, the fully replicated one first.
+
+    A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced to
+    `MAX_IMBALANCE`. ZeRO applies where some gradient would be summed over an axis.
+    """
+    configs = _configs(operator, tuple(shape))
+    weights = trainable_weights(graph, operator)
+    choices: list[Choice] = []
+    for config in configs:
+        summed = any(
+            isinstance(p, Partial)
+            for weight in weights
+            for p in weight_gradient_placements(weight, config)
+        )
+        stages = zero_stages if summed else (0,)
+        choices += [Choice(config, zero) for zero in stages]
+    return tuple(choices)
+
+
+def _configs(operator: Operator, shape: tuple[int, ...]) -> list[Config]:
+    if operator.kind == "source":
+        return [(REPLICATE,) * len(shape)]
+    free = [dim for dim in operator.dims if not dim.whole and dim.size > 1]
+    options: list[Placement] = [REPLICATE, *(Shard(dim.name) for dim in free)]
+    axes = [options if ways > 1 else [REPLICATE] for ways in shape]
+    return [
+        config
+        for config in itertools.product(*axes)
+        if all(_is_balanced(dim.size, splits_of(config, dim.name, shape)) for dim in free)
+    ]
+
+
+def _is_balanced(size: int, splits: Sequence[int]) -> bool:
+    ways = 1
+    for n in splits:
+        ways *= n
+    if smallest_shard(size, splits) < 1:
+        return False
+    return largest_shard(size, splits) <= (1 + MAX_IMBALANCE) * size / ways
+
+
+def stage_meshes(
+    devices: Sequence[int], cluster: Cluster, *, max_axes: int = 3
+) -> list[DeviceMesh]:
+    """Logical shapes for a stage's consecutive devices: nodes apart, a node whole or cut in two.
+
+    Example:
+        >>> [m.shape for m in stage_meshes(range(16), Cluster.preset("dgx-a100"))]
+        [(2, 8), (2, 2, 4), (2, 4, 2)]
+    """
+    nodes = len({cluster.node_of(device) for device in devices})
+    if len(devices) % nodes:
+        nodes = 1
+    inside = len(devices) // nodes
+    outer = [MeshAxis("node", nodes)] if nodes > 1 else []
+    shapes = [[MeshAxis("device", inside)] if inside > 1 or not outer else []]
+    for ways in range(2, inside):
+        if inside % ways == 0 and len(outer) + 2 <= max_axes:
+            shapes.append([MeshAxis("outer", ways), MeshAxis("inner", inside // ways)])
+    return [DeviceMesh((*outer, *axes), tuple(devices)) for axes in shapes]
+
+
+def skeletons(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    *,
+    schedule: str = "1f1b",
+    max_stages: int = 8,
+    max_microbatches: int = 64,
+) -> Iterator[Skeleton]:
+    """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
+
+    Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in order.
+    """
+    total = cluster.num_devices
+    num_layers = sum(op.kind != "source" for op in graph.operators)
+    for num_stages in range(1, min(max_stages, total, num_layers) + 1):
+        if total % num_stages:
+            continue
+        stages = balanced_stages(graph, cluster, num_stages)
+        share = total // num_stages
+        groups = [range(s * share, (s + 1) * share) for s in range(num_stages)]
+        options = [stage_meshes(group, cluster) for group in groups]
+        for meshes in zip(*options, strict=True):
+            for parts in _microbatch_counts(graph.batch, num_stages, max_microbatches):
+                yield Skeleton(stages, meshes, parts, schedule)
+
+
+def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:
+    """Powers of two that divide the batch; a pipeline needs at least two microbatches."""
+    least = 1 if num_stages == 1 else 2
+    counts = [n for n in (2**k for k in range(20)) if least <= n <= most and batch % n == 0]
+    return counts if num_stages > 1 else [n for n in counts if n <= 4]
