@@ -90,7 +90,8 @@ def search(
     run = _Run(situation, spend, seed, tuple(zero_stages), report, started, best)
     try:
         ranked = run.rank_skeletons(skeletons(graph, cluster, schedule=schedule))
-        reason = run.anneal(ranked[:num_skeletons])
+        open_ones = [r for r in ranked if any(mesh.num_devices > 1 for mesh in r.skeleton.meshes)]
+        reason = run.anneal(open_ones[:num_skeletons])
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
     best = run.finish()
@@ -168,8 +169,6 @@ class _Run:
         for number, (skeleton, choices) in enumerate(starts):
             if problem is None or problem.skeleton is not skeleton:
                 problem = self._problem(skeleton)
-            if problem.num_plans <= 1:
-                continue
             total = share + (number < rest)
             chain = Chain(problem, problem.encode(choices), total, self.seed * 7919 + number)
             if self._run_chain(problem, chain):

@@ -235,7 +235,8 @@ def _forward_block(
     for i in table.operators:
         name = table.graph.operators[i].name
         row = rows[table.row_of[i]]
-        before = [gathers.task(i, name, row.gather)]
+        weighted = bool(table.graph.operators[i].weights)
+        before = [gathers.task(i, name, row.gather)] if weighted else []
         for k in incoming.get(i, ()):
             edge = table.edges[k]
             width = len(table.row(edge.consumer).choices)
@@ -250,10 +251,9 @@ def _forward_block(
                     [done[edge.producer]],
                 )
             )
-        done[i] = draft.operator_task(
-            f"{name} forward", TaskKind.FORWARD, i, row.forward, [b for b in before if b >= 0]
-        )
-        gathers.ran(done[i], row.gather)
+        done[i] = draft.operator_task(f"{name} forward", TaskKind.FORWARD, i, row.forward, before)
+        if weighted:
+            gathers.ran(done[i])
     return draft.finish()
 
 
@@ -271,11 +271,14 @@ def _backward_block(
     for i in reversed(table.operators):
         name = table.graph.operators[i].name
         row = rows[table.row_of[i]]
-        before = [gathers.task(i, name, row.gather), *returned.get(i, ())]
+        weighted = bool(table.graph.operators[i].weights)
+        before = [gathers.task(i, name, row.gather)] if weighted else []
+        before += returned.get(i, ())
         done[i] = draft.operator_task(
-            f"{name} backward", TaskKind.BACKWARD, i, row.backward, [b for b in before if b >= 0]
+            f"{name} backward", TaskKind.BACKWARD, i, row.backward, before
         )
-        gathers.ran(done[i], row.gather)
+        if weighted:
+            gathers.ran(done[i])
         for k in incoming.get(i, ()):
             edge = table.edges[k]
             source = table.graph.operators[edge.producer].name
@@ -334,25 +337,22 @@ def _tie_task(
 
 
 class _Prefetch:
-    """Gather tasks of sharded parameters, each released by the operator `PREFETCH` before its own."""
+    """Gathers of parameters: each is released by the operator `PREFETCH` before its own."""
 
     def __init__(self, draft: _Draft) -> None:
         self._draft = draft
         self._ran: list[int] = []
 
     def task(self, operator: int, name: str, base: int) -> int:
-        """Add the gather of an operator; −1 when it has no parameters to gather."""
-        if base == 0:
-            return -1
+        """Add the gather of an operator with parameters."""
         released = self._ran[-PREFETCH:][:1] if len(self._ran) >= PREFETCH else []
         return self._draft.operator_task(
             f"{name} gather", TaskKind.GRADIENT_SYNC, operator, base, released
         )
 
-    def ran(self, task: int, base: int) -> None:
-        """Note that an operator with parameters to gather has its pass at `task`."""
-        if base:
-            self._ran.append(task)
+    def ran(self, task: int) -> None:
+        """Note that an operator with parameters has its pass at `task`."""
+        self._ran.append(task)
 
 
 def _incoming(table: CostTable) -> dict[int, list[int]]:

@@ -1,0 +1,211 @@
+"""The search: exact scores, exhaustive optima on tiny graphs, determinism, interruptions."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stratagem.search.anneal import Chain
+from stratagem.search.baselines import Situation, baseline_plans, rank
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.result import Budget, StopReason
+from stratagem.search.search import Progress, search
+from stratagem.search.space import Skeleton, operator_choices, skeletons, stage_meshes
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp, resnet
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+COSTS = RooflineCosts()
+
+
+def tiny_gpt() -> OperatorGraph:
+    return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+
+
+def situation(graph: OperatorGraph, cluster: Cluster = CLUSTER) -> Situation:
+    return Situation(graph, cluster, Training(), COSTS)
+
+
+def problem_of(graph: OperatorGraph, skeleton: Skeleton, zero: tuple[int, ...]) -> Problem:
+    return make_problem(graph, skeleton, CLUSTER, Training(), COSTS, zero)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("build", [tiny_gpt, lambda: resnet(18, batch=16, image=32)])
+def test_the_kernels_score_is_the_simulators_step_time(build, schedule) -> None:  # type: ignore[no-untyped-def]
+    graph = build()
+    rng = np.random.default_rng(0)
+    checked = 0
+    for skeleton in skeletons(graph, CLUSTER, schedule=schedule, max_microbatches=4):
+        problem = problem_of(graph, skeleton, (0, 1, 2, 3))
+        counts = np.array([len(options) for options in problem.choices])
+        for _ in range(3):
+            number = rng.integers(0, counts)
+            score = Chain(problem, number, total=1, seed=0).score()
+            plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
+            simulation = situation(graph).simulate(plan)
+            assert score == pytest.approx(simulation.step_time, rel=1e-12)
+            checked += 1
+    assert checked > 20
+
+
+def test_the_kernels_memory_is_the_simulators() -> None:
+    graph = tiny_gpt()
+    skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 2)
+    problem = problem_of(graph, skeleton, (0, 2, 3))
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        number = rng.integers(0, [len(options) for options in problem.choices])
+        chain = Chain(problem, number, total=1, seed=0)
+        plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
+        peaks = [stage.peak for stage in situation(graph).simulate(plan).memory]
+        assert chain._peaks.tolist() == peaks
+
+
+def test_annealing_keeps_its_books_straight() -> None:
+    """After thousands of moves the running score is still that of the running choices."""
+    graph = tiny_gpt()
+    for skeleton in itertools.islice(skeletons(graph, CLUSTER), 0, None, 5):
+        problem = problem_of(graph, skeleton, (0, 2))
+        chain = Chain(problem, np.zeros(len(problem.choices), dtype=np.int64), 3000, seed=3)
+        chain.advance(3000)
+        running, best = chain.scores
+        assert chain.score() == running
+        assert best <= running
+        assert Chain(problem, chain.best, 1, seed=0).score() == best
+
+
+def test_the_exhaustive_optimum_is_found() -> None:
+    graph = mlp([32, 48, 32], batch=8)
+    mesh = DeviceMesh((MeshAxis("device", 4),), (0, 1, 2, 3))
+    names = tuple(op.name for op in graph.operators)
+    problem = problem_of(graph, Skeleton((names,), (mesh,), 1, "1f1b"), (0,))
+    spaces = [range(len(options)) for options in problem.choices]
+    assert problem.num_plans < 5000
+    exhaustive = min(
+        Chain(problem, np.array(number, dtype=np.int64), 1, seed=0).score()
+        for number in itertools.product(*spaces)
+    )
+    for seed in range(3):
+        chain = Chain(problem, np.zeros(len(spaces), dtype=np.int64), 4000, seed)
+        chain.advance(4000)
+        assert chain.scores[1] == exhaustive
+
+
+def test_never_worse_than_the_best_baseline() -> None:
+    graph = tiny_gpt()
+    result = search(graph, CLUSTER, budget=Budget(evaluations=0))
+    best = min(result.baselines.values(), key=rank)
+    assert rank(result.simulation) <= rank(best)
+    more = search(graph, CLUSTER, budget=Budget(evaluations=8000))
+    assert more.simulation.step_time <= result.simulation.step_time
+    assert more.evaluations == 8000
+    assert more.stop_reason is StopReason.EVALUATIONS
+    assert [p.best for p in more.trace] == sorted((p.best for p in more.trace), reverse=True)
+
+
+def test_all_named_baselines_are_there() -> None:
+    found = baseline_plans(situation(gpt(num_layers=2, hidden=64, num_heads=4, batch=32)))
+    assert list(found) == [
+        "data parallel",
+        "ZeRO-2",
+        "ZeRO-3",
+        "Megatron tensor",
+        "Megatron tensor + sequence",
+        "GPipe pipeline",
+        "1F1B pipeline",
+    ]
+
+
+def test_memory_is_a_hard_limit() -> None:
+    """A cluster on which data parallelism does not fit gets a plan that does."""
+    graph = gpt(num_layers=4, hidden=256, num_heads=4, vocabulary=512, sequence=64, batch=16)
+    state = 16 * graph.num_parameters / 2**30
+    device = replace(CLUSTER.device_types[0], memory_gib=0.75 * state)
+    small = replace(CLUSTER, device_types=(device,))
+    result = search(graph, small, budget=Budget(evaluations=2000))
+    assert not result.baselines["data parallel"].fits
+    assert result.simulation.fits
+
+
+def test_where_nothing_fits_the_closest_plan_says_so() -> None:
+    graph = tiny_gpt()
+    device = replace(CLUSTER.device_types[0], memory_gib=1e-6)
+    result = search(
+        graph, replace(CLUSTER, device_types=(device,)), budget=Budget(evaluations=500)
+    )
+    assert not result.simulation.fits
+    assert result.plan.prediction is not None
+    assert not result.plan.prediction.fits
+
+
+def test_ctrl_c_returns_the_best_so_far() -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.phase.startswith("annealing") and progress.fraction > 0.3:
+            raise KeyboardInterrupt
+
+    result = search(tiny_gpt(), CLUSTER, budget=Budget(evaluations=10_000), progress=interrupt)
+    assert result.stop_reason is StopReason.INTERRUPTED
+    assert result.evaluations < 10_000
+    best = min(result.baselines.values(), key=rank)
+    assert rank(result.simulation) <= rank(best)
+
+
+def test_the_clock_stops_it() -> None:
+    result = search(tiny_gpt(), CLUSTER, budget=Budget(evaluations=10**9, seconds=1.0))
+    assert result.stop_reason is StopReason.SECONDS
+
+
+@pytest.mark.slow
+def test_equal_seeds_give_equal_plans_in_other_processes() -> None:
+    script = (
+        "from stratagem.search.search import search\n"
+        "from stratagem.search.result import Budget\n"
+        "from stratagem.simulator.cluster import Cluster\n"
+        "from stratagem.simulator.models import gpt\n"
+        "import hashlib\n"
+        "g = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)\n"
+        "c = Cluster.preset('dgx-a100', num_nodes=1, devices_per_node=4)\n"
+        "r = search(g, c, budget=Budget(evaluations=3000), seed=7)\n"
+        "print(hashlib.sha256(r.plan.to_json().encode()).hexdigest())\n"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": str(k), "PATH": "", "HOME": "/nonexistent"},
+        ).stdout
+        for k in range(2)
+    }
+    assert len(outputs) == 1
+    assert len(outputs.pop().strip()) == 64
+
+
+def test_choices_leave_out_empty_and_lopsided_shards() -> None:
+    graph = gpt(num_layers=1, hidden=60, num_heads=3, vocabulary=96, sequence=32, batch=16)
+    attention = next(op for op in graph.operators if op.kind == "attention")
+    for choice in operator_choices(graph, attention, (4,), (0,)):
+        assert str(choice.config[0]) != "S(head)"
+
+
+def test_meshes_of_a_stage_that_does_not_fill_its_nodes() -> None:
+    cluster = Cluster.preset("dgx-a100", num_nodes=2)
+    assert [m.shape for m in stage_meshes(range(4), cluster)] == [(4,), (2, 2)]
+    assert [m.shape for m in stage_meshes([7], cluster)] == [(1,)]
+    assert [m.shape for m in stage_meshes(range(7, 10), cluster)][0] == (3,)
+
+
+def test_broken_budgets_are_refused() -> None:
+    with pytest.raises(ValueError, match="-1 evaluations"):
+        Budget(evaluations=-1)

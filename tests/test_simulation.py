@@ -1,0 +1,275 @@
+"""Plans on the simulator: against closed forms, hand-made timelines and brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stratagem.search.partition import balanced_stages
+from stratagem.search.strategies import (
+    Choices,
+    data_parallel,
+    replicated,
+    tensor_dims,
+    tensor_parallel,
+)
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import Direction, RooflineCosts
+from stratagem.simulator.graph import OperatorGraph, factors
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.placement import Pin, Replicate, Shard
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.simulation import block_times, plan_model, simulate_plan
+from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100")
+COSTS = RooflineCosts()
+
+
+def small_gpt(**changes: int) -> OperatorGraph:
+    sizes = {
+        "num_layers": 2,
+        "hidden": 64,
+        "num_heads": 4,
+        "vocabulary": 96,
+        "sequence": 32,
+        "batch": 16,
+    } | changes
+    return gpt(**sizes)
+
+
+def mesh(*sizes: int, first: int = 0) -> DeviceMesh:
+    axes = tuple(MeshAxis(f"a{i}", n) for i, n in enumerate(sizes))
+    return DeviceMesh(axes, tuple(range(first, first + int(np.prod(sizes)))))
+
+
+def one_stage(graph: OperatorGraph, where: DeviceMesh, choices: Choices, **more: object) -> Plan:
+    names = tuple(op.name for op in graph.operators)
+    fields = {
+        "name": "test",
+        "model": graph.name,
+        "fingerprint": graph.fingerprint,
+        "cluster": CLUSTER,
+        "training": Training(),
+        "stages": (Stage(names, where, choices),),
+    } | more
+    return Plan(**fields)  # type: ignore[arg-type]
+
+
+def pipeline(graph: OperatorGraph, num_stages: int, parts: int, schedule: str) -> Plan:
+    small = graph.microbatch(parts)
+    stages = balanced_stages(graph, CLUSTER, num_stages)
+    meshes = [mesh(1, first=s) for s in range(num_stages)]
+    return Plan(
+        name="pipeline",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=CLUSTER,
+        training=Training(),
+        stages=tuple(
+            Stage(names, where, {n: replicated(small, (1,))[n] for n in names})
+            for names, where in zip(stages, meshes, strict=True)
+        ),
+        num_microbatches=parts,
+        schedule=schedule,
+    )
+
+
+def test_one_device_takes_the_sum_of_its_operators() -> None:
+    graph = small_gpt()
+    plan = one_stage(graph, mesh(1), replicated(graph, (1,)))
+    device, training = CLUSTER.device_type(0), Training()
+    passes = 0
+    for i, op in enumerate(graph.operators):
+        if op.kind != "source":
+            for direction in Direction:
+                if direction is Direction.FORWARD or graph.needs_gradient[i]:
+                    cost = COSTS.operator_cost(op, op.sizes, direction, training, device)
+                    passes += round(cost.seconds * 1e9)
+    simulation = simulate_plan(plan, graph, COSTS)
+    updates = [
+        end - start
+        for kind, start, end in zip(
+            simulation.timeline.kinds,
+            simulation.timeline.start,
+            simulation.timeline.end,
+            strict=True,
+        )
+        if kind is TaskKind.UPDATE
+    ]
+    assert round(simulation.step_time * 1e9) == passes + sum(updates)
+
+
+def test_data_parallel_needs_exactly_one_reduction_a_parameter() -> None:
+    graph = mlp([64, 64, 64], batch=32)
+    choices = data_parallel(graph, (8,))
+    simulation = simulate_plan(one_stage(graph, mesh(8), choices), graph, COSTS)
+    kinds = set(simulation.timeline.kinds)
+    assert TaskKind.COMMUNICATION not in kinds
+    synced = {
+        name
+        for name, kind in zip(simulation.timeline.names, simulation.timeline.kinds, strict=True)
+        if kind is TaskKind.GRADIENT_SYNC
+    }
+    linears = {f"{op.name} sync" for op in graph.operators if op.weights}
+    assert synced == linears
+
+
+def test_tied_weights_are_reduced_once_when_both_uses_lie_alike() -> None:
+    graph = small_gpt()
+    tied = [p for p in graph.parameters if sum(p.name == w.parameter for op in graph.operators for w in op.weights) > 1]
+    assert tied, "the GPT builder ties its embedding"
+    simulation = simulate_plan(
+        one_stage(graph, mesh(8), data_parallel(graph, (8,))), graph, COSTS
+    )
+    assert not any("↔" in name for name in simulation.timeline.names)
+    choices = dict(data_parallel(graph, (8,)))
+    head = next(op for op in graph.operators if op.kind == "linear" and op.name.endswith("head"))
+    choices[head.name] = Choice((Shard("out"),))
+    mixed = simulate_plan(one_stage(graph, mesh(8), choices), graph, COSTS)
+    assert any("↔" in name for name in mixed.timeline.names)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_pipeline_of_equal_stages_has_the_papers_bubble(schedule: str) -> None:
+    """(stages − 1) / microbatches of the ideal time (Huang et al. 2019), transfers left out."""
+    graph, stages, parts = mlp([64] * 9, batch=32), 4, 8
+    model = plan_model(pipeline(graph, stages, parts, schedule), graph, COSTS)
+    forward, backward = 1000, 2000
+    durations = np.zeros((6, model.macro.num_items), dtype=np.int64)
+    durations[0], durations[1], durations[2] = forward, backward, backward
+    from stratagem.simulator.engine import simulate
+
+    makespan = simulate(model.macro.with_durations(durations)).makespan
+    ideal = parts * (forward + backward)
+    assert makespan - ideal == (stages - 1) * (forward + backward)
+
+
+def test_pipeline_keeps_fewer_activations_under_1f1b() -> None:
+    graph = small_gpt(batch=32)
+    gpipe, one = (
+        simulate_plan(pipeline(graph, 2, 8, name), graph, COSTS) for name in ("gpipe", "1f1b")
+    )
+    assert [m.in_flight for m in gpipe.memory] == [8, 8]
+    assert [m.in_flight for m in one.memory] == [2, 1]
+    assert one.peak_memory < gpipe.peak_memory
+
+
+def test_zero_shards_state_and_splits_the_all_reduce() -> None:
+    graph = small_gpt()
+    by_zero = {
+        zero: simulate_plan(
+            one_stage(graph, mesh(8), data_parallel(graph, (8,), zero=zero)), graph, COSTS
+        ).memory[0]
+        for zero in range(4)
+    }
+    assert by_zero[0].state > by_zero[1].state > by_zero[2].state > by_zero[3].state
+    total = 4 * graph.num_parameters
+    assert by_zero[0].state == 4 * total
+    # Positions have no samples: every device embeds them all, so nothing of theirs is summed.
+    positions = next(p for p in graph.parameters if p.shape == (32, 64))
+    whole = 16 * 32 * 64
+    assert positions.name == "wpe.weight"
+    assert by_zero[3].state == whole + (4 * total - whole) // 8
+
+
+def test_the_whole_timeline_is_inside_the_step_and_no_resource_is_used_twice() -> None:
+    graph = small_gpt(batch=32)
+    plan = pipeline(graph, 2, 4, "1f1b")
+    simulation = simulate_plan(plan, graph, COSTS)
+    timeline = simulation.timeline
+    assert int(timeline.end.max()) == round(simulation.step_time * 1e9)
+    for lane in range(len(timeline.lanes)):
+        rows = np.flatnonzero(timeline.lane == lane)
+        order = rows[np.argsort(timeline.start[rows], kind="stable")]
+        assert (timeline.start[order][1:] >= timeline.end[order][:-1]).all()
+
+
+def test_tensor_parallel_is_megatrons() -> None:
+    """Two all-reduces forward and two backward a layer, heads and hidden units sharded."""
+    graph = small_gpt(num_layers=1)
+    sharded = tensor_dims(graph, 2)
+    kinds = {graph.operator(name).kind: dim for name, dim in sharded.items()}
+    assert kinds["attention"] == "head"
+    for name, dim in sharded.items():
+        assert not graph.operator(name).dim(dim).whole
+    plan = one_stage(graph, mesh(2), tensor_parallel(graph, (2,), 0))
+    timeline = simulate_plan(plan, graph, COSTS).timeline
+    forward = [n for n in timeline.names if "→" in n]
+    backward = [n for n in timeline.names if "←" in n]
+    # Attention and MLP of the one layer; the embedding's sum before it, the head's logits stay.
+    assert len(set(forward)) == 3 or len(set(forward)) == 4
+    assert backward
+
+
+def test_sequence_parallel_turns_all_reduces_into_halves() -> None:
+    graph = small_gpt(num_layers=1)
+    plain = plan_model(
+        one_stage(graph, mesh(2), tensor_parallel(graph, (2,), 0)), graph, COSTS
+    ).stages[0]
+    split = plan_model(
+        one_stage(graph, mesh(2), tensor_parallel(graph, (2,), 0, sequence_parallel=True)),
+        graph,
+        COSTS,
+    ).stages[0]
+    kept = sum(int(plain.table.row(i).activation_bytes[0]) for i in plain.table.operators)
+    less = sum(int(split.table.row(i).activation_bytes[0]) for i in split.table.operators)
+    assert less < kept
+
+
+def test_pinned_operators_are_priced_and_move_over_the_link() -> None:
+    graph = mlp([64, 64, 64], batch=32)
+    choices = dict(replicated(graph, (2,)))
+    linears = [op.name for op in graph.operators if op.kind == "linear"]
+    choices[linears[0]] = Choice((Pin(0),))
+    choices[linears[1]] = Choice((Pin(1),))
+    simulation = simulate_plan(one_stage(graph, mesh(2), choices), graph, COSTS)
+    assert any(kind is TaskKind.COMMUNICATION for kind in simulation.timeline.kinds)
+
+
+def test_memory_over_the_limit_says_which_operators_hold_it() -> None:
+    graph = small_gpt()
+    tiny = replace(
+        CLUSTER, device_types=(replace(CLUSTER.device_types[0], memory_gib=1e-4),)
+    )
+    plan = one_stage(graph, mesh(1), replicated(graph, (1,)), cluster=tiny)
+    simulation = simulate_plan(plan, graph, COSTS)
+    assert not simulation.fits
+    assert len(simulation.memory[0].largest) == 5
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    graph, other = small_gpt(), small_gpt(hidden=128)
+    plan = one_stage(graph, mesh(1), replicated(graph, (1,)))
+    with pytest.raises(ValueError, match="was made for model .* search again"):
+        simulate_plan(plan, other, COSTS)
+
+
+def test_configs_that_cannot_be_are_refused_with_both_numbers() -> None:
+    graph = small_gpt()
+    base = replicated(graph, (8,))
+    attention = next(op for op in graph.operators if op.kind == "attention")
+    norm = next(op for op in graph.operators if op.kind == "layer_norm")
+    for operator, config, message in (
+        (attention, (Shard("head"),), r"dim 'head' of size 4 cannot be split 8 ways"),
+        (norm, (Shard(factors(norm.weights[0].layout)[0]),), "cannot be split: "),
+        (attention, (Shard("nonsense"),), "has no dim 'nonsense'; it has"),
+        (attention, (Replicate(), Replicate()), "2 placements for a mesh of 1 axes"),
+        (attention, (Pin(8),), r"Pin\(8\) on axis 0, which has size 8"),
+    ):
+        plan = one_stage(graph, mesh(8), {**base, operator.name: Choice(config)})
+        with pytest.raises(ValueError, match=message):
+            simulate_plan(plan, graph, COSTS)
+
+
+def test_blocks_of_equal_choices_are_equal_however_they_are_built() -> None:
+    """The last backward does all that an inner one does, and then updates."""
+    graph = small_gpt()
+    plan = one_stage(graph, mesh(8), data_parallel(graph, (8,), zero=2))
+    model = plan_model(plan, graph, COSTS)
+    _, inner, last = block_times(model.stages[0], len(graph.operators))
+    assert inner.makespan < last.makespan
