@@ -78,7 +78,7 @@ def _unknown_field(given: object, understood: object, path: str) -> str | None:
             if key not in understood:
                 return f"`{path}.{key}`"
         pairs = [(f"{path}.{key}", given[key], understood[key]) for key in given]
-    elif isinstance(given, list) and isinstance(understood, list):
+    elif isinstance(given, list) and isinstance(understood, (list, tuple)):
         both = zip(given, understood, strict=True)
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(both)]
     return next((u for p, a, b in pairs if (u := _unknown_field(a, b, p)) is not None), None)

@@ -1,0 +1,1 @@
+"""Capture of torch modules; the only part of the simulator that imports torch."""

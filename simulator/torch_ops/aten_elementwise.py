@@ -1,0 +1,104 @@
+"""aten operators that become elementwise chains, and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.simulator.draft import Tensor, permute
+from stratagem.simulator.steps import Steps
+from stratagem.simulator.torch_ops.calls import Call
+from stratagem.simulator.torch_ops.expressions import Expression, is_constant
+from stratagem.simulator.torch_ops.pointwise import POINTWISE, Term
+
+
+def _cross_entropy(call: Call) -> Tensor:
+    logits = call.tensor("self")
+    call.refuse_unless(call.arguments.get("reduction", 1) == 1, "a reduction other than mean")
+    call.refuse_unless(call.arguments.get("weight") is None, "class weights")
+    call.refuse_unless(call.arguments.get("label_smoothing", 0) == 0, "label smoothing")
+    target = call.given("target")
+    call.refuse_unless(
+        isinstance(target, Expression) and "int" in target.dtype,
+        "targets that are not class indices from an input",
+    )
+    order = [0, *range(2, len(logits.dims)), 1] if len(logits.dims) > 1 else [0]
+    ignored = call.given("ignore_index")
+    return call.builder.cross_entropy(
+        permute(logits, order),
+        call.handle(target),
+        ignore_index=ignored,
+        name=call.label("cross_entropy"),
+    )
+
+
+def _mse_loss(call: Call) -> Tensor:
+    x, target = call.tensor("self"), call.tensor("target")
+    steps: Steps = [["sub", [["in", 0], ["in", 1]]], ["pow", [["step", 0], 2]]]
+    squares = call.builder.elementwise([x, target], steps, name=call.label("squares"))
+    reduction = call.given("reduction")
+    if reduction == 0:
+        return squares
+    make = call.builder.mean if reduction == 1 else call.builder.reduce
+    return make(squares, name=call.label("mean" if reduction == 1 else "reduce"))
+
+
+def _dropout(call: Call) -> Tensor:
+    x = call.tensor("input")
+    if not call.given("train") or call.given("p") == 0:
+        return x
+    steps: Steps = [["dropout", [["in", 0], call.given("p")]]]
+    return call.builder.elementwise([x], steps, name=call.label("dropout"))
+
+
+def _cast(call: Call) -> Tensor:
+    x = call.tensor("self", broadcast=True)
+    if x.dtype == call.dtype:
+        return x
+    steps: Steps = [["cast", [["in", 0], call.dtype]]]
+    return call.builder.elementwise([x], steps, call.dtype, name=call.label("cast"))
+
+
+def _detach(call: Call) -> Tensor:
+    x = call.tensor("self")
+    steps: Steps = [["alias", [["in", 0]]]]
+    return call.builder.elementwise([x], steps, name=call.label("detach"), detached=True)
+
+
+def _pointwise(call: Call) -> Tensor:
+    """An elementwise operator of the term that the table gives for the aten operator."""
+    operands: list[Tensor] = []
+    steps: Steps = []
+
+    def write(argument: Any) -> Any:
+        if isinstance(argument, Term):
+            steps.append([argument.function, [write(each) for each in argument.arguments]])
+            return ["step", len(steps) - 1]
+        if isinstance(argument, Expression) and math.prod(argument.shape) == 1:
+            known = call.constant(argument) if is_constant(argument) else None
+            if known is not None:
+                return known.item()
+        if isinstance(argument, (Tensor, Expression)):
+            operands.append(call.handle(argument, broadcast=True))
+            return ["in", len(operands) - 1]
+        return argument
+
+    write(POINTWISE[call.operator](call.arguments))
+    return call.builder.elementwise(operands, steps, call.dtype, name=call.label(steps[-1][0]))
+
+
+def _copy(call: Call) -> Any:
+    return call.given("self")
+
+
+ELEMENTWISE_HANDLERS: dict[str, Callable[[Call], Any]] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys(("clone", "lift_fresh_copy"), _copy),
+    **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),
+    **dict.fromkeys(("dropout", "feature_dropout"), _dropout),
+    "detach": _detach,
+    "cross_entropy_loss": _cross_entropy,
+    "mse_loss": _mse_loss,
+}
+"""aten name → handler."""

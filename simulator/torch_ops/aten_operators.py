@@ -1,0 +1,199 @@
+"""aten operators with a kind of their own in the rule table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.simulator.draft import Stored, Tensor, reshape
+from stratagem.simulator.torch_ops.calls import Call
+from stratagem.simulator.torch_ops.expressions import Expression, is_constant, mask_meaning
+
+
+def _linear(call: Call) -> Tensor:
+    label = call.label("linear")
+    x, weight = call.tensor("input"), call.tensor("weight")
+    return call.builder.linear(x, weight, call.optional("bias"), name=label)
+
+
+def _addmm(call: Call) -> Tensor:
+    call.refuse_unless(call.given("beta") == 1 == call.given("alpha"), "beta or alpha not 1")
+    x, weight, bias = (call.tensor(name) for name in ("mat1", "mat2", "self"))
+    if isinstance(weight.node, Stored) and isinstance(bias.node, Stored):
+        label = call.label("linear")
+        return call.builder.linear(x, weight, bias, transposed=True, name=label)
+    product = call.builder.matmul(x, weight, name=call.label("matmul"))
+    return call.builder.elementwise([bias, product], [["add", [["in", 0], ["in", 1]]]])
+
+
+def _matmul(call: Call) -> Tensor:
+    other = "mat2" if "mat2" in call.arguments else "other"
+    a, b = call.tensor("self", broadcast=True), call.tensor(other, broadcast=True)
+    call.refuse_unless(min(len(a.dims), len(b.dims)) > 1, "a vector")
+    if isinstance(b.node, Stored) and len(b.node.dims) == 2 == len(b.dims):
+        return call.builder.linear(a, b, transposed=True, name=call.label("linear"))
+    return call.builder.matmul(a, b, name=call.label("matmul"))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    sizes = [value] if isinstance(value, int) else list(value)
+    return (sizes[0], sizes[-1])
+
+
+def _conv2d(call: Call) -> Tensor:
+    padding = call.given("padding")
+    call.refuse_unless(not isinstance(padding, str), f"padding {padding!r}")
+    return call.builder.conv2d(
+        call.tensor("input"),
+        call.tensor("weight"),
+        call.optional("bias"),
+        stride=_pair(call.given("stride")),
+        padding=_pair(padding),
+        dilation=_pair(call.given("dilation")),
+        groups=call.given("groups"),
+        name=call.label("conv2d"),
+    )
+
+
+def _embedding(call: Call) -> Tensor:
+    ids, weight = call.tensor("indices"), call.tensor("weight")
+    return call.builder.embedding(ids, weight, name=call.label("embedding"))
+
+
+def _layer_norm(call: Call) -> Tensor:
+    return call.builder.layer_norm(
+        call.tensor("input"),
+        call.optional("weight"),
+        call.optional("bias"),
+        num_dims=len(call.given("normalized_shape")),
+        eps=call.given("eps"),
+        name=call.label("layer_norm"),
+    )
+
+
+def _rms_norm(call: Call) -> Tensor:
+    eps = call.given("eps")
+    return call.builder.rms_norm(
+        call.tensor("input"),
+        call.optional("weight"),
+        num_dims=len(call.given("normalized_shape")),
+        eps=1.1920928955078125e-07 if eps is None else eps,
+        name=call.label("rms_norm"),
+    )
+
+
+def _batch_norm(call: Call) -> Tensor:
+    stored = ("weight", "bias", "running_mean", "running_var")
+    for name in stored:
+        call.refuse_unless(call.given(name) is not None, f"no {name}")
+    return call.builder.batch_norm(
+        call.tensor("input"),
+        *(call.tensor(name) for name in stored),
+        eps=call.given("eps"),
+        momentum=call.given("momentum"),
+        training=call.given("training"),
+        name=call.label("batch_norm"),
+    )
+
+
+def _attention(call: Call) -> Tensor:
+    call.refuse_unless(call.given("dropout_p") == 0, "dropout (set it to 0)")
+    query, key, value = (call.tensor(name, broadcast=True) for name in ("query", "key", "value"))
+    mask, causal = call.given("attn_mask"), call.given("is_causal")
+    if isinstance(mask, Expression) and is_constant(mask):
+        seen = call.constant(mask)
+        meaning = "other" if seen is None else mask_meaning(seen, (query.shape[-2], key.shape[-2]))
+        mask, causal = (mask, causal) if meaning == "other" else (None, meaning == "causal")
+    return call.builder.attention(
+        query,
+        key,
+        value,
+        None if mask is None else call.handle(mask, broadcast=True),
+        causal=causal,
+        scale=call.given("scale"),
+        name=call.label("attention"),
+    )
+
+
+def _softmax(call: Call) -> Tensor:
+    x = call.tensor("self")
+    return call.builder.softmax(x, dim=call.given("dim"), name=call.label("softmax"))
+
+
+def _pool(mode: str) -> Callable[[Call], Tensor]:
+    def make(call: Call) -> Tensor:
+        a = call.arguments
+        call.refuse_unless(not a["ceil_mode"], "ceil_mode")
+        call.refuse_unless(_pair(a.get("dilation", 1)) == (1, 1), "dilation")
+        call.refuse_unless(
+            a.get("count_include_pad", True) and a.get("divisor_override") is None,
+            "count_include_pad False or a divisor",
+        )
+        kernel = _pair(a["kernel_size"])
+        return call.builder.pool2d(
+            call.tensor("self"),
+            mode=mode,
+            kernel=kernel,
+            stride=_pair(a["stride"]) if a["stride"] else kernel,
+            padding=_pair(a["padding"]),
+            name=call.label("pool"),
+        )
+
+    return make
+
+
+def _adaptive_pool(call: Call) -> Tensor:
+    x = call.tensor("self")
+    rows, columns = call.shape[-2:]
+    if (rows, columns) == (1, 1):
+        return call.builder.mean(x, [-2, -1], keep=True, name=call.label("mean"))
+    height, width = x.shape[-2:]
+    call.refuse_unless(
+        height % rows == 0 == width % columns, f"({height}, {width}) to ({rows}, {columns})"
+    )
+    kernel = (height // rows, width // columns)
+    label = call.label("pool")
+    return call.builder.pool2d(x, mode="avg", kernel=kernel, stride=kernel, name=label)
+
+
+def _reduce(call: Call) -> Tensor:
+    x = call.tensor("self")
+    dims = call.arguments.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or None
+    make = call.builder.mean if call.operator == "mean" else call.builder.reduce
+    keep = call.arguments.get("keepdim", False)
+    return make(x, dims, keep=keep, name=call.label(call.operator))
+
+
+def _cat(call: Call) -> Tensor:
+    tensors = [call.handle(each) for each in call.given("tensors")]
+    return call.builder.cat(tensors, dim=call.given("dim"), name=call.label("cat"))
+
+
+def _stack(call: Call) -> Tensor:
+    tensors = [call.handle(each) for each in call.given("tensors")]
+    dim = call.given("dim") % len(call.shape)
+    shape = [*call.shape[:dim], 1, *call.shape[dim + 1 :]]
+    raised = [reshape(each, shape) for each in tensors]
+    return call.builder.cat(raised, dim=dim, name=call.label("cat"))
+
+
+OPERATOR_HANDLERS: dict[str, Callable[[Call], Any]] = {
+    "linear": _linear,
+    "addmm": _addmm,
+    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    "conv2d": _conv2d,
+    "embedding": _embedding,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "batch_norm": _batch_norm,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    "max_pool2d": _pool("max"),
+    "avg_pool2d": _pool("avg"),
+    "adaptive_avg_pool2d": _adaptive_pool,
+    **dict.fromkeys(("mean", "sum"), _reduce),
+    "cat": _cat,
+    "stack": _stack,
+}
+"""aten name → handler."""

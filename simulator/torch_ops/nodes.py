@@ -1,0 +1,56 @@
+"""Reading the nodes of an exported graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stratagem.simulator.torch_ops.sources import dtype_name
+
+
+def shape_and_dtype(node: Node) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a node's result, or of the first of its results."""
+    value = node.meta.get("val")
+    if isinstance(value, (list, tuple)):
+        value = next((each for each in value if isinstance(each, torch.Tensor)), None)
+    if not isinstance(value, torch.Tensor):
+        return (), "float32"
+    return tuple(int(size) for size in value.shape), dtype_name(value.dtype)
+
+
+def aten_name(node: Node) -> str:
+    """The schema name of the operator that a node calls, without its overload."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).removeprefix("aten::")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def by_schema(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an aten call by the names of its schema, defaults included."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return dict(kwargs)
+    given = {each.name: each.default_value for each in schema.arguments}
+    given.update(zip((each.name for each in schema.arguments), args, strict=False))
+    return {**given, **kwargs}
+
+
+def look_up(argument: Any, values: dict[Node, Any]) -> Any:
+    """An argument with the values of its nodes, and dtypes by name."""
+    if isinstance(argument, Node):
+        return values[argument]
+    if isinstance(argument, (list, tuple)):
+        return [look_up(each, values) for each in argument]
+    return dtype_name(argument) if isinstance(argument, torch.dtype) else argument
+
+
+def flat(values: Any) -> list[Any]:
+    """The values, those in nested lists included."""
+    found: list[Any] = []
+    for value in values:
+        found.extend(flat(value) if isinstance(value, list) else [value])
+    return found

@@ -1,0 +1,87 @@
+"""The torch-free models have the sizes that the literature gives them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from stratagem.simulator import models
+from stratagem.simulator.graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.rules import RULES
+
+SMALL = {"num_layers": 2, "hidden": 24, "num_heads": 3, "vocabulary": 50, "sequence": 16}
+
+
+def matmul_flops(graph: OperatorGraph) -> float:
+    return sum(RULES[o.kind].flops(o, o.sizes) for o in graph.operators if RULES[o.kind].matmul)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: models.gpt(), 124_439_808),
+        (lambda: models.gpt(num_layers=48, hidden=1600, num_heads=25), 1_557_611_200),
+        (lambda: models.resnet(18, batch=2), 11_689_512),
+        (lambda: models.resnet(34, batch=2), 21_797_672),
+        (lambda: models.resnet(50, batch=2), 25_557_032),
+        (lambda: models.resnet(101, batch=2), 44_549_160),
+        (lambda: models.resnet(152, batch=2), 60_192_808),
+        (lambda: models.mlp([784, 512, 10], batch=3), 784 * 512 + 512 + 5120 + 10),
+    ],
+)
+def test_number_of_parameters(build: Callable[[], OperatorGraph], expected: int) -> None:
+    assert build().num_parameters == expected
+
+
+def test_flops() -> None:
+    # per image: He et al. count 1.8 and 3.8 billion multiply-adds without the classifier's
+    assert matmul_flops(models.resnet(18, batch=2)) / 4 == pytest.approx(1.81e9, rel=0.01)
+    assert matmul_flops(models.resnet(50, batch=2)) / 4 == pytest.approx(4.09e9, rel=0.01)
+    graph = models.gpt(batch=2)
+    dense = 2 * 12 * 12 * 768**2 + 2 * 768 * 50257
+    assert matmul_flops(graph) == 2 * 1024 * (dense + 12 * 0.5 * 4 * 1024 * 768)
+
+
+@pytest.mark.parametrize("build", [models.gpt, models.bert])
+def test_layers_are_repeated_blocks(build: Callable[..., OperatorGraph]) -> None:
+    graph = build(**{**SMALL, "num_layers": 5}, batch=4)
+    (block,) = repeated_blocks(graph)
+    assert (block.length, block.count) == (10, 5)
+
+
+def test_gpt_without_tied_head_has_one_more_table() -> None:
+    tied, untied = (models.gpt(**SMALL, batch=2, tied=tied) for tied in (True, False))
+    assert untied.num_parameters - tied.num_parameters == 50 * 24
+    assert sum(w.parameter == "wte.weight" for o in tied.operators for w in o.weights) == 2
+
+
+def test_every_batch_dim_counts_samples() -> None:
+    graph = models.resnet(18, batch=6, image=32, classes=10)
+    for operator in graph.microbatch(3).operators:
+        assert operator.sizes.get("sample", 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "build"),
+    [
+        ("gpt: hidden is 0", lambda: models.gpt(hidden=0)),
+        ("gpt: hidden 100 is not a multiple of num_heads 12", lambda: models.gpt(hidden=100)),
+        ("bert: batch is -1", lambda: models.bert(batch=-1)),
+        ("resnet: no depth 19; there are 18, 34", lambda: models.resnet(19, batch=2)),
+        ("resnet: image is 0", lambda: models.resnet(18, batch=2, image=0)),
+        (r"mlp: sizes\[1\] is 0", lambda: models.mlp([3, 0], batch=2)),
+        ("mlp: 1 sizes", lambda: models.mlp([3], batch=2)),
+    ],
+)
+def test_impossible_sizes_are_refused(message: str, build: Callable[[], OperatorGraph]) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_models_need_no_torch() -> None:
+    code = "import sys; import stratagem.simulator.models, stratagem.simulator.graph_io as g; "
+    code += "import stratagem.simulator.builder; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
