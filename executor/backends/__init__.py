@@ -1,0 +1,1 @@
+"""Ways for ranks to talk: one interface, one module a backend."""

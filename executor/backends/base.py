@@ -1,0 +1,125 @@
+"""What every backend offers one rank: collectives on tensors over ordered groups of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from stratagem.simulator.collectives import Collective
+
+Group = tuple[int, ...]
+"""Ranks in the order of their pieces; every member passes the same tuple."""
+Shape = tuple[int, ...]
+Reduction = Literal["sum", "max"]
+
+
+class Communicator(Protocol):
+    """One rank's side of every communication.
+
+    All members of `group` call the same method in the same order. No method changes its arguments,
+    none records a gradient, and in a group of one a result may be the argument itself. Pieces may
+    have unequal shapes; a receiver says which shapes it expects, since placements tell it.
+
+    `sent` counts the bytes that this rank sends, by `Collective.value`, as the ring algorithms of
+    `stratagem.simulator.collectives` send them.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    sent: Counter[str]
+
+    def prepare(self, groups: Iterable[Group]) -> None:
+        """Make ready every group that will be used; all ranks pass the same groups."""
+
+    def all_reduce(self, tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
+        """The sum or maximum of the members' tensors, on every member."""
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        """The members' tensors, of `shapes`, on every member."""
+
+    def reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Tensor:
+        """The sum of the members' chunks for this member."""
+
+    def all_to_all(
+        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+    ) -> list[Tensor]:
+        """The members' chunks, of `shapes`, for this member."""
+
+    def broadcast(
+        self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
+    ) -> Tensor:
+        """The tensor of rank `source`, on every member."""
+
+    def reduce(self, tensor: Tensor, target: int, group: Group) -> Tensor | None:
+        """The sum of the members' tensors on rank `target`, None elsewhere."""
+
+    def gather(
+        self, tensor: Tensor, shapes: Sequence[Shape], target: int, group: Group
+    ) -> list[Tensor] | None:
+        """The members' tensors, of `shapes`, on rank `target`, None elsewhere."""
+
+    def scatter(
+        self,
+        chunks: Sequence[Tensor] | None,
+        shape: Shape,
+        dtype: torch.dtype,
+        source: int,
+        group: Group,
+    ) -> Tensor:
+        """The chunk that rank `source` has for this member."""
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Send to rank `target` without waiting for it; messages of a pair arrive in order."""
+
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+        """The next tensor that rank `source` sent to this one."""
+
+    def barrier(self) -> None:
+        """Return when every rank of the world has called this."""
+
+    def close(self) -> None:
+        """Finish what is on its way and let go of every resource."""
+
+
+def position(rank: int, group: Group) -> int:
+    """Where `rank` stands in `group`.
+
+    Raises:
+        ValueError: when it is not a member.
+    """
+    if rank not in group:
+        raise ValueError(f"rank {rank} calls a collective of group {group}, which it is not in")
+    return group.index(rank)
+
+
+def num_bytes(*tensors: Tensor) -> int:
+    """Bytes that the elements of `tensors` take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def ring_bytes(kind: Collective, nbytes: int, size: int) -> int:
+    """Bytes that one of `size` members sends; `nbytes` is what a member starts or ends with.
+
+    Example:
+        >>> ring_bytes(Collective.ALL_REDUCE, 1000, 4)
+        1500
+    """
+    if size == 1:
+        return 0
+    if kind in (Collective.BROADCAST, Collective.REDUCE):
+        return nbytes
+    rounds = 2 if kind is Collective.ALL_REDUCE else 1
+    return rounds * nbytes * (size - 1) // size
+
+
+def unequal_shapes(rank: int, source: int, expected: Shape, got: Shape) -> RuntimeError:
+    """The error of a rank that got another shape than the placements promised."""
+    return RuntimeError(
+        f"rank {rank} expects a tensor of shape {expected} from rank {source}, which sends {got}; "
+        "both must derive it from the same placements"
+    )

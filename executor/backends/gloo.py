@@ -1,0 +1,266 @@
+"""The gloo backend: one process a rank, on CPUs, started by ``torchrun``.
+
+Everything that moves pieces goes through one operation, an all-to-all with split sizes: it takes
+uneven pieces as they are, sends each byte once, and works on bytes, so on any dtype. Sums of
+chunks are made in group order, as the local backend makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stratagem.executor.backends.base import (
+    Group,
+    Reduction,
+    Shape,
+    num_bytes,
+    position,
+    ring_bytes,
+    unequal_shapes,
+)
+from stratagem.simulator.collectives import Collective
+
+MESSAGE, PIECE = 1, 2
+"""Tags that keep what a plan sends apart from the pieces of gathers and scatters."""
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class GlooCommunicator:
+    """This process's rank in the world that ``torchrun`` describes in the environment.
+
+    Example:
+        >>> with GlooCommunicator(timeout=60) as comm:  # doctest: +SKIP
+        ...     comm.prepare([(0, 1), (2, 3)])
+        ...     total = comm.all_reduce(torch.ones(3), (0, 1))
+
+    Args:
+        timeout: seconds that an operation may take.
+
+    Raises:
+        RuntimeError: when torch.distributed is in use already.
+        ValueError: when RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not in the environment.
+    """
+
+    def __init__(self, *, timeout: float = 120.0) -> None:
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialised already; close the other communicator first"
+            )
+        self._timeout = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", timeout=self._timeout)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = torch.device("cpu")
+        self.sent: Counter[str] = Counter()
+        everyone = tuple(range(self.world_size))
+        self._groups: dict[Group, dist.ProcessGroup | None] = {everyone: None}
+        self._pending: list[tuple[dist.Work, Tensor]] = []
+
+    def prepare(self, groups: Iterable[Group]) -> None:
+        """Create the process groups, in sorted order: creating one takes the whole world.
+
+        Raises:
+            ValueError: when a group names a rank that is not in the world, or names one twice.
+        """
+        members = {tuple(sorted(group)) for group in groups if len(group) > 1}
+        for group in sorted(members - self._groups.keys()):
+            if len(set(group)) != len(group) or not 0 <= group[0] <= group[-1] < self.world_size:
+                raise ValueError(f"group {group} is not made of ranks below {self.world_size}")
+            self._groups[group] = dist.new_group(list(group), timeout=self._timeout)
+
+    def all_reduce(self, tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
+        """See `Communicator.all_reduce`."""
+        if len(group) == 1:
+            return tensor
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, OPERATIONS[op], self._process_group(group))
+        self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
+        return total
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        """See `Communicator.all_gather`."""
+        self._check_shape(tensor, shapes[position(self.rank, group)])
+        gathered = self._exchange([tensor] * len(group), shapes, group)
+        self._count(Collective.ALL_GATHER, num_bytes(*gathered), group)
+        return gathered
+
+    def reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Tensor:
+        """See `Communicator.reduce_scatter`."""
+        own = tuple(chunks[position(self.rank, group)].shape)
+        addends = self._exchange(chunks, [own] * len(group), group)
+        self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
+        total = addends[0]
+        for addend in addends[1:]:
+            total = total + addend
+        return total
+
+    def all_to_all(
+        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+    ) -> list[Tensor]:
+        """See `Communicator.all_to_all`."""
+        received = self._exchange(chunks, shapes, group)
+        own = chunks[position(self.rank, group)]
+        self.sent[Collective.ALL_TO_ALL.value] += num_bytes(*chunks) - num_bytes(own)
+        return received
+
+    def broadcast(
+        self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
+    ) -> Tensor:
+        """See `Communicator.broadcast`."""
+        if self.rank == source:
+            assert tensor is not None, "the source of a broadcast has the tensor"
+            self._check_shape(tensor, shape)
+            self._count(Collective.BROADCAST, num_bytes(tensor), group)
+            if len(group) == 1:
+                return tensor
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            copy = torch.empty(shape, dtype=dtype)
+        dist.broadcast(_bytes(copy), source, self._process_group(group))
+        return copy
+
+    def reduce(self, tensor: Tensor, target: int, group: Group) -> Tensor | None:
+        """See `Communicator.reduce`."""
+        if len(group) == 1:
+            return tensor
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.reduce(total, target, group=self._process_group(group))
+        if self.rank == target:
+            return total
+        self._count(Collective.REDUCE, num_bytes(tensor), group)
+        return None
+
+    def gather(
+        self, tensor: Tensor, shapes: Sequence[Shape], target: int, group: Group
+    ) -> list[Tensor] | None:
+        """See `Communicator.gather`."""
+        self._check_shape(tensor, shapes[position(self.rank, group)])
+        if self.rank != target:
+            self.sent[Collective.GATHER.value] += num_bytes(tensor)
+            self._post(tensor, target, PIECE)
+            return None
+        return [
+            tensor if rank == target else self._take(shape, tensor.dtype, rank, PIECE)
+            for rank, shape in zip(group, shapes, strict=True)
+        ]
+
+    def scatter(
+        self,
+        chunks: Sequence[Tensor] | None,
+        shape: Shape,
+        dtype: torch.dtype,
+        source: int,
+        group: Group,
+    ) -> Tensor:
+        """See `Communicator.scatter`."""
+        if self.rank != source:
+            return self._take(shape, dtype, source, PIECE)
+        assert chunks is not None, "the source of a scatter has the chunks"
+        own = chunks[position(source, group)]
+        self._check_shape(own, shape)
+        self.sent[Collective.SCATTER.value] += num_bytes(*chunks) - num_bytes(own)
+        for rank, chunk in zip(group, chunks, strict=True):
+            if rank != source:
+                self._post(chunk, rank, PIECE)
+        return own
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """See `Communicator.send`."""
+        self.sent[Collective.SEND.value] += num_bytes(tensor)
+        self._post(tensor, target, MESSAGE)
+
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+        """See `Communicator.recv`."""
+        return self._take(shape, dtype, source, MESSAGE)
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+        dist.barrier()
+
+    def close(self) -> None:
+        """Wait until all that was sent has arrived everywhere, and leave the world."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+        dist.barrier()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._groups.clear()
+        dist.destroy_process_group()
+
+    def __enter__(self) -> GlooCommunicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._leave()
+
+    def _exchange(
+        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+    ) -> list[Tensor]:
+        """Chunk j to member j; what the members have for this one, of `shapes`."""
+        if len(group) == 1:
+            return list(chunks)
+        ranks = sorted(group)
+        sending = [_bytes(chunks[group.index(rank)].detach().contiguous()) for rank in ranks]
+        dtype, itemsize = chunks[0].dtype, chunks[0].element_size()
+        lengths = [math.prod(shapes[group.index(rank)]) * itemsize for rank in ranks]
+        received = torch.empty(sum(lengths), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received,
+            torch.cat(sending),
+            lengths,
+            [each.numel() for each in sending],
+            self._process_group(group),
+        )
+        pieces = dict(zip(ranks, torch.split(received, lengths), strict=True))
+        return [
+            pieces[rank].view(dtype).view(shape) for rank, shape in zip(group, shapes, strict=True)
+        ]
+
+    def _post(self, tensor: Tensor, target: int, tag: int) -> None:
+        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
+        packed = _bytes(tensor.detach().clone(memory_format=torch.contiguous_format))
+        work = dist.isend(packed, target, tag=tag)
+        assert work is not None
+        self._pending.append((work, packed))
+
+    def _take(self, shape: Shape, dtype: torch.dtype, source: int, tag: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        dist.recv(_bytes(tensor), source, tag=tag)
+        return tensor
+
+    def _process_group(self, group: Group) -> dist.ProcessGroup | None:
+        position(self.rank, group)
+        members = tuple(sorted(group))
+        if members not in self._groups:
+            raise ValueError(f"group {group} was not prepared; pass it to prepare() at the start")
+        return self._groups[members]
+
+    def _check_shape(self, tensor: Tensor, shape: Shape) -> None:
+        if tuple(tensor.shape) != tuple(shape):
+            raise unequal_shapes(self.rank, self.rank, tuple(shape), tuple(tensor.shape))
+
+    def _count(self, kind: Collective, nbytes: int, group: Group) -> None:
+        self.sent[kind.value] += ring_bytes(kind, nbytes, len(group))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a flat tensor of bytes."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,60 @@
+"""A rank's part of an operator on a mesh, and the all-reduces inside operators."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stratagem.executor.backends.base import Communicator, Group
+from stratagem.executor.seats import Seat
+from stratagem.simulator.graph import Operator
+from stratagem.simulator.placement import Config, Shard, shard_bounds
+from stratagem.simulator.torch_ops.shards import Shards
+
+
+def operator_shards(operator: Operator, config: Config, seat: Seat, comm: Communicator) -> Shards:
+    """What `seat` has of an operator under `config`.
+
+    The all-reduce of the result runs over the axes that shard any of the dims it is given, one
+    axis after the other; all ranks along them call it in the same order.
+    """
+    bounds = {}
+    for dim in operator.dims:
+        axes = [axis for axis, placement in enumerate(config) if placement == Shard(dim.name)]
+        bounds[dim.name] = shard_bounds(
+            dim.size,
+            [seat.mesh.shape[axis] for axis in axes],
+            [seat.coordinates[axis] for axis in axes],
+        )
+
+    def all_reduce(tensor: Tensor, dims: tuple[str, ...], op: Literal["sum", "max"]) -> Tensor:
+        wanted = {Shard(name) for name in dims}
+        for axis, placement in enumerate(config):
+            if placement in wanted and seat.mesh.shape[axis] > 1:
+                group = seat.group(axis)
+                if op == "sum":
+                    tensor = sum_over(tensor, group, comm)
+                else:
+                    tensor = comm.all_reduce(tensor.detach(), group, "max")
+        return tensor
+
+    return Shards(bounds, all_reduce)
+
+
+def sum_over(tensor: Tensor, group: Group, comm: Communicator) -> Tensor:
+    """The sum of the members' tensors; the gradient is the sum of the members' gradients."""
+    total: Tensor = _SumOver.apply(tensor, group, comm)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, comm: Communicator) -> Tensor:
+        ctx.group, ctx.comm = group, comm
+        return comm.all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.comm.all_reduce(gradient, ctx.group), None, None

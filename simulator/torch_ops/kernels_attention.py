@@ -1,0 +1,78 @@
+"""Attention on local shards: of samples, heads, groups of heads, and queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stratagem.simulator.graph import Layout, Operator
+from stratagem.simulator.torch_ops.shards import Shards, aligned, extent, positions
+
+Tensors = Sequence[Tensor]
+
+
+def attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """Scaled dot-product attention.
+
+    A rank has all keys and some queries. With a causal mask, the keys after its last query are
+    dropped; the rank with the first queries is then left with an ordinary causal attention.
+    """
+    query, key, value = inputs[:3]
+    layouts = [read.layout for read in operator.inputs]
+    key = _with_heads(key, layouts[1], layouts[0], query, shards)
+    value = _with_heads(value, layouts[2], layouts[0], query, shards)
+    mask = None
+    if len(inputs) > 3:
+        scores = (*layouts[0][:-1], layouts[1][-2])
+        mask = aligned(inputs[3], layouts[3], scores, shards.sizes)
+    causal = bool(operator.attributes.get("causal"))
+    if causal:
+        keys, mask = _look_back(operator, shards, key, mask)
+        key, value = key[..., :keys, :], value[..., :keys, :]
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=operator.attributes.get("scale"),
+        enable_gqa=key.shape[:-2] != query.shape[:-2],
+    )
+
+
+def _with_heads(
+    x: Tensor, layout: Layout, wanted: Layout, query: Tensor, shards: Shards
+) -> Tensor:
+    """Keys or values, repeated where torch would not do so by itself.
+
+    It repeats each head of the keys for a group of consecutive heads of the query, so it is left
+    to torch where the keys lack only inner factors of the heads.
+    """
+    own, leading = layout[:-2], wanted[:-2]
+    if own == leading or (own[:-1] == leading[:-1] and own[-1] == leading[-1][: len(own[-1])]):
+        return x
+    x = aligned(x, layout, (*leading, *layout[-2:]), shards.sizes)
+    return x.expand(*query.shape[:-2], -1, -1)
+
+
+def _look_back(
+    operator: Operator, shards: Shards, key: Tensor, mask: Tensor | None
+) -> tuple[int, Tensor | None]:
+    """How many keys the local queries see, and the mask that they need beside `is_causal`."""
+    group = operator.inputs[0].layout[-2]
+    first, last = extent(operator, shards, group)
+    keys = min(key.shape[-2], last + 1)
+    if mask is None and first == 0 and last + 1 == math.prod(shards.sizes[n] for n in group):
+        return keys, None
+    rows = positions(operator, shards, group, key.device)
+    seen = torch.arange(keys, device=key.device) <= rows[:, None]
+    if mask is None:
+        return keys, seen
+    mask = mask[..., :keys]
+    if mask.dtype == torch.bool:
+        return keys, mask & seen
+    return keys, mask.masked_fill(~seen, -math.inf)

@@ -1,0 +1,359 @@
+"""Communicators: what the local one refuses, and that processes get what threads get."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratagem.executor.backends.base import Communicator, ring_bytes
+from stratagem.executor.backends.gloo import GlooCommunicator
+from stratagem.executor.backends.local import run_local
+from stratagem.simulator.collectives import Collective
+
+torch.set_num_threads(1)
+
+
+def ramp(*shape: int, dtype: torch.dtype = torch.float32, base: int = 0) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) + base).reshape(shape).to(dtype)
+
+
+def uneven(comm: Communicator, group: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of pieces that are one row larger for every next member."""
+    return [(1 + i, 3) for i in range(len(group))]
+
+
+def every_operation(comm: Communicator, dtype: torch.dtype) -> dict[str, object]:
+    """What a rank gets from each operation, in the whole world and in a group in odd order."""
+    comm.prepare([tuple(range(comm.world_size)), (0,), (1, 0)])
+    results: dict[str, object] = {}
+    for group in (tuple(range(comm.world_size)), (1, 0)):
+        if comm.rank in group:
+            for name, result in operations(comm, group, dtype).items():
+                results[f"{name} in {group}"] = result
+    alone = ramp(2, base=comm.rank)
+    if comm.rank == 0:
+        results["alone"] = [comm.all_reduce(alone, (0,)), *comm.all_gather(alone, [(2,)], (0,))]
+    results |= messages(comm, dtype)
+    comm.barrier()
+    results["sent"] = dict(comm.sent)
+    return results
+
+
+def operations(
+    comm: Communicator, group: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, object]:
+    n, me = len(group), group.index(comm.rank)
+    shapes = uneven(comm, group)
+    own = ramp(4, 5, dtype=dtype, base=10 * comm.rank).t()
+    pieces = [ramp(*shape, dtype=dtype, base=100 * me + j) for j, shape in enumerate(shapes)]
+    columns = [ramp(1 + me, 2 + j, dtype=dtype, base=7 * me + j) for j in range(n)]
+    root = group[-1]
+    at_root = comm.rank == root
+    return {
+        "sum": comm.all_reduce(own, group),
+        "max": comm.all_reduce(own, group, "max"),
+        "all_gather": comm.all_gather(pieces[me], shapes, group),
+        "reduce_scatter": comm.reduce_scatter(pieces, group),
+        "all_to_all": comm.all_to_all(columns, [(1 + i, 2 + me) for i in range(n)], group),
+        "broadcast": comm.broadcast(own if at_root else None, (5, 4), dtype, root, group),
+        "reduce": comm.reduce(own, root, group),
+        "gather": comm.gather(pieces[me], shapes, root, group),
+        "scatter": comm.scatter(pieces if at_root else None, shapes[me], dtype, root, group),
+    }
+
+
+def messages(comm: Communicator, dtype: torch.dtype) -> dict[str, object]:
+    """Both neighbours send twice before they receive."""
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    mine = ramp(3, 2, dtype=dtype, base=comm.rank)
+    comm.send(mine, after)
+    comm.send(mine[:1], after)
+    mine += 100
+    return {
+        "first": comm.recv((3, 2), dtype, before),
+        "second": comm.recv((1, 2), dtype, before),
+    }
+
+
+class TestLocalValues:
+    def test_reductions_and_gathers(self):
+        def rank(comm: Communicator):
+            x = torch.tensor([1.0 + comm.rank, -comm.rank])
+            gathered = comm.all_gather(x[: 1 + comm.rank % 2], [(1,), (2,), (1,)], (0, 1, 2))
+            return comm.all_reduce(x, (0, 1, 2)), comm.all_reduce(x, (2, 1, 0), "max"), gathered
+
+        for total, largest, gathered in run_local(3, rank):
+            assert total.tolist() == [6, -3]
+            assert largest.tolist() == [3, 0]
+            assert [piece.tolist() for piece in gathered] == [[1], [2, -1], [3]]
+
+    def test_group_order_is_piece_order(self):
+        def rank(comm: Communicator):
+            group = (2, 0, 1)
+            pieces = comm.all_gather(torch.tensor([comm.rank]), [(1,)] * 3, group)
+            mine = comm.reduce_scatter([torch.tensor([float(i)]) for i in range(3)], group)
+            return [int(p) for p in pieces], float(mine)
+
+        assert run_local(3, rank) == [([2, 0, 1], 3.0), ([2, 0, 1], 6.0), ([2, 0, 1], 0.0)]
+
+    def test_results_are_nobody_elses(self):
+        def rank(comm: Communicator):
+            x = torch.ones(2)
+            first = comm.all_gather(x, [(2,), (2,)], (0, 1))
+            x += comm.rank + 1
+            first[0] += 10 * (comm.rank + 1)
+            comm.barrier()
+            return first[0].tolist(), first[1].tolist(), x.tolist()
+
+        assert run_local(2, rank) == [([11, 11], [1, 1], [2, 2]), ([21, 21], [1, 1], [3, 3])]
+
+    def test_sums_are_made_in_group_order(self):
+        values = [1e8, 1.0, -1e8, 1.0]
+
+        def rank(comm: Communicator):
+            time.sleep(0.01 * ((comm.rank * 3) % 4))
+            return comm.all_reduce(torch.tensor([values[comm.rank]]), (0, 1, 2, 3)).item()
+
+        expected = functools.reduce(lambda a, b: a + b, torch.tensor(values)).item()
+        assert run_local(4, rank) == [expected] * 4
+
+    def test_inside_backward(self):
+        def rank(comm: Communicator):
+            class Sum(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    return comm.all_reduce(x, (0, 1))
+
+                @staticmethod
+                def backward(ctx, gradient):
+                    return comm.all_reduce(gradient, (0, 1))
+
+            x = torch.tensor(float(comm.rank), requires_grad=True)
+            (Sum.apply(x) * (comm.rank + 1)).backward()
+            return x.grad.item()
+
+        assert run_local(2, rank) == [3.0, 3.0]
+
+    def test_bytes_sent(self):
+        def rank(comm: Communicator):
+            x = torch.zeros(100)
+            comm.all_reduce(x, (0, 1, 2, 3))
+            comm.all_gather(x, [(100,)] * 4, (0, 1, 2, 3))
+            comm.all_to_all([x[: 10 * i] for i in range(4)], [(10 * comm.rank,)] * 4, (0, 1, 2, 3))
+            return dict(comm.sent)
+
+        sent = run_local(4, rank)
+        assert sent[1] == {"all-reduce": 600, "all-gather": 1200, "all-to-all": 200}
+
+    @pytest.mark.parametrize("kind", Collective)
+    def test_a_group_of_one_sends_nothing(self, kind):
+        assert ring_bytes(kind, 1000, 1) == 0
+
+
+class TestLocalFailures:
+    def test_another_operation(self):
+        def rank(comm: Communicator):
+            x = torch.zeros(2)
+            if comm.rank:
+                comm.all_gather(x, [(2,), (2,)], (0, 1))
+            else:
+                comm.all_reduce(x, (0, 1))
+
+        with pytest.raises(RuntimeError, match=r"rank \d calls all_.* but rank \d calls all_"):
+            run_local(2, rank)
+
+    def test_another_dtype(self):
+        def rank(comm: Communicator):
+            comm.all_reduce(
+                torch.zeros(2, dtype=(torch.float32, torch.float64)[comm.rank]), (0, 1)
+            )
+
+        with pytest.raises(
+            RuntimeError, match=r"rank \d calls all_reduce.*float\d\d.*but rank \d"
+        ):
+            run_local(2, rank)
+
+    def test_another_shape(self):
+        def rank(comm: Communicator):
+            comm.all_gather(torch.zeros(2 + comm.rank), [(2,), (2,)], (0, 1))
+
+        with pytest.raises(
+            RuntimeError, match=r"expects .* \(2,\) from rank 1, which sends \(3,\)"
+        ):
+            run_local(2, rank)
+
+    def test_another_message(self):
+        def rank(comm: Communicator):
+            if comm.rank:
+                comm.send(torch.zeros(2), 0)
+            else:
+                comm.recv((2,), torch.int64, 1)
+
+        with pytest.raises(RuntimeError, match=r"rank 0 receives torch.int64 from rank 1"):
+            run_local(2, rank)
+
+    def test_an_exception_stops_everyone_and_is_raised(self):
+        stopped = []
+
+        def rank(comm: Communicator):
+            if comm.rank == 2:
+                raise KeyError("lost")
+            try:
+                comm.barrier()
+            except BaseException:
+                stopped.append(comm.rank)
+                raise
+
+        started = time.monotonic()
+        with pytest.raises(KeyError, match="lost") as caught:
+            run_local(3, rank)
+        assert caught.value.__notes__ == ["raised on rank 2 of 3"]
+        assert sorted(stopped) == [0, 1]
+        assert time.monotonic() - started < 5
+        assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
+
+    def test_a_deadlock_is_seen_at_once(self):
+        def rank(comm: Communicator):
+            comm.recv((1,), torch.float32, 1 - comm.rank)
+
+        with pytest.raises(RuntimeError, match="deadlock: rank 0 waits for a message from rank 1"):
+            run_local(2, rank)
+
+    def test_a_rank_that_left_too_early(self):
+        def rank(comm: Communicator):
+            if comm.rank:
+                comm.all_reduce(torch.zeros(1), (0, 1))
+
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 waits in all_reduce of the sum .*\(0, 1\)"
+        ):
+            run_local(2, rank)
+
+    def test_groups_that_differ(self):
+        def rank(comm: Communicator):
+            comm.all_reduce(torch.zeros(1), ((0, 1), (1, 0))[comm.rank])
+
+        with pytest.raises(RuntimeError, match="deadlock"):
+            run_local(2, rank)
+
+    def test_timeout(self):
+        release = threading.Event()
+
+        def rank(comm: Communicator):
+            if comm.rank:
+                release.wait(0.3)
+            else:
+                comm.barrier()
+
+        with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.05 s in barrier"):
+            run_local(2, rank, timeout=0.05)
+
+    def test_a_rank_outside(self):
+        with pytest.raises(ValueError, match=r"rank 0 calls a collective of group \(1,\)"):
+            run_local(2, lambda comm: comm.all_reduce(torch.zeros(1), (1,)))
+        with pytest.raises(ValueError, match="no rank 5 in a world of 2"):
+            run_local(2, lambda comm: comm.send(torch.zeros(1), 5))
+
+
+def run_gloo(world_size: int, job: str, folder: Path) -> list[dict[str, object]]:
+    """`JOBS[job]` as every rank of a world of processes, which must not write to stderr."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", __file__, job, str(folder / f"{rank}.pt")],
+            env={**os.environ, **world, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in started]
+    assert errors == [""] * world_size
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def assert_same(one: object, two: object, where: str) -> None:
+    if isinstance(one, torch.Tensor):
+        assert isinstance(two, torch.Tensor), where
+        assert one.dtype == two.dtype, where
+        assert torch.equal(one, two), where
+    elif isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for name in one:
+            assert_same(one[name], two[name], f"{where}: {name}")
+    elif isinstance(one, list):
+        assert len(one) == len(two), where
+        for a, b in zip(one, two, strict=True):
+            assert_same(a, b, where)
+    else:
+        assert one == two, where
+
+
+def refusals(comm: Communicator) -> dict[str, object]:
+    """What a process is told when it asks for something wrong."""
+    comm.prepare([(0, 1)])
+    told = []
+    for wrong in (
+        lambda: comm.all_reduce(torch.zeros(1), (1, 2)),
+        lambda: comm.all_gather(torch.zeros(2), [(1,), (1,)], (0, 1)),
+        lambda: comm.prepare([(0, 5)]),
+        lambda: GlooCommunicator(),
+    ):
+        try:
+            wrong()
+        except (RuntimeError, ValueError) as error:
+            told.append(str(error))
+    return {"told": told}
+
+
+JOBS: dict[str, Callable[[Communicator], dict[str, object]]] = {
+    "float32": functools.partial(every_operation, dtype=torch.float32),
+    "bfloat16": functools.partial(every_operation, dtype=torch.bfloat16),
+    "int64": functools.partial(every_operation, dtype=torch.int64),
+    "refusals": refusals,
+}
+
+
+class TestGloo:
+    """Processes; they take seconds to start."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("job", ["float32", "bfloat16", "int64"])
+    def test_processes_get_what_threads_get(self, job, tmp_path):
+        for rank, (theirs, ours) in enumerate(
+            zip(run_gloo(3, job, tmp_path), run_local(3, JOBS[job]), strict=True)
+        ):
+            assert_same(theirs, ours, f"rank {rank}")
+
+    @pytest.mark.slow
+    def test_refusals(self, tmp_path):
+        for got in run_gloo(3, "refusals", tmp_path):
+            unprepared, shape, unknown, twice = got["told"]
+            assert "not in" in unprepared or "was not prepared" in unprepared
+            assert "shape" in shape or "not in" in shape
+            assert "group (0, 5) is not made of ranks below 3" in unknown
+            assert "close the other communicator first" in twice
+
+
+def main(job: str, path: str) -> None:
+    """One process of `run_gloo`."""
+    with GlooCommunicator(timeout=30) as comm:
+        torch.save(JOBS[job](comm), path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
