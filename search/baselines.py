@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import Choices, data_parallel, tensor_dims, tensor_parallel
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -20,16 +21,17 @@ Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plan is made for."""
+    """What a plan is made for; `memory` keeps the prices of all that was simulated in it."""
 
     graph: OperatorGraph
     cluster: Cluster
     training: Training
     costs: CostModel
+    memory: RowMemory = field(default_factory=RowMemory)
 
     def simulate(self, plan: Plan) -> Simulation:
         """Predict a plan with this situation's costs."""
-        return simulate_plan(plan, self.graph, self.costs)
+        return simulate_plan(plan, self.graph, self.costs, memory=self.memory)
 
 
 def baseline_plans(situation: Situation) -> dict[str, Simulation]:
@@ -147,8 +149,3 @@ def _plan(
         num_microbatches=num_microbatches,
         schedule=schedule,
     )
-
-
-def renamed(simulation: Simulation, name: str) -> Simulation:
-    """The same plan under another name."""
-    return replace(simulation, plan=replace(simulation.plan, name=name))

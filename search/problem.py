@@ -11,7 +11,7 @@ from stratagem.search.space import Skeleton, operator_choices
 from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks, stage_blocks
 from stratagem.simulator.boundary import BoundaryRow, price_boundary, price_tie
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import CostTable, TableBuilder, Timed
+from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, Timed
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import Edge, OperatorGraph
 from stratagem.simulator.pipeline import SEND, SEND_BACK, TIE, macro_graph
@@ -89,15 +89,15 @@ def make_problem(
     training: Training,
     costs: CostModel,
     zero_stages: Sequence[int],
+    memory: RowMemory | None = None,
 ) -> Problem:
     """Price every choice of every operator of a skeleton; `graph` is at its whole batch."""
     small = graph.microbatch(skeleton.num_microbatches)
     stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
-    builders = [TableBuilder(small, mesh, cluster, training, costs) for mesh in skeleton.meshes]
-    choices = tuple(
-        operator_choices(small, op, skeleton.meshes[stage_of[op.name]].shape, zero_stages)
-        for op in small.operators
-    )
+    builders = [
+        TableBuilder(small, mesh, cluster, training, costs, memory) for mesh in skeleton.meshes
+    ]
+    choices = _all_choices(small, skeleton, stage_of, zero_stages)
     tables: list[CostTable] = []
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
@@ -148,6 +148,25 @@ def make_problem(
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((6, macro.num_items), dtype=np.int64),
     )
+
+
+def _all_choices(
+    graph: OperatorGraph,
+    skeleton: Skeleton,
+    stage_of: Mapping[str, int],
+    zero_stages: Sequence[int],
+) -> tuple[tuple[Choice, ...], ...]:
+    """The choices of every operator; equal operators on equal meshes share one list."""
+    lists: dict[object, tuple[Choice, ...]] = {}
+    found: list[tuple[Choice, ...]] = []
+    for operator in graph.operators:
+        shape = skeleton.meshes[stage_of[operator.name]].shape
+        trained = tuple(graph.parameter_index[w.parameter].trainable for w in operator.weights)
+        key = (operator.signature, trained, shape)
+        if key not in lists:
+            lists[key] = operator_choices(graph, operator, shape, zero_stages)
+        found.append(lists[key])
+    return tuple(found)
 
 
 def _stages(stage_of: Mapping[str, int], graph: OperatorGraph, i: int, j: int) -> tuple[int, int]:
@@ -292,15 +311,15 @@ def _moves(
 
 def _neighbours(choices: Sequence[Sequence[Choice]]) -> tuple[IntArray, IntArray, IntArray]:
     """Per choice of each operator, those that differ in one axis or in the ZeRO stage only."""
-    base: dict[Sequence[Choice], int] = {}
+    base: dict[int, int] = {}
     lists: list[list[int]] = []
     for options in choices:
-        if options not in base:
-            base[options] = len(lists)
+        if id(options) not in base:
+            base[id(options)] = len(lists)
             lists += _one_apart(options)
     starts = np.cumsum([0, *(len(found) for found in lists)])
     return (
-        np.array([base[options] for options in choices], dtype=np.int64),
+        np.array([base[id(options)] for options in choices], dtype=np.int64),
         starts.astype(np.int64),
         np.array([number for found in lists for number in found], dtype=np.int64),
     )

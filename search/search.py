@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -218,7 +217,9 @@ class _Run:
 
     def _problem(self, skeleton: Skeleton) -> Problem:
         s = self.situation
-        return make_problem(s.graph, skeleton, s.cluster, s.training, s.costs, self.zero_stages)
+        return make_problem(
+            s.graph, skeleton, s.cluster, s.training, s.costs, self.zero_stages, s.memory
+        )
 
     def _strategies(self, skeleton: Skeleton) -> list[Choices]:
         """Data parallel with each ZeRO stage, and tensor parallel along the last axis."""
@@ -227,10 +228,8 @@ class _Run:
         made = [data_parallel(small, shape, zero=zero) for zero in self.zero_stages]
         axis = len(shape) - 1
         if shape[axis] > 1 and tensor_dims(small, shape[axis]):
-            for sequence, zero in itertools.product((False, True), self.zero_stages[:2]):
-                made.append(
-                    tensor_parallel(small, shape, axis, sequence_parallel=sequence, zero=zero)
-                )
+            for sequence in (False, True):
+                made.append(tensor_parallel(small, shape, axis, sequence_parallel=sequence))
         return made
 
     def _plan(self, skeleton: Skeleton, choices: Choices) -> Plan:

@@ -11,7 +11,7 @@ baselines.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,13 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import COMPUTE, FloatArray, IntArray, Resharder, link_mask
+from stratagem.simulator.resharding import (
+    COMPUTE,
+    FloatArray,
+    IntArray,
+    link_mask,
+    shared_resharder,
+)
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
 
@@ -127,6 +133,26 @@ class CostTable:
         return sum(len(row.choices) for row in self.rows)
 
 
+@dataclass(eq=False)
+class RowMemory:
+    """Rows already priced, by what a mesh looks like: stages and strategies share them.
+
+    Use one for one cost model, cluster and training; others would be given the wrong prices.
+    """
+
+    operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
+    edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+    _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+    def number(self, value: Any) -> int:
+        """A small number for a large immutable value: hashing it once is slow enough."""
+        if id(value) not in self._seen:
+            number = self._numbers.setdefault(value, len(self._numbers))
+            self._seen[id(value)] = (value, number)
+        return self._seen[id(value)][1]
+
+
 class TableBuilder:
     """Prices the operators of a graph on one mesh; rows are remembered between tables.
 
@@ -147,15 +173,19 @@ class TableBuilder:
         cluster: Cluster,
         training: Training,
         costs: CostModel,
+        memory: RowMemory | None = None,
     ) -> None:
         mesh.check(cluster)
         self.graph, self.mesh, self.training, self.costs = graph, mesh, training, costs
-        self.links = [mesh.link(axis, cluster) for axis in range(len(mesh.axes))]
-        self.resharder = Resharder(mesh.shape, self.links)
+        self.links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
+        self.resharder = shared_resharder(mesh.shape, self.links)
         self.devices = _slowest_types(mesh, cluster)
         self.owner = owners(graph)
-        self._rows: dict[Any, OperatorRow] = {}
-        self._edge_rows: dict[Any, EdgeRow] = {}
+        self._memory = rows = memory or RowMemory()
+        types = tuple(device.name for device in self.devices)
+        alike = (mesh.shape, self.links, types)
+        self._rows = rows.operators.setdefault(alike, {})
+        self._edge_rows = rows.edges.setdefault(alike, {})
 
     def build(
         self, operators: Sequence[int], choices: Mapping[int, Sequence[Choice]]
@@ -205,7 +235,9 @@ class TableBuilder:
             use_of(self.graph, self.owner, operator, weight, inside) for weight in operator.weights
         )
         saved = self._saved_outputs(i)
-        key = (operator.signature, choices, uses, saved, self.graph.needs_gradient[i])
+        number = self._memory.number
+        key = (number(operator.signature), number(choices), uses, saved)
+        key += (self.graph.needs_gradient[i],)
         if key not in self._rows:
             self._rows[key] = self._price_operator(i, choices, uses, saved)
         return key, self._rows[key]
@@ -402,19 +434,10 @@ class TableBuilder:
             and edge.slot in rule_of(consumer).saved_inputs
         )
         flows = self.graph.edge_needs_gradient(edge)
-        made, read = producer.outputs[edge.output], consumer.inputs[edge.slot]
         ours, theirs = tuple(choices[edge.producer]), tuple(choices[edge.consumer])
-        key = (
-            producer.dims,
-            made,
-            ours,
-            read.layout,
-            read.order,
-            read.select,
-            theirs,
-            kept,
-            flows,
-        )
+        number = self._memory.number
+        ends = (number(producer.signature), edge.output, number(ours))
+        key = (*ends, number(consumer.signature), edge.slot, number(theirs), kept, flows)
         if key not in self._edge_rows:
             self._edge_rows[key] = self._price_edge(edge, ours, theirs, kept, flows)
         return key, self._edge_rows[key]

@@ -264,9 +264,14 @@ class OperatorGraph:
             )
         if num_microbatches == 1:
             return self
-        return replace(
-            self, operators=tuple(_cut_samples(o, num_microbatches) for o in self.operators)
-        )
+        if num_microbatches not in self._microbatches:
+            cut = tuple(_cut_samples(o, num_microbatches) for o in self.operators)
+            self._microbatches[num_microbatches] = replace(self, operators=cut)
+        return self._microbatches[num_microbatches]
+
+    @cached_property
+    def _microbatches(self) -> dict[int, OperatorGraph]:
+        return {}
 
     def _repr_html_(self) -> str:
         counts = Counter(operator.kind for operator in self.operators)

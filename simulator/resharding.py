@@ -15,6 +15,7 @@ axis first, say), and find hierarchical all-reduces for the same reason.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,12 @@ class Resharder:
         return self._graphs[key]
 
 
+@functools.lru_cache(maxsize=64)
+def shared_resharder(shape: tuple[int, ...], links: tuple[AxisLink, ...]) -> Resharder:
+    """One `Resharder` for all meshes of the same shape and links, so that paths are found once."""
+    return Resharder(shape, links)
+
+
 def link_mask(link: AxisLink) -> int:
     """The resources that a transfer over `link` occupies, as bits."""
     own = INTER_NODE if link.crosses_nodes else INTRA_NODE
@@ -215,9 +222,13 @@ class _StateGraph:
         return links
 
     def _all_states(self, pins: tuple[Pin, ...]) -> list[Placements]:
-        shards = [Shard(factor) for factor, size in enumerate(self.sizes) if size > 1]
         choices: list[list[Placement]] = [
-            [REPLICATE, PARTIAL, *shards, *(p for p in pins if p.index < ways)]
+            [
+                REPLICATE,
+                PARTIAL,
+                *(Shard(factor) for factor, size in enumerate(self.sizes) if size > 1 or ways == 1),
+                *(p for p in pins if p.index < ways),
+            ]
             for ways in self.shape
         ]
         return [state for state in itertools.product(*choices) if self._no_empty_shard(state)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from stratagem.simulator.block import RESOURCE_NAMES, Block, StageBlocks, stage_blocks
 from stratagem.simulator.boundary import BoundaryRow, price_boundary, price_tie
-from stratagem.simulator.cost_table import CostTable, TableBuilder, Timed
+from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, Timed
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.graph import Edge, OperatorGraph
@@ -124,19 +124,22 @@ class Simulation:
         )
 
 
-def simulate_plan(plan: Plan, graph: OperatorGraph, costs: CostModel) -> Simulation:
+def simulate_plan(
+    plan: Plan, graph: OperatorGraph, costs: CostModel, *, memory: RowMemory | None = None
+) -> Simulation:
     """Predict a plan's step time, memory and timeline.
 
     Args:
         plan: stages, meshes, choices and schedule.
         graph: the model at its whole batch.
         costs: prices of operators; links are priced from the plan's cluster.
+        memory: rows priced before, when many plans are simulated under the same `costs`.
 
     Raises:
         ValueError: when the plan is not for `graph` (see `Plan.check`).
     """
     plan.check(graph)
-    model = plan_model(plan, graph, costs)
+    model = plan_model(plan, graph, costs, memory)
     durations = macro_durations(model)
     times = simulate(model.macro.with_durations(durations))
     return Simulation(
@@ -149,12 +152,14 @@ def simulate_plan(plan: Plan, graph: OperatorGraph, costs: CostModel) -> Simulat
     )
 
 
-def plan_model(plan: Plan, graph: OperatorGraph, costs: CostModel) -> PlanModel:
+def plan_model(
+    plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None = None
+) -> PlanModel:
     """Price everything that a plan does, and nothing else."""
     small = graph.microbatch(plan.num_microbatches)
     stages = []
     for stage in plan.stages:
-        builder = TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs)
+        builder = TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs, memory)
         operators = sorted(small.index[name] for name in stage.operators)
         choices = {i: (stage.choices[small.operators[i].name],) for i in operators}
         table = builder.build(operators, choices)

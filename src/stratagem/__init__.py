@@ -1,1 +1,74 @@
-"""Stratagem: how should this PyTorch model be trained on that GPU cluster?"""
+"""Stratagem: how should this PyTorch model be trained on that GPU cluster?
+
+    import stratagem as sg
+
+    graph = sg.capture(model, kwargs=batch)
+    result = sg.search(graph, sg.Cluster.preset("dgx-a100"), training=sg.Training("bfloat16"))
+    print(sg.describe(result.simulation, graph))
+
+Everything here is imported when it is first used, so that a simulation does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Budget": "stratagem.search.result",
+    "Choice": "stratagem.simulator.plan",
+    "Cluster": "stratagem.simulator.cluster",
+    "DeviceMesh": "stratagem.simulator.mesh",
+    "DeviceType": "stratagem.simulator.cluster",
+    "ExecutionResult": "stratagem.executor.run",
+    "Link": "stratagem.simulator.cluster",
+    "MeasuredCosts": "stratagem.profiler.costs",
+    "MeshAxis": "stratagem.simulator.mesh",
+    "OperatorGraph": "stratagem.simulator.graph",
+    "Plan": "stratagem.simulator.plan",
+    "RooflineCosts": "stratagem.simulator.costs",
+    "SearchResult": "stratagem.search.result",
+    "Simulation": "stratagem.simulator.simulation",
+    "Stage": "stratagem.simulator.plan",
+    "Timeline": "stratagem.simulator.timeline",
+    "TimingCache": "stratagem.profiler.cache",
+    "Training": "stratagem.simulator.training",
+    "capture": "stratagem.simulator.torch_ops.capture",
+    "compare": "stratagem.face",
+    "describe": "stratagem.simulator.describe",
+    "execute": "stratagem.face",
+    "plot_timelines": "stratagem.simulator.plot",
+    "profile": "stratagem.face",
+    "search": "stratagem.face",
+    "simulate": "stratagem.face",
+    "write_trace": "stratagem.simulator.trace",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Face(ModuleType):
+    """Keeps `stratagem.search` the function when the subpackage of that name is imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
