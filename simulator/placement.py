@@ -142,11 +142,11 @@ def largest_shard(size: int, splits: Sequence[int]) -> int:
 
 def smallest_shard(size: int, splits: Sequence[int]) -> int:
     """Number of elements of the smallest shard; 0 when some shard is empty."""
-    for ways in splits:
-        size = size - (ways - 1) * -(-size // ways)
-        if size < 1:
-            return 0
-    return size
+    if size < 1 or not splits:
+        return max(size, 0)
+    chunk = -(-size // splits[0])
+    last = size - (splits[0] - 1) * chunk
+    return min(smallest_shard(chunk, splits[1:]), smallest_shard(last, splits[1:]))
 
 
 def local_sizes(operator: Operator, config: Config, shape: Sequence[int]) -> dict[str, int]:

@@ -121,11 +121,13 @@ def test_data_parallel_needs_exactly_one_reduction_a_parameter() -> None:
 
 def test_tied_weights_are_reduced_once_when_both_uses_lie_alike() -> None:
     graph = small_gpt()
-    tied = [p for p in graph.parameters if sum(p.name == w.parameter for op in graph.operators for w in op.weights) > 1]
+    tied = [
+        p
+        for p in graph.parameters
+        if sum(p.name == w.parameter for op in graph.operators for w in op.weights) > 1
+    ]
     assert tied, "the GPT builder ties its embedding"
-    simulation = simulate_plan(
-        one_stage(graph, mesh(8), data_parallel(graph, (8,))), graph, COSTS
-    )
+    simulation = simulate_plan(one_stage(graph, mesh(8), data_parallel(graph, (8,))), graph, COSTS)
     assert not any("↔" in name for name in simulation.timeline.names)
     choices = dict(data_parallel(graph, (8,)))
     head = next(op for op in graph.operators if op.kind == "linear" and op.name.endswith("head"))
@@ -233,9 +235,7 @@ def test_pinned_operators_are_priced_and_move_over_the_link() -> None:
 
 def test_memory_over_the_limit_says_which_operators_hold_it() -> None:
     graph = small_gpt()
-    tiny = replace(
-        CLUSTER, device_types=(replace(CLUSTER.device_types[0], memory_gib=1e-4),)
-    )
+    tiny = replace(CLUSTER, device_types=(replace(CLUSTER.device_types[0], memory_gib=1e-4),))
     plan = one_stage(graph, mesh(1), replicated(graph, (1,)), cluster=tiny)
     simulation = simulate_plan(plan, graph, COSTS)
     assert not simulation.fits

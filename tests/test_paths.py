@@ -1,0 +1,140 @@
+"""Resharding paths: cheapest by brute force, adjoint by rule, the field's collectives by name."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from stratagem.simulator.collectives import Collective, collective_time
+from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.placement import (
+    PARTIAL,
+    REPLICATE,
+    Pin,
+    Shard,
+    largest_shard,
+    shard_bounds,
+    smallest_shard,
+)
+from stratagem.simulator.resharding import STEP_OVERHEAD, TRANSITIONS, Resharder, Step
+
+FAST = AxisLink(2e-6, 4e-12, crosses_nodes=False, shares_compute=False)
+SLOW = AxisLink(2e-5, 4e-11, crosses_nodes=True, shares_compute=False)
+
+
+def price(mesh: Resharder, steps: tuple[Step, ...]) -> float:
+    return mesh.seconds(steps, 4) + STEP_OVERHEAD * len(steps)
+
+
+def brute_force(mesh: Resharder, sizes, source, target, depth: int) -> float:  # type: ignore[no-untyped-def]
+    """Cheapest of all step sequences up to `depth`, by trying every one."""
+    graph = mesh._graph(sizes, 4, ())
+    start, goal = graph.number[source], graph.number[target]
+    best = {start: 0.0}
+    frontier = dict(best)
+    for _ in range(depth):
+        reached: dict[int, float] = {}
+        for state, cost in frontier.items():
+            for (a, b), step in graph.steps.items():
+                if a == state:
+                    total = cost + price(mesh, (step,))
+                    if total < best.get(b, np.inf):
+                        best[b] = reached[b] = total
+        frontier = reached
+    return best[goal]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_paths_are_the_cheapest(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.integers(2, 4, size=2))
+    sizes = tuple(int(n) for n in rng.integers(6, 40, size=2))
+    mesh = Resharder(shape, (SLOW, FAST))
+    choices = [REPLICATE, PARTIAL, Shard(0), Shard(1)]
+    for source in itertools.product(choices, repeat=2):
+        for target in itertools.product([c for c in choices if c != PARTIAL], repeat=2):
+            if not {source, target} <= set(mesh._graph(sizes, 4, ()).number):
+                continue  # a shard would be empty
+            steps = mesh.path(sizes, 4, source, target)
+            state = list(source)
+            for step in steps:
+                assert state[step.axis] == step.source
+                assert TRANSITIONS[type(step.source), type(step.target)] is step.collective
+                state[step.axis] = step.target
+            assert tuple(state) == target
+            best = brute_force(mesh, sizes, source, target, depth=5)
+            assert price(mesh, steps) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_large_all_reduce_over_nodes_is_hierarchical() -> None:
+    """Reduce-scatter in the node, all-reduce between nodes, all-gather in the node."""
+    mesh = Resharder((2, 8), (SLOW, FAST))
+    steps = mesh.path((4096, 4096), 4, (PARTIAL, PARTIAL), (REPLICATE, REPLICATE))
+    assert [(s.collective, s.axis) for s in steps] == [
+        (Collective.REDUCE_SCATTER, 1),
+        (Collective.ALL_REDUCE, 0),
+        (Collective.ALL_GATHER, 1),
+    ]
+
+
+def test_a_nested_shard_is_never_opened_from_outside() -> None:
+    """Gathering the outer of two nested shards alone would interleave the pieces."""
+    mesh = Resharder((2, 2), (FAST, FAST))
+    steps = mesh.path((8, 8), 4, (Shard(0), Shard(0)), (REPLICATE, Shard(0)))
+    for step in steps:
+        assert not (step.axis == 0 and step.source == Shard(0) and step is steps[0])
+
+
+def test_nothing_becomes_partial_again() -> None:
+    mesh = Resharder((2,), (FAST,))
+    with pytest.raises(ValueError, match="no resharding leads from"):
+        mesh.path((8,), 4, (REPLICATE,), (PARTIAL,))
+
+
+def test_pins_are_reached_by_sends_broadcasts_and_scatters() -> None:
+    mesh = Resharder((4,), (FAST,))
+    for source, target, kind in (
+        (Pin(0), Pin(2), Collective.SEND),
+        (Pin(1), REPLICATE, Collective.BROADCAST),
+        (Pin(1), Shard(0), Collective.SCATTER),
+        (Shard(0), Pin(3), Collective.GATHER),
+        (PARTIAL, Pin(3), Collective.REDUCE),
+        (REPLICATE, Pin(3), Collective.SLICE),
+    ):
+        assert [s.collective for s in mesh.path((64,), 4, (source,), (target,))] == [kind]
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    for size in (2, 3, 8):
+        parts = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        halves = sum(collective_time(kind, 1e6, size, FAST) for kind in parts)
+        assert collective_time(Collective.ALL_REDUCE, 1e6, size, FAST) == pytest.approx(halves)
+    assert collective_time(Collective.ALL_REDUCE, 1e6, 1, FAST) == 0.0
+
+
+def test_axes_that_cross_nodes_share_the_network_card() -> None:
+    cluster = Cluster.preset("dgx-a100", num_nodes=2)
+    mesh = DeviceMesh((MeshAxis("node", 2), MeshAxis("device", 8)), tuple(range(16)))
+    across, inside = mesh.link(0, cluster), mesh.link(1, cluster)
+    assert across.crosses_nodes
+    assert not inside.crosses_nodes
+    whole = 1 / (cluster.inter_node.bandwidth_gb_s * 1e9)
+    assert across.seconds_per_byte == pytest.approx(8 * whole)
+    one_ring = DeviceMesh((MeshAxis("all", 16),), tuple(range(16)))
+    assert one_ring.link(0, cluster).seconds_per_byte == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+@pytest.mark.parametrize("splits", [(2,), (3,), (2, 2), (2, 3), (4, 2)])
+def test_shards_tile_a_dim(size: int, splits: tuple[int, ...]) -> None:
+    cells = itertools.product(*(range(n) for n in splits))
+    pieces = [shard_bounds(size, splits, cell) for cell in cells]
+    assert pieces[0][0] == 0
+    assert pieces[-1][1] == size
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+    lengths = [stop - start for start, stop in pieces]
+    assert max(lengths) == largest_shard(size, splits)
+    assert max(min(lengths), 0) == smallest_shard(size, splits)
