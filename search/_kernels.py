@@ -130,8 +130,8 @@ def score(
 ) -> float:
     """Score of a plan: seconds of its step, times more than 1 when a stage is over its memory.
 
-    Replays the blocks of the stages marked in `dirty`, then the macro graph. `block_ns` and `peaks`
-    are updated for those stages.
+    Replays the blocks of the stages marked in `dirty`, then the macro graph. `block_ns` and
+    `peaks` are updated for those stages.
     """
     num_stages = capacities.size
     pool_ns = blocks[0]
@@ -149,7 +149,8 @@ def score(
     for k in range(crossings.shape[0]):
         kind, item, first, width, second, base = crossings[k]
         table[kind, item] += pool_ns[base + choice[first] * width + choice[second]]
-    seconds = play_macro(table, *macro, macro_work) * 1e-9
+    played: int = play_macro(table, *macro, macro_work)  # type: ignore[call-arg]
+    seconds = played * 1e-9
     excess = 0.0
     for s in range(num_stages):
         excess = max(excess, (peaks[s] - capacities[s]) / capacities[s])
@@ -218,7 +219,7 @@ def propose(
     """
     kind = rng.random()
     operator = class_members[rng.integers(0, class_members.size)]
-    new = rng.integers(0, num_choices[operator])
+    new = np.int64(rng.integers(0, num_choices[operator]))
     if kind < 0.5 and pairs.shape[0] > 0:
         k = rng.integers(0, pairs.shape[0])
         operator = pairs[k, 1]
@@ -227,21 +228,21 @@ def propose(
         row = neighbour_base[operator] + choice[operator]
         low, high = neighbour_starts[row], neighbour_starts[row + 1]
         if high > low:
-            new = neighbours[rng.integers(low, high)]
+            new = np.int64(neighbours[rng.integers(low, high)])
     group = class_of[operator]
     members = class_members[class_starts[group] : class_starts[group + 1]]
     if rng.random() < 0.25:
         changed[0], before[0] = operator, choice[operator]
         choice[operator] = new
         return 1
-    for k in range(members.size):
-        changed[k], before[k] = members[k], choice[members[k]]
-        choice[members[k]] = new
+    for place in range(members.size):
+        changed[place], before[place] = members[place], choice[members[place]]
+        choice[members[place]] = new
     return members.size
 
 
 def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
-    """The annealing kernel; numba's cache key holds `fingerprint`, so a new engine recompiles it."""
+    """The annealing kernel; `fingerprint` is in numba's cache key: a new engine recompiles it."""
 
     @numba.njit(cache=True)
     def anneal(
@@ -275,8 +276,8 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
     ) -> int:
         """Run `num_evaluations` proposals of a chain of `total`; return how many were accepted.
 
-        Metropolis acceptance at a relative temperature that falls from `hot` to `cold`. `scores` is
-        [score now, best score] and stays with `choice` and `best_choice` between calls.
+        Metropolis acceptance at a relative temperature that falls from `hot` to `cold`. `scores`
+        is [score now, best score] and stays with `choice` and `best_choice` between calls.
         """
         _ = fingerprint
         accepted = 0

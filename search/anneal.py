@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class Chain:
         self.done += count
 
 
-def _arguments(p: Problem) -> tuple[object, ...]:
+def _arguments(p: Problem) -> tuple[Any, ...]:
     return (
         p.capacities,
         p.in_flight,

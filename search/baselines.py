@@ -44,7 +44,7 @@ def baseline_plans(situation: Situation) -> dict[str, Simulation]:
         >>> from stratagem.simulator.costs import RooflineCosts
         >>> from stratagem.simulator.models import mlp
         >>> situation = Situation(
-        ...     mlp([64, 64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), RooflineCosts()
+        ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), RooflineCosts()
         ... )
         >>> "data parallel" in baseline_plans(situation)
         True
@@ -114,7 +114,8 @@ def _tensor_meshes(situation: Situation) -> list[DeviceMesh]:
 def _pipelines(situation: Situation) -> Iterator[tuple[list[DeviceMesh], int]]:
     """Stage counts that divide the devices, data parallel inside a stage, cuts of the batch."""
     total = situation.cluster.num_devices
-    for num_stages in range(2, min(total, 16) + 1):
+    num_layers = sum(op.kind != "source" for op in situation.graph.operators)
+    for num_stages in range(2, min(total, 16, num_layers) + 1):
         if total % num_stages:
             continue
         share = total // num_stages

@@ -26,7 +26,7 @@ def balanced_stages(
     layers = [i for i, operator in enumerate(graph.operators) if operator.kind != "source"]
     if not 1 <= num_stages <= len(layers):
         raise ValueError(
-            f"{graph.name!r} has {len(layers)} operators; it cannot be cut into {num_stages} stages"
+            f"{graph.name!r} has {len(layers)} operators; it cannot be {num_stages} stages"
         )
     seconds = _operator_seconds(graph, layers, cluster, costs or RooflineCosts())
     sends = _cut_seconds(graph, layers, cluster)

@@ -329,8 +329,10 @@ def _one_apart(options: Sequence[Choice]) -> list[list[int]]:
     holes: dict[tuple[object, ...], list[int]] = {}
     keys: list[list[tuple[object, ...]]] = []
     for number, choice in enumerate(options):
-        parts = (*choice.config, choice.zero)
-        mine = [(k, *parts[:k], *parts[k + 1 :]) for k in range(len(parts))]
+        parts: tuple[object, ...] = (*choice.config, choice.zero)
+        mine: list[tuple[object, ...]] = [
+            (k, *parts[:k], *parts[k + 1 :]) for k in range(len(parts))
+        ]
         keys.append(mine)
         for key in mine:
             holes.setdefault(key, []).append(number)

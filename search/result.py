@@ -37,8 +37,8 @@ class Budget:
     def __post_init__(self) -> None:
         if self.evaluations < 0 or (self.seconds is not None and self.seconds <= 0):
             raise ValueError(
-                f"budget of {self.evaluations} evaluations and {self.seconds} seconds; evaluations "
-                f"must be at least 0 and seconds above 0"
+                f"budget of {self.evaluations} evaluations and {self.seconds} seconds; "
+                f"evaluations must be at least 0 and seconds above 0"
             )
 
 
@@ -76,7 +76,7 @@ class SearchResult:
 
     @property
     def rows(self) -> list[tuple[str, float, int, bool]]:
-        """(name, step time in seconds, peak bytes per device, fits): the plan, then the baselines."""
+        """(name, step seconds, peak bytes per device, fits): the plan, then the baselines."""
         found = {"found plan": self.simulation, **self.baselines}
         return [(name, s.step_time, s.peak_memory, s.fits) for name, s in found.items()]
 

@@ -50,8 +50,8 @@ def search(
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`.
 
-    First every baseline is simulated. Then skeletons (stages × meshes × microbatches) are ranked by
-    the best known strategy on each, and on the best `num_skeletons` Metropolis–Hastings chains
+    First every baseline is simulated. Then skeletons (stages × meshes × microbatches) are ranked
+    by the best known strategy on each, and on the best `num_skeletons` Metropolis–Hastings chains
     change the config of one operator or one class of repeated operators at a time, scored by the
     event simulator (FlexFlow, Jia et al. 2019). The result is never worse than the best baseline.
     Equal arguments give equal plans, unless the budget's time runs out.
@@ -228,8 +228,10 @@ class _Run:
         made = [data_parallel(small, shape, zero=zero) for zero in self.zero_stages]
         axis = len(shape) - 1
         if shape[axis] > 1 and tensor_dims(small, shape[axis]):
-            for sequence in (False, True):
-                made.append(tensor_parallel(small, shape, axis, sequence_parallel=sequence))
+            made += [
+                tensor_parallel(small, shape, axis, sequence_parallel=sequence)
+                for sequence in (False, True)
+            ]
         return made
 
     def _plan(self, skeleton: Skeleton, choices: Choices) -> Plan:

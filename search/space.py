@@ -36,7 +36,7 @@ ZERO_STAGES = (0, 2, 3)
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Stages (names of their operators), one mesh each, the number of microbatches, the schedule."""
+    """Stages (names of operators), one mesh each, number of microbatches, schedule."""
 
     stages: tuple[tuple[str, ...], ...]
     meshes: tuple[DeviceMesh, ...]
@@ -58,8 +58,8 @@ def operator_choices(
 ) -> tuple[Choice, ...]:
     """Every choice of an operator on a mesh of `shape`, the fully replicated one first.
 
-    A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced to
-    `MAX_IMBALANCE`. ZeRO applies where some gradient would be summed over an axis.
+    A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced
+    to `MAX_IMBALANCE`. ZeRO applies where some gradient would be summed over an axis.
     """
     configs = _configs(operator, tuple(shape))
     weights = trainable_weights(graph, operator)
@@ -112,9 +112,12 @@ def stage_meshes(
     inside = len(devices) // nodes
     outer = [MeshAxis("node", nodes)] if nodes > 1 else []
     shapes = [[MeshAxis("device", inside)] if inside > 1 or not outer else []]
-    for ways in range(2, inside):
-        if inside % ways == 0 and len(outer) + 2 <= max_axes:
-            shapes.append([MeshAxis("outer", ways), MeshAxis("inner", inside // ways)])
+    if len(outer) + 2 <= max_axes:
+        shapes += [
+            [MeshAxis("outer", ways), MeshAxis("inner", inside // ways)]
+            for ways in range(2, inside)
+            if inside % ways == 0
+        ]
     return [DeviceMesh((*outer, *axes), tuple(devices)) for axes in shapes]
 
 
@@ -128,7 +131,8 @@ def skeletons(
 ) -> Iterator[Skeleton]:
     """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
 
-    Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in order.
+    Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in
+    order.
     """
     total = cluster.num_devices
     num_layers = sum(op.kind != "source" for op in graph.operators)

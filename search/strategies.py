@@ -1,8 +1,8 @@
 """The strategies that people use today, as choices for any operator graph.
 
-Each is a rule on dims, not on models: data parallelism shards what counts samples; Megatron's tensor
-parallelism shards dims that begin as an output feature and end in a contraction, such as heads and the
-hidden layer of an MLP, wherever such a chain is found.
+Each is a rule on dims, not on models: data parallelism shards what counts samples; Megatron's
+tensor parallelism shards dims that begin as an output feature and end in a contraction, such as
+heads and the hidden layer of an MLP, wherever such a chain is found.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def tensor_dims(graph: OperatorGraph, ways: int) -> dict[str, str]:
 
     Dims of different operators that index the same factor of a tensor (or of a tied parameter) are
     one chain. A chain is used when it shards parameters and ends in a sum (a contraction, or the
-    loss over a vocabulary), no member must be whole or counts samples, all can be cut `ways` times,
-    and none of its operators is in an earlier chain.
+    loss over a vocabulary), no member must be whole or counts samples, all can be cut `ways`
+    times, and none of its operators is in an earlier chain.
     """
     chosen: dict[str, str] = {}
     for chain in _chains(graph):
@@ -99,7 +99,7 @@ def _saves_work(members: list[tuple[Operator, str]]) -> bool:
 
 
 def _chains(graph: OperatorGraph) -> list[list[tuple[int, str]]]:
-    """Dims joined by the tensors and tied parameters that they index, in order of first operator."""
+    """Dims joined by the tensors and tied parameters they index, in order of first operator."""
     parent: dict[tuple[int, str], tuple[int, str]] = {
         (i, dim.name): (i, dim.name) for i, op in enumerate(graph.operators) for dim in op.dims
     }

@@ -44,7 +44,7 @@ def _mask_sets() -> tuple[IntArray, IntArray]:
     """Resource sets in which set number = bit mask."""
     members = [[bit for bit in range(NUM_RESOURCES) if mask >> bit & 1] for mask in range(8)]
     offsets = np.cumsum([0, *(len(m) for m in members)])
-    return offsets.astype(np.int64), np.array(sum(members, []), dtype=np.int64)
+    return offsets.astype(np.int64), np.array([b for m in members for b in m], dtype=np.int64)
 
 
 SET_OFFSETS, SET_RESOURCES = _mask_sets()
@@ -181,7 +181,7 @@ class _Draft:
         predecessors: Sequence[int],
         inner_base: int | None = None,
     ) -> int:
-        """Add a task whose duration two operators' choices decide; `width` choices of the second."""
+        """Add a task whose duration two operators decide; the second has `width` choices."""
         first, second = (pair[0], width), (pair[1], 1)
         return self._add(name, kind, first, second, base, predecessors, inner_base)
 
@@ -213,16 +213,23 @@ class _Draft:
             for predecessor in before:
                 successors[predecessor].append(task)
         counts = np.cumsum([0, *(len(s) for s in successors)])
-        columns = (self.base, self.inner_base, self.first, self.stride, self.second)
         return Block(
-            counts.astype(np.int64),
-            np.array(sum(successors, []), dtype=np.int64),
-            np.array([len(p) for p in self.predecessors], dtype=np.int64),
-            *(np.array(column, dtype=np.int64) for column in columns),
-            np.array(self.second_stride, dtype=np.int64),
-            tuple(self.names),
-            tuple(self.kinds),
+            successor_offsets=counts.astype(np.int64),
+            successors=_int64([task for after in successors for task in after]),
+            num_predecessors=_int64([len(p) for p in self.predecessors]),
+            base=_int64(self.base),
+            inner_base=_int64(self.inner_base),
+            first=_int64(self.first),
+            stride=_int64(self.stride),
+            second=_int64(self.second),
+            second_stride=_int64(self.second_stride),
+            names=tuple(self.names),
+            kinds=tuple(self.kinds),
         )
+
+
+def _int64(values: Sequence[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
 
 
 def _forward_block(

@@ -1,4 +1,4 @@
-"""What crosses from one pipeline stage to another: activations, their gradients, tied parameters."""
+"""What crosses between pipeline stages: activations, their gradients, tied parameters."""
 
 from __future__ import annotations
 

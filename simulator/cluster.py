@@ -163,8 +163,8 @@ class Cluster:
         per_node = self.devices_per_node if devices_per_node is None else devices_per_node
         if nodes < 1 or per_node < 1:
             raise ValueError(
-                f"cluster {self.name!r}: num_nodes={nodes}, devices_per_node={per_node}; both must "
-                f"be at least 1"
+                f"cluster {self.name!r}: num_nodes={nodes}, devices_per_node={per_node}; "
+                f"both must be at least 1"
             )
         kinds = self.node_devices if num_nodes is None else (self.node_devices[0],) * nodes
         return replace(self, node_devices=kinds, devices_per_node=per_node)
@@ -175,7 +175,8 @@ class Cluster:
             f"{where} {link.name} {link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs"
             for where, link in (("in a node", self.intra_node), ("between nodes", self.inter_node))
         )
-        return f"<b>{self.name}</b>: {self.num_nodes} nodes × {self.devices_per_node} {kinds}; {links}"
+        size = f"{self.num_nodes} nodes × {self.devices_per_node} {kinds}"
+        return f"<b>{self.name}</b>: {size}; {links}"
 
 
 def preset_names() -> tuple[str, ...]:

@@ -57,7 +57,7 @@ from stratagem.simulator.training import Training
 
 @dataclass(frozen=True, eq=False)
 class Timed:
-    """Times in ns and the resources they occupy (bit masks), one entry a choice or pair of choices."""
+    """Times in ns and the resources they occupy (bit masks), by choice or pair of choices."""
 
     ns: IntArray
     mask: IntArray
@@ -90,7 +90,10 @@ class OperatorRow:
 
 @dataclass(frozen=True, eq=False)
 class EdgeRow:
-    """What an edge costs for every (producer choice, consumer choice); `copy_bytes` are kept for backward."""
+    """What an edge costs by (producer choice, consumer choice).
+
+    `copy_bytes` of the converted tensor are kept for backward.
+    """
 
     forward: Timed
     backward: Timed
@@ -99,7 +102,7 @@ class EdgeRow:
 
 @dataclass(frozen=True, eq=False)
 class TieRow:
-    """A tied parameter for every (owner choice, user choice): gradient to its home, and the value back."""
+    """A tied parameter by (owner choice, user choice): gradient to its home, value back."""
 
     gradient: Timed
     publish: Timed
@@ -163,7 +166,8 @@ class TableBuilder:
         >>> from stratagem.simulator.mesh import MeshAxis
         >>> mesh = DeviceMesh((MeshAxis("data", 8),), tuple(range(8)))
         >>> graph = mlp([512, 512], batch=64)
-        >>> builder = TableBuilder(graph, mesh, Cluster.preset("dgx-a100"), Training(), RooflineCosts())
+        >>> cluster = Cluster.preset("dgx-a100")
+        >>> builder = TableBuilder(graph, mesh, cluster, Training(), RooflineCosts())
     """
 
     def __init__(
@@ -236,14 +240,14 @@ class TableBuilder:
         )
         saved = self._saved_outputs(i)
         number = self._memory.number
-        key = (number(operator.signature), number(choices), uses, saved)
-        key += (self.graph.needs_gradient[i],)
+        needed = self.graph.needs_gradient[i]
+        key = (number(operator.signature), number(choices), uses, saved, needed)
         if key not in self._rows:
             self._rows[key] = self._price_operator(i, choices, uses, saved)
         return key, self._rows[key]
 
     def _saved_outputs(self, i: int) -> tuple[bool, ...]:
-        """Which outputs some backward pass needs: that of the operator or of one of its readers."""
+        """Which outputs some backward pass needs: the operator's own or that of a reader."""
         needed = [rule_of(self.graph.operators[i]).saved_output] * len(
             self.graph.operators[i].outputs
         )
@@ -382,7 +386,7 @@ class TableBuilder:
         return self.resharder.seconds(steps, itemsize), self.resharder.mask(steps)
 
     def _ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
-        """(owner, user, owner's weight, user's weight) of every parameter tied inside the stage."""
+        """(owner, user, owner's weight, user's weight) of all parameters tied in the stage."""
         inside = set(operators)
         ties: list[tuple[int, int, Weight, Weight]] = []
         for i in operators:

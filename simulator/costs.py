@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stratagem.simulator.cluster import DeviceType
-from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
+from stratagem.simulator.graph import DimKind, Layout, Operator, factors, shape_of
 from stratagem.simulator.rules import operator_out, rule_of
 from stratagem.simulator.training import Training
 
@@ -74,7 +74,8 @@ def local_operator(operator: Operator, sizes: Mapping[str, int]) -> Operator:
 def tensor_bytes(operator: Operator, sizes: Mapping[str, int], training: Training) -> int:
     """Bytes of all inputs, weights and outputs of one pass."""
     elements = training.bytes_of("float32")
-    layouts = [x.layout for x in (*operator.inputs, *operator.weights)]
+    layouts: list[Layout] = [read.layout for read in operator.inputs]
+    layouts += [weight.layout for weight in operator.weights]
     inputs = sum(math.prod(shape_of(layout, sizes)) for layout in layouts) * elements
     outputs = sum(
         math.prod(shape_of(out.layout, sizes)) * training.bytes_of(out.dtype)
@@ -95,7 +96,8 @@ class RooflineCosts:
     Example:
         >>> from stratagem.simulator.cluster import Cluster
         >>> device = Cluster.preset("dgx-a100").device_type(0)
-        >>> RooflineCosts().update_cost(10**9, Training(precision="bfloat16"), device).seconds < 0.05
+        >>> training = Training(precision="bfloat16")
+        >>> RooflineCosts().update_cost(10**9, training, device).seconds < 0.05
         True
     """
 
@@ -138,8 +140,8 @@ class RooflineCosts:
         if peak is None:
             known = ", ".join(device.matmul_tflops)
             raise ValueError(
-                f"device {device.name!r} has no matmul_tflops for {training.precision!r}, only for "
-                f"{known}; add it to the cluster file"
+                f"device {device.name!r} has no matmul_tflops for {training.precision!r}, "
+                f"only for {known}; add it to the cluster file"
             )
         rows, columns, batch = product_shape(operator, sizes)
         filled = tile_efficiency(rows, columns, batch, device)

@@ -47,7 +47,8 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
         how = f"in a {plan.schedule.upper()} pipeline of {len(plan.stages)} stages"
     else:
         how = "without a pipeline"
-    cut = f"cut into {parts} microbatches of {graph.batch // parts}" if parts > 1 else "in one piece"
+    each = graph.batch // parts
+    cut = f"cut into {parts} microbatches of {each}" if parts > 1 else "in one piece"
     return (
         f"{plan.model} trains on {plan.num_devices} of {plan.cluster.num_devices} devices of "
         f"{plan.cluster.name}, {how}; the batch of {graph.batch} is run {cut}."
@@ -102,15 +103,15 @@ def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -
 def _collapse(names: Iterable[str]) -> str:
     """Layer numbers to stars: ``h.*.mlp.c_fc (12×)``; long lists end in a count."""
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    shown = [name if n == 1 and "*" not in name else f"{name} ({n}×)" for name, n in counts.items()]
+    shown = [f"{name} ({n}×)" if n > 1 or "*" in name else name for name, n in counts.items()]
     return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
 
 
 def _memory_phrase(memory: StageMemory) -> str:
     verdict = "fits" if memory.fits else f"over by {(memory.peak - memory.capacity) / GIB:.2f} GiB"
     phrase = (
-        f"memory {memory.peak / GIB:.2f} of {memory.capacity / GIB:.0f} GiB per device ({verdict}): "
-        f"{memory.state / GIB:.2f} parameters, gradients and optimizer, "
+        f"memory {memory.peak / GIB:.2f} of {memory.capacity / GIB:.0f} GiB per device "
+        f"({verdict}): {memory.state / GIB:.2f} parameters, gradients and optimizer, "
         f"{memory.activations / GIB:.2f} activations of {memory.in_flight} "
         f"microbatch{'es' if memory.in_flight > 1 else ''}, {memory.working / GIB:.2f} working"
     )

@@ -64,7 +64,7 @@ def operator_footprint(
 
 
 def _intermediates(operator: Operator) -> int:
-    """Tensors inside an elementwise chain that backward needs (its inputs are counted elsewhere)."""
+    """Tensors inside an elementwise chain that backward needs (inputs are counted elsewhere)."""
     steps = operator.attributes.get("steps", ()) if operator.kind == "elementwise" else ()
     return max(0, sum(step[0] in SAVING_STEPS for step in steps) - 1)
 

@@ -98,7 +98,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A tensor that the user feeds each step; `sample_dim` is the tensor dim that counts samples."""
+    """A tensor that the user feeds each step; its dim `sample_dim` counts samples."""
 
     name: str
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Edge:
-    """Operator `consumer` (index) reads output `output` of operator `producer` as its input `slot`."""
+    """Operator `consumer` reads output `output` of `producer` as its input `slot` (indices)."""
 
     producer: int
     output: int
@@ -278,14 +278,19 @@ class OperatorGraph:
         rows = "".join(f"<tr><td>{kind}</td><td>{n}</td></tr>" for kind, n in counts.most_common())
         blocks = "; ".join(f"{b.count} × {b.length} operators" for b in repeated_blocks(self))
         return (
-            f"<b>{self.name}</b>: {len(self.operators)} operators, {self.num_parameters:,} parameters, "
-            f"batch {self.batch}; repeated: {blocks or 'none'}"
+            f"<b>{self.name}</b>: {len(self.operators)} operators, {self.num_parameters:,} "
+            f"parameters, batch {self.batch}; repeated: {blocks or 'none'}"
             f"<table><tr><th>kind</th><th>operators</th></tr>{rows}</table>"
         )
 
 
 def factors(layout: Layout) -> tuple[str, ...]:
-    """The dims of a layout, outermost first: ``factors((("a",), ("b", "c")))`` is ``("a","b","c")``."""
+    """The dims of a layout, outermost first.
+
+    Example:
+        >>> factors((("a",), ("b", "c")))
+        ('a', 'b', 'c')
+    """
     return tuple(name for group in layout for name in group)
 
 
@@ -374,7 +379,9 @@ def _check_operator(graph: OperatorGraph, operator: Operator) -> None:
             raise ValueError(
                 f"{where}: dim {dim.name!r} has size {dim.size}; sizes are at least 1"
             )
-    layouts = [x.layout for x in (*operator.inputs, *operator.weights, *operator.outputs)]
+    layouts: list[Layout] = [read.layout for read in operator.inputs]
+    layouts += [weight.layout for weight in operator.weights]
+    layouts += [made.layout for made in operator.outputs]
     for name in (name for layout in layouts for name in factors(layout)):
         operator.dim(name)
     for read in operator.inputs:
@@ -397,7 +404,8 @@ def _check_input(graph: OperatorGraph, operator: Operator, read: Input) -> None:
     source = graph.operators[graph.index[read.source]]
     if not 0 <= read.output < len(source.outputs):
         raise ValueError(
-            f"{where} reads output {read.output} of {read.source!r}, which has {len(source.outputs)}"
+            f"{where} reads output {read.output} of {read.source!r}, which has "
+            f"{len(source.outputs)}"
         )
     made = factor_sizes(source.outputs[read.output].layout, source.sizes)
     used = sorted([*read.order, *(position for position, _ in read.select)])

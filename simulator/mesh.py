@@ -56,7 +56,8 @@ class DeviceMesh:
             raise ValueError(f"mesh {sizes}: every axis needs a size of at least 1")
         if math.prod(self.shape) != len(self.devices):
             raise ValueError(
-                f"mesh {sizes} is {math.prod(self.shape)} devices, but {len(self.devices)} are given"
+                f"mesh {sizes} is {math.prod(self.shape)} devices, but {len(self.devices)} "
+                f"are given"
             )
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(f"mesh {sizes}: a device is there twice in {self.devices}")

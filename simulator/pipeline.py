@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -73,11 +74,7 @@ def macro_graph(
         ties: (owner's stage, user's stage) of every parameter tied across stages.
     """
     number, kind, item, microbatch = _block_tasks(schedule)
-    edges = [
-        (number[a], number[b])
-        for order in schedule.orders
-        for a, b in zip(order, order[1:], strict=False)
-    ]
+    edges = [(number[a], number[b]) for order in schedule.orders for a, b in pairwise(order)]
     edges += _own_forward(schedule, number)
     sets: list[tuple[int, ...]] = [(i,) for i in item]
     for p, (source, target) in enumerate(pairs):
@@ -106,8 +103,15 @@ def macro_graph(
         resource_sets=sets,
         num_resources=schedule.num_stages + 2 * len(pairs),
     )
-    columns = (np.array(column, dtype=np.int64) for column in (kind, item, microbatch))
-    return MacroGraph(graph, *columns, schedule.num_stages, tuple(pairs), tuple(ties))
+    return MacroGraph(
+        graph=graph,
+        kind=np.array(kind, dtype=np.int64),
+        item=np.array(item, dtype=np.int64),
+        microbatch=np.array(microbatch, dtype=np.int64),
+        num_stages=schedule.num_stages,
+        pairs=tuple(pairs),
+        ties=tuple(ties),
+    )
 
 
 def _block_tasks(

@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the search expected of a plan: seconds per step, peak bytes per device of each stage."""
+    """What the search expected: seconds per step, peak bytes per device of each stage."""
 
     step_time: float
     peak_memory: tuple[int, ...]
@@ -175,7 +175,8 @@ class Plan:
         file = decode(text, _PlanFile, what)
         if file.version != PLAN_VERSION:
             raise ValueError(
-                f"{what} has version {file.version}, this program reads {PLAN_VERSION}; search again"
+                f"{what} has version {file.version}, this program reads "
+                f"{PLAN_VERSION}; search again"
             )
         try:
             return _from_file(file)

@@ -66,7 +66,7 @@ TRANSITIONS: dict[tuple[type[Placement], type[Placement]], Collective] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One collective along `axis`; `elements` is the larger of a member's sizes before and after."""
+    """One collective along `axis`; `elements` of a member, the more of before and after."""
 
     collective: Collective
     axis: int
@@ -132,8 +132,8 @@ class Resharder:
             columns = np.array([graph.number[t] for t in targets], dtype=np.int64)
         except KeyError as error:
             raise ValueError(
-                f"a tensor with factors {sizes} cannot lie as {placements_text(error.args[0])} on a "
-                f"mesh of shape {self.shape}"
+                f"a tensor with factors {sizes} cannot lie as {placements_text(error.args[0])} "
+                f"on a mesh of shape {self.shape}"
             ) from error
         cells = np.ix_(rows, columns)
         if bool((graph.origins[cells] < 0).any()):
@@ -226,7 +226,11 @@ class _StateGraph:
             [
                 REPLICATE,
                 PARTIAL,
-                *(Shard(factor) for factor, size in enumerate(self.sizes) if size > 1 or ways == 1),
+                *(
+                    Shard(factor)
+                    for factor, size in enumerate(self.sizes)
+                    if size > 1 or ways == 1
+                ),
                 *(p for p in pins if p.index < ways),
             ]
             for ways in self.shape
@@ -244,8 +248,9 @@ class _StateGraph:
             later = state[axis + 1 :]
             if isinstance(placement, Shard) and placement in later:
                 continue
-            shards = (Shard(factor) for factor in range(len(self.sizes)))
-            for target in (REPLICATE, *(s for s in shards if s not in later), *pins):
+            shards = [Shard(factor) for factor in range(len(self.sizes))]
+            targets: list[Placement] = [REPLICATE, *(s for s in shards if s not in later), *pins]
+            for target in targets:
                 if target != placement:
                     yield axis, target
 

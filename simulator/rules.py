@@ -1,46 +1,49 @@
-"""The operator rule table: per kind, how it may be split and what it costs. One place for all kinds.
+"""The operator rule table: per kind, how it may be split and what it costs.
 
 Conventions that graph builders, capture, kernels and cost models share. ``...`` are any number of
-leading dims (SAMPLE where it counts samples, else ATTRIBUTE), free to split. "whole" dims cannot be
-split. A free dim that an output lacks leaves that output `Partial`, and every kernel keeps to that.
+leading dims (SAMPLE where it counts samples, else ATTRIBUTE), free to split. "whole" dims cannot
+be split. A free dim that an output lacks leaves that output `Partial`; every kernel keeps to that.
 
-=============  ==============================  ==========================  =========================
-kind           inputs                          weights                     output; attributes
-=============  ==============================  ==========================  =========================
-source         none                            none                        any; `steps` (a program of
-                                                                           tensor functions over the
-                                                                           graph's inputs)
-linear         x (..., in)                     weight (out, in) or (in,    (..., out); `transposed`
-                                               out) if transposed; bias
-matmul         a (..., m, k), b (..., k, n)    none                        (..., m, n)
-conv2d         x (sample, in_channel,          weight (out_channel,        (sample, out_channel,
-               in_height, in_width)            in_channel, kernel_height,  height, width); `stride`,
-                                               kernel_width); bias         `padding`, `dilation`,
-                                                                           `groups`
-embedding      ids (...)                       weight (vocabulary, hidden) (..., hidden)
-layer_norm     x (..., normalised…)            weight, bias                like x; `eps`
-rms_norm       x (..., normalised…)            weight                      like x; `eps`
-batch_norm     x (sample, channel, …)          weight, bias, running mean, like x; `eps`, `momentum`
-                                               running variance
-attention      q (sample, head, query, e),     none                        (sample, head, query, f);
-               k (.., key, e), v (.., key, f)                              `causal`, `scale`
+=============  ===========================  ========================  =========================
+kind           inputs                       weights                   output; attributes
+=============  ===========================  ========================  =========================
+source         none                         none                      any; `steps` (a program of
+                                                                      tensor functions over the
+                                                                      graph's inputs)
+linear         x (..., in)                  weight (out, in) or       (..., out); `transposed`
+                                            (in, out) if transposed;
+                                            bias
+matmul         a (..., m, k), b (..., k,    none                      (..., m, n)
+               n)
+conv2d         x (sample, in_channel,       weight (out_channel,      (sample, out_channel,
+               in_height, in_width)         in_channel,               height, width); `stride`,
+                                            kernel_height,            `padding`, `dilation`,
+                                            kernel_width); bias       `groups`
+embedding      ids (...)                    weight (vocabulary,       (..., hidden)
+                                            hidden)
+layer_norm     x (..., normalised…)         weight, bias              like x; `eps`
+rms_norm       x (..., normalised…)         weight                    like x; `eps`
+batch_norm     x (sample, channel, …)       weight, bias, running     like x; `eps`, `momentum`,
+                                            mean, running variance    `training`
+attention      q (sample, head, query, e),  none                      (sample, head, query, f);
+               k (.., key, e),                                        `causal`, `scale`
+               v (.., key, f)
                [, mask broadcastable]
-softmax        x                               none                        like x; `dim`
-elementwise    any, broadcast by ()            any                         broadcast shape; `steps`
-pool2d         x (sample, channel, in_height,  none                        (sample, channel, height,
-               in_width)                                                   width); `mode`,
-                                                                           `kernel`, `stride`,
-                                                                           `padding`
-reduce         x                               none                        x less some dims; `scale`
-cat            x0, x1, …                       none                        `dim`
-narrow         x                               none                        `dim`, `start`, `length`
-cross_entropy  logits (..., class), target     none                        scalar sum of token losses
-               (...), count ()                                             / count; `ignore_index`
-=============  ==============================  ==========================  =========================
+softmax        x                            none                      like x; `dim`
+elementwise    any, broadcast by ()         any                       broadcast shape; `steps`
+pool2d         x (sample, channel,          none                      (sample, channel, height,
+               in_height, in_width)                                   width); `mode`, `kernel`,
+                                                                      `stride`, `padding`
+reduce         x                            none                      x less some dims; `scale`
+cat            x0, x1, …                    none                      `dim`
+narrow         x                            none                      `dim`, `start`, `length`
+cross_entropy  logits (..., class), target  none                      scalar: sum of token losses
+               (...), count ()                                        / count; `ignore_index`
+=============  ===========================  ========================  =========================
 
-`cross_entropy` divides by `count`, the number of counted targets of the *whole batch* (a source), so
-that the sum over microbatches and shards is the mean over the batch. In `reduce`, the constant `scale`
-does the same for means. Everywhere sums of shards and microbatches are the whole.
+`cross_entropy` divides by `count`, the number of counted targets of the *whole batch* (a source),
+so that the sum over microbatches and shards is the mean over the batch. In `reduce`, the constant
+`scale` does the same for means. Everywhere sums of shards and microbatches are the whole.
 """
 
 from __future__ import annotations
@@ -81,9 +84,9 @@ class InnerReduction:
 class Rule:
     """What the simulator must know about a kind of operator.
 
-    `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run on
-    matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward moves
-    its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors backward
+    `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run
+    on matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward
+    moves its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors backward
     needs; `inner` the collectives inside the kernel.
     """
 

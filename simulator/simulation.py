@@ -1,4 +1,4 @@
-"""Simulating a plan: step time, memory per stage and the predicted timeline, from its cost tables."""
+"""Simulating a plan: step time, memory per stage and the predicted timeline."""
 
 from __future__ import annotations
 
@@ -294,9 +294,9 @@ def _memory(model: PlanModel, s: int) -> StageMemory:
         copied = int(table.edge_rows[table.edge_row_of[k]].copy_bytes[0, 0])
         activations += copied
         held[graph.operators[edge.consumer].name] += in_flight * copied
-    for edge, row in model.boundaries:
+    for edge, boundary in model.boundaries:
         if edge.consumer in table.row_of:
-            activations += int(row.received_bytes[0, 0])
+            activations += int(boundary.received_bytes[0, 0])
     capacity = min(model.plan.cluster.device_type(d).memory_bytes for d in table.mesh.devices)
     largest = sorted(held.items(), key=lambda pair: -pair[1])[:5]
     return StageMemory(

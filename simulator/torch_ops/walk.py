@@ -198,16 +198,19 @@ class Walker:
     def _parts(self, node: Node, name: str, given: dict[str, Any]) -> list[Expression]:
         """Parts of an expression, as slices or selections of it."""
         whole: Expression = given["self"]
-        dim, start, parts = given["dim"] % len(whole.shape), 0, []
+        dim, start = given["dim"] % len(whole.shape), 0
+        parts: list[Expression] = []
+        arguments: tuple[Any, ...]
         for value in node.meta["val"]:
             shape = tuple(value.shape)
             if name == "unbind":
-                made = ("select", (whole, dim, start))
+                arguments = (whole, dim, start)
                 start += 1
             else:
-                made = ("slice", (whole, dim, start, start + shape[dim], 1))
+                arguments = (whole, dim, start, start + shape[dim], 1)
                 start += shape[dim]
-            parts.append(Expression(*made, shape, whole.dtype))
+            function = "select" if name == "unbind" else "slice"
+            parts.append(Expression(function, arguments, shape, whole.dtype))
         return parts
 
     def _make_call(

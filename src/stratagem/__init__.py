@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Budget": "stratagem.search.result",
+    "Comparison": "stratagem.comparison",
     "Choice": "stratagem.simulator.plan",
     "Cluster": "stratagem.simulator.cluster",
     "DeviceMesh": "stratagem.simulator.mesh",
@@ -38,9 +39,10 @@ _HOMES = {
     "TimingCache": "stratagem.profiler.cache",
     "Training": "stratagem.simulator.training",
     "capture": "stratagem.simulator.torch_ops.capture",
-    "compare": "stratagem.face",
+    "compare": "stratagem.comparison",
     "describe": "stratagem.simulator.describe",
     "execute": "stratagem.face",
+    "local_cluster": "stratagem.face",
     "plot_timelines": "stratagem.simulator.plot",
     "profile": "stratagem.face",
     "search": "stratagem.face",

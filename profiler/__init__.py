@@ -1,0 +1,40 @@
+"""Measured costs: times of operators, updates and links, taken once and kept."""
+
+from stratagem.profiler.cache import CACHE_VARIABLE, TimingCache, cache_path
+from stratagem.profiler.clock import describe_environment
+from stratagem.profiler.costs import MeasuredCosts
+from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
+from stratagem.profiler.links import CollectiveTiming, fit_link, time_collectives
+from stratagem.profiler.profile import (
+    ProfileReport,
+    Progress,
+    local_operators,
+    plan_operators,
+    profile_operators,
+)
+from stratagem.profiler.timing import Effort, Timing, time_operator
+from stratagem.profiler.update import profile_updates
+
+__all__ = [
+    "CACHE_VARIABLE",
+    "CollectiveTiming",
+    "Effort",
+    "Environment",
+    "MeasuredCosts",
+    "Measurement",
+    "ProfileReport",
+    "Progress",
+    "Timing",
+    "TimingCache",
+    "TimingEntry",
+    "TimingKey",
+    "cache_path",
+    "describe_environment",
+    "fit_link",
+    "local_operators",
+    "plan_operators",
+    "profile_operators",
+    "profile_updates",
+    "time_collectives",
+    "time_operator",
+]

@@ -1,0 +1,127 @@
+"""Clocks: how time is read on a device, and what the device is called."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from stratagem.profiler.keys import Environment
+
+
+class Clock(Protocol):
+    """Reads the time before and after work on a device."""
+
+    def now(self) -> Any:
+        """A stamp behind all work that was started so far."""
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Seconds between two stamps, once that work is done."""
+
+
+class HostClock:
+    """The clock of a CPU, which does all work at once."""
+
+    def now(self) -> int:
+        """See `Clock`; nanoseconds."""
+        return time.perf_counter_ns()
+
+    def seconds(self, start: int, stop: int) -> float:
+        """See `Clock`."""
+        return (stop - start) * 1e-9
+
+
+class CudaClock:
+    """The clock of a CUDA device: events in its current stream.
+
+    The host starts kernels and does not wait for them. In a long run the slower of both sets the
+    pace, so the time of small kernels is that of starting them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> tuple[torch.cuda.Event, int]:
+        """See `Clock`; an event and the host's nanoseconds."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event, time.perf_counter_ns()
+
+    def seconds(
+        self, start: tuple[torch.cuda.Event, int], stop: tuple[torch.cuda.Event, int]
+    ) -> float:
+        """See `Clock`."""
+        stop[0].synchronize()
+        on_device = start[0].elapsed_time(stop[0]) * 1e-3
+        return max(on_device, (stop[1] - start[1]) * 1e-9)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device.
+
+    Raises:
+        ValueError: when it is neither a CPU nor a CUDA device that is there.
+    """
+    if device.type == "cpu":
+        return HostClock()
+    if device.type == "cuda" and torch.cuda.is_available():
+        return CudaClock(device)
+    raise ValueError(
+        f"device {str(device)!r} cannot be timed here; use 'cpu', or 'cuda' where torch finds one"
+    )
+
+
+def describe_environment(
+    device: torch.device | str = "cpu", *, threads: int = 1, load: int = 0
+) -> Environment:
+    """The environment of times taken here and now.
+
+    Example:
+        >>> describe_environment("cpu", threads=2).threads
+        2
+
+    Raises:
+        ValueError: on a device that cannot be timed, or a load that it cannot have.
+    """
+    given = torch.device(device)
+    clock_of(given)
+    if load < 0 or (load and given.type != "cpu"):
+        raise ValueError(
+            f"load is {load} on {str(given)!r}; it must be at least 0, and 0 where devices do not "
+            "share a memory"
+        )
+    name = torch.cuda.get_device_name(given) if given.type == "cuda" else _cpu_name()
+    return Environment(name, str(torch.__version__), threads, load)
+
+
+def _cpu_name() -> str:
+    """The processor's model, as far as the system tells."""
+    description = Path("/proc/cpuinfo")
+    if description.exists():
+        for line in description.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+@contextmanager
+def num_threads(threads: int) -> Iterator[None]:
+    """Kernels inside use `threads` threads; afterwards as many as before.
+
+    Raises:
+        ValueError: when `threads` is below 1.
+    """
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; a kernel needs at least 1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,82 @@
+"""Timing the optimizer: how long an update of so many scalars takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from stratagem.profiler.background import BackgroundLoad
+from stratagem.profiler.cache import TimingCache
+from stratagem.profiler.clock import clock_of, describe_environment, num_threads
+from stratagem.profiler.keys import Environment, Measurement, TimingKey
+from stratagem.profiler.timing import Effort, evictor, repeat, timed
+from stratagem.simulator.costs import Direction
+from stratagem.simulator.graph import Dim, DimKind, Operator
+from stratagem.simulator.training import Training
+
+UPDATE_KIND = "update"
+UPDATE_SIZES = (10**4, 10**6, 10**7)
+"""Numbers of scalars that are timed unless told."""
+
+MakeUpdate = Callable[[int, Training, torch.device], Callable[[], object]]
+"""Makes an update of so many scalars, ready to run again and again; a function of a module."""
+
+
+def update_key(num_parameters: int, training: Training, environment: Environment) -> TimingKey:
+    """Where the cache keeps the time of an update, as that of an operator of its own kind."""
+    dims = (Dim("parameter", num_parameters, DimKind.PARAMETER),)
+    kind = {"optimizer": training.optimizer}
+    operator = Operator("update", UPDATE_KIND, dims, (), (), (), kind)
+    return TimingKey(environment, operator, training.precision, Direction.FORWARD)
+
+
+def profile_updates(
+    training: Training,
+    cache: TimingCache,
+    make_update: MakeUpdate,
+    *,
+    device: torch.device | str = "cpu",
+    threads: int = 1,
+    load: int = 0,
+    sizes: Sequence[int] = UPDATE_SIZES,
+    effort: Effort | None = None,
+) -> list[Measurement]:
+    """Time updates of `sizes` scalars each and keep them in `cache`; what is there is not timed.
+
+    Example:
+        >>> sgd = Training(optimizer="sgd")
+        >>> profile_updates(sgd, cache, executor_update)[0].median_s  # doctest: +SKIP
+        6.1e-06
+
+    Args:
+        training: optimizer and precision.
+        cache: where times are kept.
+        make_update: what is timed, such as `stratagem.measuring.executor_update`.
+        device: a CPU or a CUDA device.
+        threads: of one kernel on a CPU.
+        load: how many other processes do the same meanwhile (CPU only).
+        sizes: numbers of scalars.
+        effort: how long to go on with each size.
+
+    Returns:
+        One measurement for each of `sizes`.
+    """
+    environment = describe_environment(device, threads=threads, load=load)
+    keys = [update_key(size, training, environment) for size in sizes]
+    missing = [size for size, key in zip(sizes, keys, strict=True) if cache.get(key) is None]
+    given = torch.device(device)
+    with BackgroundLoad(load if missing else 0, threads=threads) as others, num_threads(threads):
+        for size in missing:
+            make_work = partial(make_update, size, training, given)
+            others.run(make_work)
+            measured = _time(make_work(), given, effort or Effort())
+            cache.put(update_key(size, training, environment), measured)
+    return [found for key in keys if (found := cache.get(key)) is not None]
+
+
+def _time(update: Callable[[], object], device: torch.device, effort: Effort) -> Measurement:
+    clock, evict = clock_of(device), evictor(device, effort)
+    (measurement,) = repeat(lambda: (timed(update, clock, evict)[0],), effort)
+    return measurement

@@ -1,0 +1,469 @@
+"""The profiler: what is timed, what the cache answers, and the links that times are fitted to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from stratagem.executor.backends.local import run_local
+from stratagem.measuring import executor_update, measure_links
+from stratagem.profiler import (
+    CollectiveTiming,
+    Effort,
+    Environment,
+    MeasuredCosts,
+    Measurement,
+    TimingCache,
+    TimingKey,
+    describe_environment,
+    fit_link,
+    local_operators,
+    plan_operators,
+    profile_operators,
+    profile_updates,
+    time_collectives,
+    time_operator,
+)
+from stratagem.profiler.background import BackgroundLoad
+from stratagem.profiler.links import KINDS
+from stratagem.profiler.tensors import random_operands, viewed
+from stratagem.profiler.timing import Trial, operator_work, summarise
+from stratagem.profiler.update import update_key
+from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.cluster import Cluster, Link
+from stratagem.simulator.collectives import Collective, collective_time
+from stratagem.simulator.costs import Direction, RooflineCosts, Source, local_operator
+from stratagem.simulator.draft import permute, reshape, select
+from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis, axis_link
+from stratagem.simulator.placement import REPLICATE, Shard
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.rules import RULES
+from stratagem.simulator.training import Training
+
+QUICK = Effort(seconds=0.0, min_repeats=3, evict_bytes=0)
+CPU = torch.device("cpu")
+DEVICE = Cluster.preset("local-cpu").device_type(0)
+ENVIRONMENT = Environment("cpu", "2.13")
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+ROOFLINE = RooflineCosts()
+
+
+def transformer() -> OperatorGraph:
+    """One layer of a language model, small, with a fused query-key-value projection."""
+    build = GraphBuilder("transformer")
+    ids = build.input("ids", (2, 8), "int64")
+    target = build.input("target", (2, 8), "int64")
+    table = build.parameter("table", (32, 16))
+    x = build.embedding(ids, table)
+    x = build.layer_norm(x, build.parameter("ln.w", (16,)), build.parameter("ln.b", (16,)))
+    fused = build.linear(x, build.parameter("qkv.w", (48, 16)), build.parameter("qkv.b", (48,)))
+    heads = permute(reshape(fused, (2, 8, 3, 4, 4)), (2, 0, 3, 1, 4))
+    q, k, v = (select(heads, 0, i) for i in range(3))
+    mixed = build.attention(q, k, v, causal=True)
+    scores = build.softmax(build.matmul(q, permute(k, (0, 1, 3, 2))))
+    mixed = build.pointwise("add", mixed, build.matmul(scores, v))
+    merged = reshape(permute(mixed, (0, 2, 1, 3)), (2, 8, 16))
+    x = build.pointwise("gelu", merged, "tanh")
+    x = build.rms_norm(x, build.parameter("rms.w", (16,)))
+    logits = build.linear(x, table)
+    return build.build(build.cross_entropy(logits, target))
+
+
+def convolutional() -> OperatorGraph:
+    """A convolution with what usually surrounds it, and a masked chain."""
+    build = GraphBuilder("convolutional")
+    image = build.input("image", (2, 4, 8, 8))
+    x = build.conv2d(image, build.parameter("conv.w", (8, 4, 3, 3)), padding=(1, 1))
+    statistics = [build.parameter(f"bn.{n}", (8,), trainable=n in "wb") for n in "wbmv"]
+    x = build.batch_norm(x, *statistics)
+    halves = [build.narrow(x, dim=1, start=start, length=4) for start in (0, 4)]
+    x = build.cat(halves[::-1], dim=1)
+    x = build.pool2d(x, mode="max", kernel=(2, 2), stride=(2, 2))
+    positive = build.pointwise("gt", x, 0.0)
+    x = build.pointwise("where", positive, x, 0.0)
+    return build.build(build.mean(x))
+
+
+GRAPHS = (transformer(), convolutional())
+OPERATORS = [o for graph in GRAPHS for o in graph.operators if o.kind != "source"]
+LINEAR = GRAPHS[0].operator("linear")
+every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: f"{o.kind}-{o.name}")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    with TimingCache(tmp_path / "timings.sqlite") as opened:
+        yield opened
+
+
+def scaled(operator: Operator, samples: int) -> dict[str, int]:
+    """The operator's sizes with another number of samples."""
+    first = operator.dims[0].name
+    return {**operator.sizes, first: samples}
+
+
+def put(cache, operator, sizes, direction, seconds, *, spread=0.05):
+    local = local_operator(operator, sizes)
+    cache.put(TimingKey(ENVIRONMENT, local, "float32", direction), Measurement(seconds, spread, 9))
+
+
+class TestTensors:
+    def test_every_kind_is_here(self):
+        assert {o.kind for o in OPERATORS} == set(RULES) - {"source"}
+
+    def test_ids_and_targets_are_within_range(self):
+        embedding, loss = GRAPHS[0].operator("embedding"), GRAPHS[0].operator("cross_entropy")
+        (ids,) = random_operands(embedding, Training(), CPU).inputs
+        assert ids.dtype == torch.int64
+        assert 0 <= ids.min() <= ids.max() < 32
+        logits, target, _ = random_operands(loss, Training(), CPU).inputs
+        assert logits.requires_grad
+        assert 0 <= target.min() <= target.max() < 32
+
+    def test_a_mask_that_is_read_is_bool(self):
+        build = GraphBuilder("masked")
+        x = build.input("x", (4, 3))
+        mask = build.input("mask", (4, 3), "bool")
+        x = build.pointwise("masked_fill", build.pointwise("exp", x), mask, 0.0)
+        graph = build.build(build.mean(x))
+        chain = next(o for o in graph.operators if o.kind == "elementwise")
+        dtypes = {t.dtype for t in random_operands(chain, Training(), CPU).inputs}
+        assert dtypes == {torch.float32, torch.bool}
+
+    def test_running_statistics_get_no_gradient(self):
+        norm = next(o for o in OPERATORS if o.kind == "batch_norm")
+        weights = random_operands(norm, Training(), CPU).weights
+        assert [w.requires_grad for w in weights] == [True, True, False, False]
+        assert weights[3].min() >= 0
+
+    def test_floating_tensors_take_the_precision(self):
+        operands = random_operands(LINEAR, Training(precision="bfloat16"), CPU)
+        assert {t.dtype for t in operands.leaves} == {torch.bfloat16}
+
+    def test_views_are_not_contiguous(self):
+        attention = next(o for o in OPERATORS if o.kind == "attention")
+        read = attention.inputs[0]
+        assert read.select
+        tensor = random_operands(attention, Training(), CPU).inputs[0]
+        seen = viewed(tensor, read, attention.sizes)
+        assert seen.shape == (2, 4, 8, 4)
+        assert not seen.is_contiguous()
+
+
+class TestTiming:
+    @every_operator
+    def test_every_kind_has_both_passes(self, operator):
+        timing = time_operator(operator, Training(), effort=QUICK)
+        passes = [timing.forward, *([timing.backward] if timing.backward else [])]
+        assert all(p.median_s > 0 and p.repeats == 3 and not p.error for p in passes)
+        assert (timing.backward is None) == (not operator.outputs[0].differentiable)
+
+    def test_backward_gives_every_leaf_a_gradient(self):
+        trial = Trial(LINEAR, Training(), CPU)
+        gradients = trial.backward(trial.forward())
+        shapes = [tuple(g.shape) for g in gradients if g is not None]
+        assert shapes == [tuple(leaf.shape) for leaf in trial.leaves]
+        assert len(shapes) == 3
+
+    def test_repeats_go_on_until_the_median_is_sure(self):
+        effort = Effort(seconds=60.0, relative_error=1e9, min_repeats=4, evict_bytes=0)
+        assert time_operator(LINEAR, Training(), effort=effort).forward.repeats == 4
+
+    def test_the_number_of_threads_is_set_back(self):
+        before = torch.get_num_threads()
+        time_operator(LINEAR, Training(), threads=before + 1, effort=QUICK)
+        assert torch.get_num_threads() == before
+
+    def test_sources_have_no_kernel(self):
+        source = GRAPHS[0].operators[0]
+        with pytest.raises(ValueError, match="has no kernel"):
+            time_operator(source, Training(), effort=QUICK)
+
+    def test_what_does_not_fit_is_an_error_in_the_measurement(self):
+        huge = local_operator(LINEAR, scaled(LINEAR, 10**12))
+        timing = time_operator(huge, Training(), effort=QUICK)
+        assert "out of memory: needs" in timing.forward.error
+        assert timing.backward == timing.forward
+
+    def test_other_errors_name_the_operator(self):
+        broken = dataclasses.replace(LINEAR, attributes={"transposed": True})
+        with pytest.raises(RuntimeError) as caught:
+            time_operator(broken, Training(), effort=QUICK)
+        assert "while timing operator 'linear' (linear)" in caught.value.__notes__
+
+    @pytest.mark.parametrize("device", ["meta", "cuda"])
+    def test_devices_that_cannot_be_timed(self, device):
+        if device == "cuda" and torch.cuda.is_available():
+            pytest.skip("there is a CUDA device")
+        with pytest.raises(ValueError, match="cannot be timed here"):
+            time_operator(LINEAR, Training(), device, effort=QUICK)
+
+    def test_spread_ignores_a_few_interruptions(self):
+        assert summarise([1.0] * 9 + [50.0]).spread == 0.0
+        assert summarise([1.0, 2.0, 3.0, 4.0, 5.0]).spread == pytest.approx(2 / 1.349 / 3)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    @every_operator
+    def test_cuda(self, operator):
+        timing = time_operator(operator, Training(), "cuda", effort=QUICK)
+        assert timing.forward.median_s > 0
+
+
+def two_ways(graph: OperatorGraph) -> Plan:
+    """Every operator on two devices, split along samples where it has them."""
+    mesh = DeviceMesh((MeshAxis("data", 2),), (0, 1))
+    names = tuple(operator.name for operator in graph.operators)
+    choices = {o.name: Choice((_split(o),)) for o in graph.operators}
+    return Plan(
+        name="two ways",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=Cluster.preset("local-cpu"),
+        training=Training(),
+        stages=(Stage(names, mesh, choices),),
+    )
+
+
+def _split(operator: Operator):
+    names = [d.name for d in operator.dims if d.name == "sample" and not d.whole]
+    return Shard("sample") if names and operator.kind != "source" else REPLICATE
+
+
+class TestProfile:
+    def test_each_distinct_operator_is_timed_once(self, cache):
+        operators = [(LINEAR, LINEAR.sizes), (LINEAR, scaled(LINEAR, 4)), (LINEAR, LINEAR.sizes)]
+        seen = []
+        first = profile_operators(operators, Training(), cache, effort=QUICK, progress=seen.append)
+        assert (first.num_timed, first.num_cached) == (2, 0)
+        assert [(p.done, p.total, p.cached) for p in seen] == [(1, 2, False), (2, 2, False)]
+        assert seen[0].operator.startswith("linear: ")
+        assert len(cache) == 4
+        again = profile_operators(operators, Training(), cache, effort=QUICK)
+        assert (again.num_timed, again.num_cached) == (0, 2)
+
+    def test_an_interrupted_profile_goes_on(self, cache):
+        operators = [(LINEAR, scaled(LINEAR, samples)) for samples in (1, 2, 3)]
+
+        def interrupt(progress):
+            if progress.done == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            profile_operators(operators, Training(), cache, effort=QUICK, progress=interrupt)
+        report = profile_operators(operators, Training(), cache, effort=QUICK)
+        assert (report.num_timed, report.num_cached) == (1, 2)
+
+    def test_a_plan_is_profiled_in_its_local_sizes(self, cache):
+        graph = GRAPHS[0]
+        operators = plan_operators(graph, two_ways(graph))
+        assert len(operators) == len(graph.operators)
+        by_name = {operator.name: sizes for operator, sizes in operators}
+        assert by_name["linear"] == {**LINEAR.sizes, "sample": 1}
+
+    def test_configs_of_a_mesh(self):
+        configs = {GRAPHS[0].index["linear"]: [(Shard("sample"),), (REPLICATE,)]}
+        found = local_operators(GRAPHS[0], configs, (2,))
+        assert [sizes["sample"] for _, sizes in found] == [1, 2]
+
+    def test_what_does_not_fit_is_reported_and_tried_again(self, cache):
+        operators = [(LINEAR, scaled(LINEAR, 10**12)), (LINEAR, LINEAR.sizes)]
+        report = profile_operators(operators, Training(), cache, effort=QUICK)
+        assert report.num_timed == 2
+        assert len(report.failures) == 1
+        assert "out of memory" in report.failures[0]
+        costs = MeasuredCosts(cache, {"cpu": describe_environment()}, ROOFLINE)
+        cost = costs.operator_cost(LINEAR, operators[0][1], FORWARD, Training(), DEVICE)
+        assert cost.source is Source.FITTED
+        again = profile_operators(operators, Training(), cache, effort=QUICK)
+        assert (again.num_timed, again.num_cached) == (1, 1)
+
+    def test_load_is_another_environment(self, cache):
+        report = profile_operators(
+            [(LINEAR, LINEAR.sizes)], Training(), cache, load=1, effort=QUICK
+        )
+        assert report.num_timed == 1
+        assert {e.key.environment.load for e in cache.entries()} == {1}
+
+    def test_background_processes_report_errors_and_end(self):
+        broken = dataclasses.replace(LINEAR, attributes={"transposed": True})
+        with BackgroundLoad(1, threads=1) as others:
+            with pytest.raises(RuntimeError, match="background load: mat1 and mat2"):
+                others.run(_work(broken))
+            others.run(_work(LINEAR))
+            (process,) = [process for process, _ in others._workers]
+            assert process.poll() is None
+        assert process.poll() is not None
+
+    @pytest.mark.parametrize("load", [-1, 1])
+    def test_a_load_that_cannot_be(self, load):
+        device = "cpu" if load < 0 else "cuda"
+        with pytest.raises(ValueError, match=r"load is -1|cannot be timed|load is 1"):
+            describe_environment(device, load=load)
+
+
+def _work(operator: Operator):
+    return functools.partial(operator_work, operator, Training())
+
+
+class TestMeasuredCosts:
+    def costs(self, cache) -> MeasuredCosts:
+        return MeasuredCosts(cache, {"cpu": ENVIRONMENT}, ROOFLINE)
+
+    def test_without_measurements_the_fallback_answers(self, cache):
+        given = (LINEAR, LINEAR.sizes, FORWARD, Training(), DEVICE)
+        assert self.costs(cache).operator_cost(*given) == ROOFLINE.operator_cost(*given)
+        assert self.costs(cache).update_cost(10, Training(), DEVICE).source is Source.ROOFLINE
+
+    def test_what_was_measured_is_preferred(self, cache):
+        put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125, spread=0.07)
+        cost = self.costs(cache).operator_cost(LINEAR, LINEAR.sizes, FORWARD, Training(), DEVICE)
+        assert (cost.seconds, cost.source, cost.relative_error) == (0.125, Source.MEASURED, 0.07)
+
+    def test_another_device_type_is_the_fallbacks(self, cache):
+        put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125)
+        other = dataclasses.replace(DEVICE, name="other")
+        cost = self.costs(cache).operator_cost(LINEAR, LINEAR.sizes, FORWARD, Training(), other)
+        assert cost.source is Source.ROOFLINE
+
+    def test_the_fallback_is_corrected_by_the_mean_ratio(self, cache):
+        for samples, ratio in ((1, 2.0), (4, 8.0)):
+            sizes = scaled(LINEAR, samples)
+            plain = ROOFLINE.operator_cost(LINEAR, sizes, BACKWARD, Training(), DEVICE).seconds
+            put(cache, LINEAR, sizes, BACKWARD, ratio * plain)
+        asked = (LINEAR, scaled(LINEAR, 2), BACKWARD, Training(), DEVICE)
+        cost = self.costs(cache).operator_cost(*asked)
+        assert cost.seconds == pytest.approx(4.0 * ROOFLINE.operator_cost(*asked).seconds)
+        assert cost.source is Source.FITTED
+        assert cost.relative_error == pytest.approx(math.log(4.0) / math.sqrt(2))
+
+    def test_corrections_keep_to_kind_direction_and_precision(self, cache):
+        put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125)
+        matmul = next(o for o in OPERATORS if o.kind == "matmul")
+        costs = self.costs(cache)
+        for operator, direction, training in (
+            (matmul, FORWARD, Training()),
+            (LINEAR, BACKWARD, Training()),
+            (LINEAR, FORWARD, Training(precision="bfloat16")),
+        ):
+            cost = costs.operator_cost(operator, operator.sizes, direction, training, DEVICE)
+            assert cost.source is Source.ROOFLINE
+
+    def test_updates_follow_a_line(self, cache):
+        training = Training(optimizer="sgd")
+        for size in (10**3, 10**5, 10**7):
+            key = update_key(size, training, ENVIRONMENT)
+            cache.put(key, Measurement(1e-5 + size * 1e-9, 0.01, 9))
+        costs = self.costs(cache)
+        measured = costs.update_cost(10**5, training, DEVICE)
+        assert measured.source is Source.MEASURED
+        fitted = costs.update_cost(10**6, training, DEVICE)
+        assert fitted.source is Source.FITTED
+        assert fitted.seconds == pytest.approx(1e-5 + 1e-3)
+        assert costs.update_cost(10**6, Training(), DEVICE).source is Source.ROOFLINE
+
+    def test_one_update_corrects_the_fallback(self, cache):
+        plain = ROOFLINE.update_cost(10**6, Training(), DEVICE).seconds
+        key = update_key(10**6, Training(), ENVIRONMENT)
+        cache.put(key, Measurement(3 * plain, 0.01, 9))
+        cost = self.costs(cache).update_cost(10**4, Training(), DEVICE)
+        assert cost.source is Source.FITTED
+        assert cost.seconds == pytest.approx(
+            3 * ROOFLINE.update_cost(10**4, Training(), DEVICE).seconds
+        )
+
+    def test_a_profile_is_what_costs_answer_from(self, cache):
+        operators = [(o, o.sizes) for o in OPERATORS[:4]]
+        profile_operators(operators, Training(), cache, effort=QUICK)
+        costs = MeasuredCosts(cache, {"cpu": describe_environment()}, ROOFLINE)
+        for operator, sizes in operators:
+            for direction in Direction:
+                cost = costs.operator_cost(operator, sizes, direction, Training(), DEVICE)
+                assert cost.source is Source.MEASURED
+
+
+class TestUpdates:
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_updates_are_timed_once(self, cache, optimizer, precision):
+        training = Training(precision=precision, optimizer=optimizer)
+        sizes = (100, 1000)
+        first = profile_updates(training, cache, executor_update, sizes=sizes, effort=QUICK)
+        assert all(m.median_s > 0 for m in first)
+        again = profile_updates(training, cache, executor_update, sizes=sizes, effort=QUICK)
+        assert again == first
+        assert len(cache) == 2
+
+
+class TestLinks:
+    @pytest.mark.parametrize("latency_us", [0.0, 3.0, 150.0])
+    @pytest.mark.parametrize("bandwidth_gb_s", [0.5, 25.0, 300.0])
+    @pytest.mark.parametrize("size", [2, 8])
+    def test_a_fit_recovers_the_link(self, latency_us, bandwidth_gb_s, size):
+        link = axis_link(Link("wire", bandwidth_gb_s, latency_us), False, 1)
+        timings = [
+            CollectiveTiming(kind, n, size, collective_time(kind, n, size, link))
+            for kind in KINDS
+            for n in (2**12, 2**20, 2**28)
+        ]
+        fitted = fit_link(timings, "wire", shares_compute=True)
+        assert fitted.bandwidth_gb_s == pytest.approx(bandwidth_gb_s, rel=0.01)
+        assert fitted.latency_us == pytest.approx(latency_us, rel=0.01, abs=1e-6)
+        assert fitted.shares_compute
+
+    def test_a_fit_averages_noise(self):
+        link = axis_link(Link("wire", 2.0, 10.0), False, 1)
+        timings = [
+            CollectiveTiming(
+                kind, n, 4, collective_time(kind, n, 4, link) * (1 + 0.05 * (-1) ** i)
+            )
+            for kind in KINDS
+            for n in (2**12, 2**16, 2**20, 2**24)
+            for i in range(2)
+        ]
+        fitted = fit_link(timings, "wire")
+        assert fitted.bandwidth_gb_s == pytest.approx(2.0, rel=0.01)
+        assert fitted.latency_us == pytest.approx(10.0, rel=0.01)
+
+    def test_one_timing_is_too_few(self):
+        timing = CollectiveTiming(Collective.SEND, 10, 2, 1.0)
+        with pytest.raises(ValueError, match="1 timings cannot tell latency"):
+            fit_link([timing], "wire")
+
+    def test_times_must_grow(self):
+        timings = [CollectiveTiming(Collective.SEND, n, 2, 1.0 / n) for n in (10, 1000)]
+        with pytest.raises(ValueError, match="up to 1000 bytes"):
+            fit_link(timings, "wire")
+
+    def test_collectives_of_a_backend_are_timed(self):
+        found = run_local(3, lambda comm: time_collectives(comm, [100, 1200], repeats=2))
+        assert found[0] == found[1] == found[2]
+        assert [(t.kind, t.nbytes) for t in found[0]] == [
+            (kind, n) for kind in KINDS for n in (108, 1200)
+        ]
+        assert all(t.seconds > 0 and t.size == 3 for t in found[0])
+
+    def test_kinds_that_are_not_timed(self):
+        with pytest.raises(ValueError, match="broadcast cannot be timed here"):
+            run_local(2, lambda comm: time_collectives(comm, kinds=[Collective.BROADCAST]))
+
+    def test_one_rank_has_no_link(self):
+        with pytest.raises(ValueError, match="at least 2"):
+            run_local(1, lambda comm: time_collectives(comm))
+        with pytest.raises(ValueError, match="at least 2"):
+            measure_links(1)
+
+    def test_a_measurement_that_takes_too_long(self):
+        with pytest.raises(TimeoutError, match=r"took longer than 0\.1 s"):
+            measure_links(2, timeout=0.1)
+
+    @pytest.mark.slow
+    def test_links_between_processes(self):
+        link = measure_links(2)
+        assert link.shares_compute
+        assert link.bandwidth_gb_s > 0
