@@ -123,6 +123,7 @@ def score(
     blocks: tuple[Ints, ...],
     memory: tuple[Ints, ...],
     crossings: Ints,
+    arrivals: Ints,
     macro: tuple[Ints, ...],
     macro_work: Ints,
     table: Ints,
@@ -147,8 +148,15 @@ def score(
             table[kind, s] = block_ns[kind, s]
     table[SEND:, :] = 0
     for k in range(crossings.shape[0]):
-        kind, item, first, width, second, base = crossings[k]
-        table[kind, item] += pool_ns[base + choice[first] * width + choice[second]]
+        kind, item, first, width, second, base, group, target = crossings[k]
+        sent = False
+        for j in range(group, k):
+            other = crossings[j]
+            if other[0] == kind:
+                same = arrivals[target + choice[second]] == arrivals[other[7] + choice[other[4]]]
+                sent = sent or same
+        if not sent:
+            table[kind, item] += pool_ns[base + choice[first] * width + choice[second]]
     played: int = play_macro(table, *macro, macro_work)  # type: ignore[call-arg]
     seconds = played * 1e-9
     excess = 0.0
@@ -269,6 +277,7 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
         blocks: tuple[Ints, ...],
         memory: tuple[Ints, ...],
         crossings: Ints,
+        arrivals: Ints,
         macro: tuple[Ints, ...],
         macro_work: Ints,
         table: Ints,
@@ -303,6 +312,7 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
                 blocks,
                 memory,
                 crossings,
+                arrivals,
                 macro,
                 macro_work,
                 table,

@@ -91,6 +91,7 @@ def _arguments(p: Problem) -> tuple[Any, ...]:
         p.blocks,
         p.memory,
         p.crossings,
+        p.arrivals,
         p.macro,
         p.macro_work,
         p.table,

@@ -57,16 +57,23 @@ def _operator_seconds(
 
 
 def _cut_seconds(graph: OperatorGraph, layers: Sequence[int], cluster: Cluster) -> list[float]:
-    """Per layer, seconds to send on what is alive after it (and its gradients back)."""
+    """Per layer, seconds to send on what is alive after it (and its gradients back).
+
+    A tensor is sent once, however many operators read it; the devices of a node share its card.
+    """
     position = {i: k for k, i in enumerate(layers)}
-    crossing = [0.0] * len(layers)
-    per_byte = 1 / (cluster.inter_node.bandwidth_gb_s * 1e9)
+    last: dict[tuple[int, int], int] = {}
     for edge in graph.edges:
         if edge.producer in position:
-            made = graph.operators[edge.producer]
-            nbytes = 4 * math.prod(shape_of(made.outputs[edge.output].layout, made.sizes))
-            for k in range(position[edge.producer], position[edge.consumer]):
-                crossing[k] += 2 * nbytes * per_byte
+            tensor = (edge.producer, edge.output)
+            last[tensor] = max(last.get(tensor, 0), position[edge.consumer])
+    crossing = [0.0] * len(layers)
+    per_byte = cluster.devices_per_node / (cluster.inter_node.bandwidth_gb_s * 1e9)
+    for (i, output), end in last.items():
+        made = graph.operators[i]
+        nbytes = 4 * math.prod(shape_of(made.outputs[output].layout, made.sizes))
+        for k in range(position[i], end):
+            crossing[k] += 2 * nbytes * per_byte
     return crossing
 
 

@@ -15,6 +15,7 @@ from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, T
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import Edge, OperatorGraph
 from stratagem.simulator.pipeline import SEND, SEND_BACK, TIE, macro_graph
+from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.schedule import peak_in_flight, schedule_by_name
@@ -41,6 +42,7 @@ class Problem:
     blocks: tuple[IntArray, ...]
     memory: tuple[IntArray, ...]
     crossings: IntArray
+    arrivals: IntArray
     macro: tuple[IntArray, ...]
     macro_work: IntArray
     table: IntArray
@@ -109,17 +111,23 @@ def make_problem(
     ]
     pairs = stage_pairs([edge for edge, _ in edges], stage_of, small)
     ties = crossing_ties(stage_of, small)
-    crossing: list[tuple[int, int, int, int, Timed]] = []
-    for edge, row in edges:
-        item = pairs.index(_stages(stage_of, small, edge.producer, edge.consumer))
-        crossing.append((SEND, item, edge.producer, edge.consumer, row.forward))
-        crossing.append((SEND_BACK, item, edge.producer, edge.consumer, row.backward))
+    crossing = [
+        _Crossing(
+            kind, item, edge.producer, edge.consumer, timed, (*tensor, stages[1]), row.targets
+        )
+        for edge, row in edges
+        for stages in [_stages(stage_of, small, edge.producer, edge.consumer)]
+        for item, tensor in [(pairs.index(stages), (edge.producer, edge.output))]
+        for kind, timed in ((SEND, row.forward), (SEND_BACK, row.backward))
+    ]
     for item, (i, j, parameter) in enumerate(ties):
         ours, theirs = _stages(stage_of, small, i, j)
         home, user = (builders[ours], i, choices[i]), (builders[theirs], j, choices[j])
-        crossing.append((TIE, item, i, j, price_tie(home, user, parameter, cluster)))
+        price = price_tie(home, user, parameter, cluster)
+        crossing.append(_Crossing(TIE, item, i, j, price, (parameter, j), ()))
+    crossing.sort(key=lambda c: (c.kind == TIE, repr(c.group)))
     schedule = schedule_by_name(skeleton.schedule, len(tables), skeleton.num_microbatches)
-    flat_blocks, crossings = _flat_blocks(blocks, crossing)
+    flat_blocks, crossings, arrivals = _flat_blocks(blocks, crossing)
     macro = macro_graph(schedule, pairs, [_stages(stage_of, small, i, j) for i, j, _ in ties])
     graph_arrays = macro.graph.arrays()
     return Problem(
@@ -138,6 +146,7 @@ def make_problem(
         blocks=flat_blocks,
         memory=_flat_memory(tables, edges, stage_of, small, choices),
         crossings=crossings,
+        arrivals=arrivals,
         macro=(
             *graph_arrays[:3],
             *graph_arrays[4:],
@@ -148,6 +157,23 @@ def make_problem(
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((6, macro.num_items), dtype=np.int64),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Crossing:
+    """Something that crosses between stages: a row of the macro graph's duration table.
+
+    Of the crossings of one `group` (a tensor on its way to a stage) those with equal targets are
+    one; `targets` is per choice of `second`, empty where nothing is shared.
+    """
+
+    kind: int
+    item: int
+    first: int
+    second: int
+    timed: Timed
+    group: tuple[object, ...]
+    targets: tuple[Placements, ...]
 
 
 def _all_choices(
@@ -190,8 +216,8 @@ def _price(
 
 def _flat_blocks(
     blocks: Sequence[StageBlocks],
-    crossing: Sequence[tuple[int, int, int, int, Timed]],
-) -> tuple[tuple[IntArray, ...], IntArray]:
+    crossing: Sequence[_Crossing],
+) -> tuple[tuple[IntArray, ...], IntArray, IntArray]:
     """All blocks in one set of arrays, all pools in one pool; and what crosses between stages."""
     pool_ns, pool_mask, shift = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 1
     shifted: list[tuple[IntArray, IntArray]] = []
@@ -203,12 +229,19 @@ def _flat_blocks(
         pool_ns.append(stage.pool_ns)
         pool_mask.append(stage.pool_mask)
         shift += stage.pool_ns.size
-    rows: list[tuple[int, ...]] = []
-    for kind, item, first, second, timed in crossing:
-        rows.append((kind, item, first, timed.ns.shape[1], second, shift))
-        pool_ns.append(timed.ns.ravel())
-        pool_mask.append(timed.mask.ravel())
-        shift += timed.ns.size
+    crossings: list[tuple[int, ...]] = []
+    begins: dict[tuple[object, ...], int] = {}
+    numbers: dict[Placements, int] = {}
+    arrivals = [0]
+    for c in crossing:
+        group = begins.setdefault(c.group, len(crossings))
+        width = c.timed.ns.shape[1]
+        ends = (c.kind, c.item, c.first, width, c.second)
+        crossings.append((*ends, shift, group, len(arrivals)))
+        arrivals += [numbers.setdefault(t, len(numbers)) for t in c.targets]
+        pool_ns.append(c.timed.ns.ravel())
+        pool_mask.append(c.timed.mask.ravel())
+        shift += c.timed.ns.size
     tasks = np.cumsum([0, *(b.base.size for b in flat)])
     starts = np.cumsum([0, *(b.successors.size for b in flat)])
 
@@ -234,7 +267,8 @@ def _flat_blocks(
         np.zeros((9, max(block.base.size for block in flat)), dtype=np.int64),
         np.zeros(3, dtype=np.int64),
     )
-    return arrays, np.array(rows, dtype=np.int64).reshape(-1, 6)
+    flat_crossings = np.array(crossings, dtype=np.int64).reshape(-1, 8)
+    return arrays, flat_crossings, np.array(arrivals, dtype=np.int64)
 
 
 def _flat_memory(

@@ -33,11 +33,14 @@ from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE
 class BoundaryRow:
     """An edge between stages, per (producer choice, consumer choice).
 
-    `received_bytes` is what one device of the consumer keeps of it per microbatch.
+    `received_bytes` is what one device of the consumer keeps of it per microbatch. `targets` says
+    per consumer choice how the tensor must arrive: of two edges that want the same tensor in the
+    same way, only one is sent.
     """
 
     forward: Timed
     backward: Timed
+    targets: tuple[Placements, ...]
     received_bytes: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -107,7 +110,8 @@ def price_boundary(
                 backward[a, b] = _sum_seconds(target, sizes, itemsize, grads)
                 backward[a, b] += transfer_seconds(back, target.mesh, source.mesh, cluster)
     mask = transfer_mask(source.mesh, target.mesh, cluster)
-    return BoundaryRow(_masked(forward, mask), _masked(backward, mask), received)
+    targets = tuple(input_placements(read, other.config) for other in theirs)
+    return BoundaryRow(_masked(forward, mask), _masked(backward, mask), targets, received)
 
 
 def price_tie(

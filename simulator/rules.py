@@ -86,8 +86,8 @@ class Rule:
 
     `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run
     on matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward
-    moves its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors backward
-    needs; `inner` the collectives inside the kernel.
+    moves its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors
+    backward needs; `inner` the collectives inside the kernel.
     """
 
     flops: Callable[[Operator, Sizes], float]

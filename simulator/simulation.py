@@ -25,6 +25,7 @@ from stratagem.simulator.pipeline import (
     MacroGraph,
     macro_graph,
 )
+from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.schedule import peak_in_flight
@@ -204,12 +205,15 @@ def macro_durations(model: PlanModel) -> IntArray:
         durations[FORWARD, s] = forward.makespan
         durations[BACKWARD, s] = backward.makespan
         durations[LAST_BACKWARD, s] = last.makespan
+    sent: set[tuple[int, int, int, Placements]] = set()
     for edge, row in model.boundaries:
-        pair = model.macro.pairs.index(
-            _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
-        )
-        durations[SEND, pair] += row.forward.ns[0, 0]
-        durations[SEND_BACK, pair] += row.backward.ns[0, 0]
+        stages = _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
+        tensor = (edge.producer, edge.output, stages[1], row.targets[0])
+        if tensor not in sent:
+            sent.add(tensor)
+            pair = model.macro.pairs.index(stages)
+            durations[SEND, pair] += row.forward.ns[0, 0]
+            durations[SEND_BACK, pair] += row.backward.ns[0, 0]
     for t, (_, _, price) in enumerate(model.ties):
         durations[TIE, t] = price.ns[0, 0]
     return durations
