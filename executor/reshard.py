@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from stratagem.executor.backends.base import Communicator, Group
+from stratagem.executor.backends.base import Communicator, Group, Shape
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.placement import Pin, Shard
@@ -45,22 +46,41 @@ def run_steps(
     Raises:
         ValueError: when `tensor` is not what `spec` says that this rank holds.
     """
-    _check(tensor, spec, seat)
-    for step in steps:
-        tensor = _run_step(tensor, spec, step, seat, comm)
-        spec = spec.after(step)
-    return tensor
+    return Route(spec, steps, seat, comm)(tensor)
 
 
-def _check(tensor: Tensor | None, spec: TensorSpec, seat: Seat) -> None:
-    box = spec.box(seat)
-    expected = None if box is None else box_shape(box)
-    got = None if tensor is None else tuple(tensor.shape)
-    if got != expected:
-        raise ValueError(
-            f"device {seat.device} has a tensor of shape {got}, but its placements on a mesh of "
-            f"shape {seat.mesh.shape} give it {expected} of factors {spec.sizes}"
-        )
+class Route:
+    """A path of steps as one rank sees it, worked out once and run many times.
+
+    The arguments are those of `run_steps`; calling it with the rank's part runs the steps.
+    """
+
+    def __init__(
+        self, spec: TensorSpec, steps: Sequence[Step], seat: Seat, comm: Communicator
+    ) -> None:
+        self._spec, self._seat = spec, seat
+        box = spec.box(seat)
+        self._shape = None if box is None else box_shape(box)
+        self._lines: list[_Line | None] = []
+        for step in steps:
+            self._lines.append(_line(spec, step, seat, comm))
+            spec = spec.after(step)
+
+    def __call__(self, tensor: Tensor | None) -> Tensor | None:
+        """This rank's part after the steps, None where it has none."""
+        self._check(tensor)
+        for line in self._lines:
+            tensor = None if line is None else _STEPS[line.step.collective](line, tensor)
+        return tensor
+
+    def _check(self, tensor: Tensor | None) -> None:
+        got = None if tensor is None else tuple(tensor.shape)
+        if got != self._shape:
+            raise ValueError(
+                f"device {self._seat.device} has a tensor of shape {got}, but its placements on a "
+                f"mesh of shape {self._seat.mesh.shape} give it {self._shape} of factors "
+                f"{self._spec.sizes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -82,10 +102,30 @@ class _Line:
         assert isinstance(pin, Pin)
         return self.group[pin.index]
 
+    @cached_property
+    def shapes(self) -> list[Shape]:
+        """What every member holds before."""
+        return [box_shape(box) for box in self.before]
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What this member holds after."""
+        return box_shape(self.after[self.index])
+
+    @cached_property
+    def received(self) -> list[Shape]:
+        """What each member has of that which this member holds afterwards."""
+        own = self.after[self.index]
+        return [box_shape(intersection(box, own)) for box in self.before]
+
+    @cached_property
+    def _chunk_boxes(self) -> list[Box]:
+        return [intersection(self.before[self.index], box) for box in self.after]
+
     def chunks(self, tensor: Tensor) -> list[Tensor]:
         """What this member has of that which each member holds afterwards."""
         own = self.before[self.index]
-        return [cut(tensor, own, intersection(own, box)) for box in self.after]
+        return [cut(tensor, own, box) for box in self._chunk_boxes]
 
     def joined(self, pieces: Sequence[Tensor]) -> Tensor:
         """The members' pieces, which were shards of one dim, in one tensor."""
@@ -93,9 +133,8 @@ class _Line:
         return torch.cat(list(pieces), int(self.step.source.dim))
 
 
-def _run_step(
-    tensor: Tensor | None, spec: TensorSpec, step: Step, seat: Seat, comm: Communicator
-) -> Tensor | None:
+def _line(spec: TensorSpec, step: Step, seat: Seat, comm: Communicator) -> _Line | None:
+    """A step as the rank of `seat` sees it; None where it takes no part."""
     boxes, later = spec.boxes(seat, step.axis), spec.after(step).boxes(seat, step.axis)
     before = [box for box in boxes if box is not None]
     after = [box for box in later if box is not None]
@@ -103,7 +142,7 @@ def _run_step(
         return None
     index = seat.coordinates[step.axis]
     pinned = isinstance(step.source, Pin), isinstance(step.target, Pin)
-    line = _Line(
+    return _Line(
         step,
         comm,
         seat.group(step.axis),
@@ -112,7 +151,6 @@ def _run_step(
         before * len(boxes) if pinned[0] else before,
         after * len(boxes) if pinned[1] else after,
     )
-    return _STEPS[step.collective](line, tensor)
 
 
 def _all_reduce(line: _Line, tensor: Tensor | None) -> Tensor:
@@ -132,21 +170,18 @@ def _reduce(line: _Line, tensor: Tensor | None) -> Tensor | None:
 
 def _all_gather(line: _Line, tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    shapes = [box_shape(box) for box in line.before]
-    return line.joined(line.comm.all_gather(tensor, shapes, line.group))
+    return line.joined(line.comm.all_gather(tensor, line.shapes, line.group))
 
 
 def _all_to_all(line: _Line, tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    own = line.after[line.index]
-    shapes = [box_shape(intersection(box, own)) for box in line.before]
-    return line.joined(line.comm.all_to_all(line.chunks(tensor), shapes, line.group))
+    chunks = line.chunks(tensor)
+    return line.joined(line.comm.all_to_all(chunks, line.received, line.group))
 
 
 def _gather(line: _Line, tensor: Tensor | None) -> Tensor | None:
     assert tensor is not None
-    shapes = [box_shape(box) for box in line.before]
-    pieces = line.comm.gather(tensor, shapes, line.root, line.group)
+    pieces = line.comm.gather(tensor, line.shapes, line.root, line.group)
     return None if pieces is None else line.joined(pieces)
 
 
@@ -158,14 +193,12 @@ def _slice(line: _Line, tensor: Tensor | None) -> Tensor | None:
 
 
 def _broadcast(line: _Line, tensor: Tensor | None) -> Tensor:
-    shape = box_shape(line.after[line.index])
-    return line.comm.broadcast(tensor, shape, line.dtype, line.root, line.group)
+    return line.comm.broadcast(tensor, line.shape, line.dtype, line.root, line.group)
 
 
 def _scatter(line: _Line, tensor: Tensor | None) -> Tensor:
     chunks = None if tensor is None else line.chunks(tensor)
-    shape = box_shape(line.after[line.index])
-    return line.comm.scatter(chunks, shape, line.dtype, line.root, line.group)
+    return line.comm.scatter(chunks, line.shape, line.dtype, line.root, line.group)
 
 
 def _send(line: _Line, tensor: Tensor | None) -> Tensor | None:
@@ -176,7 +209,7 @@ def _send(line: _Line, tensor: Tensor | None) -> Tensor | None:
         return None
     if line.group[line.index] != target:
         return None
-    return line.comm.recv(box_shape(line.after[line.index]), line.dtype, line.root)
+    return line.comm.recv(line.shape, line.dtype, line.root)
 
 
 _STEPS: dict[Collective, Callable[[_Line, Tensor | None], Tensor | None]] = {

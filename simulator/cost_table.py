@@ -51,7 +51,7 @@ from stratagem.simulator.resharding import (
     link_mask,
     shared_resharder,
 )
-from stratagem.simulator.rules import rule_of
+from stratagem.simulator.rules import rule_of, saved_slots
 from stratagem.simulator.training import Training
 
 
@@ -252,7 +252,7 @@ class TableBuilder:
             self.graph.operators[i].outputs
         )
         for edge in self._readers[i]:
-            if edge.slot in rule_of(self.graph.operators[edge.consumer]).saved_inputs:
+            if edge.slot in saved_slots(self.graph.operators[edge.consumer]):
                 needed[edge.output] = True
         return tuple(needed)
 
@@ -433,10 +433,7 @@ class TableBuilder:
     ) -> tuple[Any, EdgeRow]:
         producer = self.graph.operators[edge.producer]
         consumer = self.graph.operators[edge.consumer]
-        kept = (
-            self.graph.needs_gradient[edge.consumer]
-            and edge.slot in rule_of(consumer).saved_inputs
-        )
+        kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved_slots(consumer)
         flows = self.graph.edge_needs_gradient(edge)
         ours, theirs = tuple(choices[edge.producer]), tuple(choices[edge.consumer])
         number = self._memory.number

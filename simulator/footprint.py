@@ -17,7 +17,7 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.rules import SAVING_STEPS
+from stratagem.simulator.rules import saved_intermediates
 from stratagem.simulator.training import Training
 
 
@@ -51,7 +51,7 @@ def operator_footprint(
     outputs = [math.prod(shape_of(out.layout, sizes)) for out in operator.outputs]
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]
     kept = sum(n * b for n, b, keep in zip(outputs, itemsize, saved, strict=True) if keep)
-    own = _intermediates(operator) * outputs[0] * itemsize[0]
+    own = saved_intermediates(operator) * outputs[0] * itemsize[0]
     if operator.kind == "cross_entropy":
         own = 4 * math.prod(shape_of(operator.inputs[0].layout, sizes))
     inputs = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
@@ -61,12 +61,6 @@ def operator_footprint(
         return Footprint(0, 0, 0)
     state, gathered = _state_bytes(operator, choice, uses, shape, training)
     return Footprint(state, kept + own, working + gathered)
-
-
-def _intermediates(operator: Operator) -> int:
-    """Tensors inside an elementwise chain that backward needs (inputs are counted elsewhere)."""
-    steps = operator.attributes.get("steps", ()) if operator.kind == "elementwise" else ()
-    return max(0, sum(step[0] in SAVING_STEPS for step in steps) - 1)
 
 
 def _state_bytes(

@@ -53,6 +53,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
+from stratagem.simulator.steps import is_reference
 
 Sizes = Mapping[str, int]
 
@@ -190,10 +191,46 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-SAVING_STEPS = frozenset(
-    {"mul", "div", "pow", "tanh", "sigmoid", "exp", "log", "relu", "gelu", "silu", "sqrt", "rsqrt"}
+SAVE_ARGUMENTS = frozenset(
+    {"pow", "log", "log1p", "sin", "cos", "erf", "abs", "leaky_relu", "gelu", "silu", "softplus"}
+    | {"clamp", "maximum", "minimum", "where", "masked_fill"}
 )
-"""Steps of an elementwise chain whose backward needs one of their tensors."""
+"""Steps of an elementwise chain whose backward needs their tensor arguments."""
+
+SAVE_RESULT = frozenset(
+    {"exp", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "relu", "dropout"}
+)
+"""Steps whose backward needs their result (or, for dropout, a mask)."""
+
+
+def saved_slots(operator: Operator) -> frozenset[int]:
+    """Which inputs the backward pass of an operator needs.
+
+    Example: the gradient of a residual addition needs neither of them, that of a product of two
+    tensors needs both.
+    """
+    if operator.kind != "elementwise":
+        return frozenset(rule_of(operator).saved_inputs)
+    return frozenset(position for what, position in _saved_by_steps(operator) if what == "in")
+
+
+def saved_intermediates(operator: Operator) -> int:
+    """How many tensors inside an elementwise chain its backward needs."""
+    if operator.kind != "elementwise":
+        return 0
+    return sum(what == "step" for what, _ in _saved_by_steps(operator))
+
+
+def _saved_by_steps(operator: Operator) -> set[tuple[str, int]]:
+    """("in", i) and ("step", j) of everything in a chain that its backward needs."""
+    saved: set[tuple[str, int]] = set()
+    for number, (function, arguments) in enumerate(operator.attributes["steps"]):
+        tensors = [tuple(a) for a in arguments if is_reference(a)]
+        if function in SAVE_RESULT:
+            saved.add(("step", number))
+        if function in SAVE_ARGUMENTS or (function in ("mul", "div") and len(tensors) > 1):
+            saved.update((str(what), int(which)) for what, which in tensors)
+    return saved
 
 
 def rule_of(operator: Operator) -> Rule:

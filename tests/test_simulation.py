@@ -273,3 +273,19 @@ def test_blocks_of_equal_choices_are_equal_however_they_are_built() -> None:
     model = plan_model(plan, graph, COSTS)
     _, inner, last = block_times(model.stages[0], len(graph.operators))
     assert inner.makespan < last.makespan
+
+
+def test_activations_of_a_layer_are_the_published_formula() -> None:
+    """34·s·b·h bytes a layer in 16 bits (Korthikanti et al. 2022), 2 of them dropout masks.
+
+    Attention keeps no s × s matrix (flash attention), and there is no dropout here.
+    """
+    sequence, batch, hidden = 32, 16, 64
+    kept = []
+    for num_layers in (1, 2):
+        graph = small_gpt(num_layers=num_layers, sequence=sequence, batch=batch, hidden=hidden)
+        plan = one_stage(
+            graph, mesh(1), replicated(graph, (1,)), training=Training(precision="bfloat16")
+        )
+        kept.append(simulate_plan(plan, graph, COSTS).memory[0].activations)
+    assert kept[1] - kept[0] == 32 * sequence * batch * hidden
