@@ -13,6 +13,8 @@ from stratagem.simulator.simulation import Simulation, StageMemory
 from stratagem.simulator.timeline import TaskKind, format_duration, statistics
 
 GIB = 2**30
+MAX_GROUPS = 12
+"""How many groups of equally treated operators are listed for a stage."""
 _ZERO = {
     0: "",
     1: "optimizer state sharded (ZeRO-1)",
@@ -72,8 +74,11 @@ def _stage_lines(
     for operator in computing:
         phrase = _choice_phrase(operator, stage.choices[operator.name], stage.mesh.shape)
         groups.setdefault(phrase, []).append(operator.name)
-    for phrase, names in sorted(groups.items(), key=lambda pair: -len(pair[1])):
-        lines.append(f"  • {phrase}: {_collapse(names)}")
+    ordered = sorted(groups.items(), key=lambda pair: -len(pair[1]))
+    lines += [f"  • {phrase}: {_collapse(names)}" for phrase, names in ordered[:MAX_GROUPS]]
+    if len(ordered) > MAX_GROUPS:
+        rest = sum(len(names) for _, names in ordered[MAX_GROUPS:])
+        lines.append(f"  • {rest} more operators in {len(ordered) - MAX_GROUPS} other ways")
     lines.append(f"  {_memory_phrase(memory)}")
     return lines
 
@@ -83,6 +88,8 @@ def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -
     copies = 1
     words: list[str] = []
     for placement, size in zip(choice.config, shape, strict=True):
+        if size == 1:
+            continue
         if isinstance(placement, Shard):
             name = str(placement.dim)
             ways[name] = max(ways[name], 1) * size
