@@ -1,0 +1,250 @@
+"""What lowering knows of a plan as a whole, before it writes any rank's instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from stratagem.executor.program import ranks_of
+from stratagem.simulator.boundary import summed
+from stratagem.simulator.graph import Edge, OperatorGraph, factor_sizes
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.placement import (
+    Config,
+    Placements,
+    input_gradient_placements,
+    input_placements,
+    output_gradient_placements,
+    output_placements,
+)
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.resharding import Resharder, Step
+from stratagem.simulator.schedule import Action, ActionKind
+from stratagem.simulator.transfers import Transfer
+
+Paths = dict[tuple[object, ...], tuple[Step, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """A tensor on its way from one stage to another: what `edges` read, or their gradient.
+
+    `before` is how it lies on the source mesh until pending sums are carried out.
+    """
+
+    edges: tuple[Edge, ...]
+    source_stage: int
+    target_stage: int
+    before: Placements
+    transfer: Transfer
+    dtype: str
+    value: str
+
+    @property
+    def edge(self) -> Edge:
+        """The first of the edges."""
+        return self.edges[0]
+
+    def task(self, microbatch: int) -> str:
+        """Name in the timeline, that of the simulator."""
+        return f"stage {self.source_stage} ⇢ stage {self.target_stage}, microbatch {microbatch}"
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """A plan for a graph; `whole` is that of the whole batch, `graph` that of a microbatch."""
+
+    plan: Plan
+    whole: OperatorGraph
+    graph: OperatorGraph
+
+    @cached_property
+    def ranks(self) -> Mapping[int, int]:
+        """The rank of every device."""
+        return ranks_of(self.plan)
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of every operator."""
+        return tuple(self.plan.stage_of[operator.name] for operator in self.graph.operators)
+
+    @cached_property
+    def is_source(self) -> tuple[bool, ...]:
+        """Which operators are sources, which every rank computes in full."""
+        return tuple(operator.kind == "source" for operator in self.graph.operators)
+
+    @cached_property
+    def configs(self) -> tuple[Config, ...]:
+        """The config of every operator."""
+        return tuple(self.plan.choice(o.name).config for o in self.graph.operators)
+
+    @cached_property
+    def operators(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage its operators in order, sources left out."""
+        return tuple(
+            tuple(i for i, at in enumerate(self.stage_of) if at == stage and not self.is_source[i])
+            for stage in range(len(self.plan.stages))
+        )
+
+    @cached_property
+    def incoming(self) -> tuple[tuple[Edge, ...], ...]:
+        """The edges into every operator, by slot."""
+        return self._edges_by(consumer=True)
+
+    @cached_property
+    def outgoing(self) -> tuple[tuple[Edge, ...], ...]:
+        """The edges out of every operator."""
+        return self._edges_by(consumer=False)
+
+    def _edges_by(self, *, consumer: bool) -> tuple[tuple[Edge, ...], ...]:
+        found: list[list[Edge]] = [[] for _ in self.graph.operators]
+        for edge in self.graph.edges:
+            found[edge.consumer if consumer else edge.producer].append(edge)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def runs_backward(self) -> tuple[bool, ...]:
+        """Which operators have a backward pass: a gradient of the loss reaches and passes them."""
+        graph = self.graph
+        runs = [False] * len(graph.operators)
+        for i in reversed(range(len(runs))):
+            reached = graph.operators[i].name == graph.loss or any(
+                runs[edge.consumer] and graph.edge_needs_gradient(edge)
+                for edge in self.outgoing[i]
+            )
+            runs[i] = reached and graph.needs_gradient[i]
+        return tuple(runs)
+
+    def flows_back(self, edge: Edge) -> bool:
+        """Whether a gradient goes from the consumer of an edge to its producer."""
+        return self.runs_backward[edge.consumer] and self.graph.edge_needs_gradient(edge)
+
+    # -- placements -----------------------------------------------------------------------------
+
+    def mesh(self, stage: int) -> DeviceMesh:
+        """The mesh of a stage."""
+        return self.plan.stages[stage].mesh
+
+    @cached_property
+    def _resharders(self) -> tuple[Resharder, ...]:
+        cluster = self.plan.cluster
+        return tuple(
+            Resharder(
+                stage.mesh.shape,
+                [stage.mesh.link(axis, cluster) for axis in range(len(stage.mesh.axes))],
+            )
+            for stage in self.plan.stages
+        )
+
+    @cached_property
+    def _paths(self) -> Paths:
+        return {}
+
+    def path(
+        self, stage: int, sizes: tuple[int, ...], dtype: str, before: Placements, after: Placements
+    ) -> tuple[Step, ...]:
+        """The steps that the simulator prices for a conversion on a stage's mesh."""
+        key = (stage, sizes, dtype, before, after)
+        if key not in self._paths:
+            itemsize = self.plan.training.bytes_of(dtype)
+            self._paths[key] = self._resharders[stage].path(sizes, itemsize, before, after)
+        return self._paths[key]
+
+    def made(self, edge: Edge) -> Placements:
+        """How the producer of an edge leaves the tensor."""
+        output = self.graph.operators[edge.producer].outputs[edge.output]
+        return output_placements(output, self.configs[edge.producer])
+
+    def wanted(self, edge: Edge) -> Placements:
+        """How the consumer of an edge needs the tensor."""
+        read = self.graph.operators[edge.consumer].inputs[edge.slot]
+        return input_placements(read, self.configs[edge.consumer])
+
+    def gradient_made(self, edge: Edge) -> Placements:
+        """How the consumer of an edge leaves the tensor's gradient."""
+        read = self.graph.operators[edge.consumer].inputs[edge.slot]
+        return input_gradient_placements(read, self.configs[edge.consumer])
+
+    def gradient_wanted(self, edge: Edge) -> Placements:
+        """How the producer of an edge needs the tensor's gradient."""
+        output = self.graph.operators[edge.producer].outputs[edge.output]
+        return output_gradient_placements(output, self.configs[edge.producer])
+
+    def sizes(self, edge: Edge) -> tuple[int, ...]:
+        """Factor sizes of the tensor on an edge."""
+        producer = self.graph.operators[edge.producer]
+        return factor_sizes(producer.outputs[edge.output].layout, producer.sizes)
+
+    def dtype(self, edge: Edge) -> str:
+        """Dtype of the tensor on an edge."""
+        return self.graph.operators[edge.producer].outputs[edge.output].dtype
+
+    # -- between stages -------------------------------------------------------------------------
+
+    def crosses(self, edge: Edge) -> bool:
+        """Whether an edge joins two stages (sources are everywhere)."""
+        stages = self.stage_of[edge.producer], self.stage_of[edge.consumer]
+        return not self.is_source[edge.producer] and stages[0] != stages[1]
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Activations between stages, equal ones once, in the order in which they are sent."""
+        groups: dict[tuple[object, ...], list[Edge]] = {}
+        for edge in filter(self.crosses, self.graph.edges):
+            key = (edge.producer, edge.output, self.stage_of[edge.consumer], self.wanted(edge))
+            groups.setdefault(key, []).append(edge)
+        made = [self._crossing(tuple(edges)) for edges in groups.values()]
+        return tuple(sorted(made, key=lambda c: (c.edge.producer, c.edge.output, c.edge.consumer)))
+
+    @cached_property
+    def returns(self) -> tuple[Crossing, ...]:
+        """Gradients between stages, one an edge, in the order in which they are sent."""
+        edges = [e for e in self.graph.edges if self.crosses(e) and self.flows_back(e)]
+        return tuple(
+            self._return(edge) for edge in sorted(edges, key=lambda e: (-e.consumer, e.slot))
+        )
+
+    def _crossing(self, edges: tuple[Edge, ...]) -> Crossing:
+        edge = edges[0]
+        source, target = self.stage_of[edge.producer], self.stage_of[edge.consumer]
+        before, after = self.made(edge), self.wanted(edge)
+        return self._between(edges, source, target, before, after, f"{self.name(edge, '⇢')}")
+
+    def _return(self, edge: Edge) -> Crossing:
+        source, target = self.stage_of[edge.consumer], self.stage_of[edge.producer]
+        before, after = self.gradient_made(edge), self.gradient_wanted(edge)
+        return self._between((edge,), source, target, before, after, self.name(edge, "⇠"))
+
+    def _between(
+        self,
+        edges: tuple[Edge, ...],
+        source: int,
+        target: int,
+        before: Placements,
+        after: Placements,
+        value: str,
+    ) -> Crossing:
+        sizes = self.sizes(edges[0])
+        transfer = Transfer(sizes, self.mesh(source), summed(before), self.mesh(target), after)
+        return Crossing(edges, source, target, before, transfer, self.dtype(edges[0]), value)
+
+    def name(self, edge: Edge, arrow: str) -> str:
+        """An edge in words, told apart by its slot where two operators have several."""
+        producer, consumer = (self.graph.operators[i] for i in (edge.producer, edge.consumer))
+        slots = [e.slot for e in self.incoming[edge.consumer] if e.producer == edge.producer]
+        number = f" #{edge.slot}" if len(slots) > 1 else ""
+        return f"{producer.name} {arrow} {consumer.name}{number}"
+
+    # -- schedule -------------------------------------------------------------------------------
+
+    def actions(self, stage: int) -> list[Action]:
+        """What a stage does, in order."""
+        schedule = self.plan.make_schedule()
+        return [a for order in schedule.orders for a in order if a.stage == stage]
+
+    def last_backward(self, stage: int) -> int:
+        """The microbatch whose backward pass is the last of a stage."""
+        return next(
+            a.microbatch for a in reversed(self.actions(stage)) if a.kind is ActionKind.BACKWARD
+        )

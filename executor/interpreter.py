@@ -1,0 +1,202 @@
+"""The interpreter: one rank's program, run step after step with a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+
+from stratagem.executor import compute, movement
+from stratagem.executor.backends.base import Communicator
+from stratagem.executor.instructions import (
+    Backward,
+    Convert,
+    Forward,
+    Free,
+    Instruction,
+    Receive,
+    Send,
+    Source,
+    Update,
+)
+from stratagem.executor.memory import Memory
+from stratagem.executor.optimizers import make_optimizer
+from stratagem.executor.program import LOSS, Program
+from stratagem.executor.seats import Seat, mesh_groups
+from stratagem.executor.shards import operator_shards
+from stratagem.executor.states import check_state, collect, local_part
+from stratagem.simulator.graph import OperatorGraph, factor_sizes
+from stratagem.simulator.torch_ops.programs import run_source
+from stratagem.simulator.torch_ops.shards import Shards
+
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank: start and end of every instruction in ns, 0 at the barrier before it.
+
+    `loss` is None on ranks of stages without the loss.
+    """
+
+    loss: float | None
+    spans: tuple[tuple[int, int], ...]
+    duration_ns: int
+
+
+class Interpreter:
+    """One rank of a program: its parameters, and its instructions as ready-made actions.
+
+    Example:
+        >>> interpreter = Interpreter(program, comm, model.state_dict())  # doctest: +SKIP
+        >>> interpreter.step({"x": x, "target": target}).loss  # doctest: +SKIP
+        2.31
+
+    Args:
+        program: from `lower`.
+        comm: its rank says which part of the program this is; `prepare` is called here.
+        state: whole parameters and buffers, by name.
+
+    Raises:
+        ValueError: when `state` does not fit the graph.
+    """
+
+    def __init__(self, program: Program, comm: Communicator, state: Mapping[str, Tensor]) -> None:
+        check_state(program, state)
+        self.program = program
+        self.comm = comm
+        self.mine = program.ranks[comm.rank]
+        self.gradients: dict[str, Tensor] | None = None
+        mesh = program.mesh(comm.rank)
+        self._seat = Seat(mesh, self.mine.device, program.rank_of)
+        for stage in program.plan.stages:
+            comm.prepare(mesh_groups(stage.mesh, program.rank_of))
+        self._state = state
+        self._memory = Memory()
+        self.reset()
+        self._batch: Mapping[str, Tensor] = {}
+        self._shards: dict[str, Shards] = {}
+        self._flows = _flows(program.graph)
+        self._actions = [self._action(each) for each in self.mine.instructions]
+
+    def reset(self) -> None:
+        """Undo all training: parameters as they were given, and an optimizer without a past."""
+        for stored in self.mine.stored:
+            part = local_part(stored, self._state[stored.parameter], self._seat)
+            self._memory.values[stored.value] = part.to(self.comm.device)
+        self._optimizer = make_optimizer(self.program.plan.training)
+
+    def step(self, batch: Mapping[str, Tensor], *, keep_gradients: bool = False) -> StepRecord:
+        """Run one training step on the inputs of the whole batch.
+
+        With `keep_gradients`, `gradients` then has this rank's part of every gradient at home.
+        """
+        self._batch = batch
+        self.gradients = {} if keep_gradients else None
+        self._memory.values.pop(LOSS, None)
+        spans: list[tuple[int, int]] = []
+        with torch.no_grad():
+            self.comm.barrier()
+            zero = start = perf_counter_ns()
+            for action in self._actions:
+                action()
+                end = perf_counter_ns()
+                spans.append((start - zero, end - zero))
+                start = end
+        loss = self._memory.values.get(LOSS)
+        return StepRecord(None if loss is None else float(loss), tuple(spans), start - zero)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers on rank 0; every rank calls this."""
+        program = self.program
+        parts = {
+            home.stored.parameter: self._memory.values[home.stored.value]
+            for home in program.homes
+            if home.stage == self.mine.stage and home.stored.value in self._memory.values
+        }
+        return collect(program, program.homes, parts, self.comm)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of a step that kept them, on rank 0; every rank calls this."""
+        assert self.gradients is not None
+        trained = tuple(home for home in self.program.homes if home.trained)
+        return collect(self.program, trained, self.gradients, self.comm)
+
+    # -- actions --------------------------------------------------------------------------------
+
+    def _action(self, instruction: Instruction) -> Action:
+        memory, comm = self._memory, self.comm
+        match instruction:
+            case Source():
+                return self._source(instruction)
+            case Forward():
+                return self._forward(instruction)
+            case Backward():
+                operator = self.program.graph.operator(instruction.operator)
+                return compute.backward(instruction, operator, self._part(operator.name), memory)
+            case Convert():
+                return movement.convert(instruction, self._seat, comm, memory)
+            case Send():
+                return movement.send(instruction, comm, memory)
+            case Receive():
+                return movement.receive(instruction, comm, memory)
+            case Update():
+                return self._update(instruction)
+            case Free():
+                return lambda: memory.free(instruction.values)
+
+    def _part(self, operator: str) -> Shards:
+        """This rank's shards of an operator."""
+        if operator not in self._shards:
+            self._shards[operator] = operator_shards(
+                self.program.graph.operator(operator),
+                self.program.plan.choice(operator).config,
+                self._seat,
+                self.comm,
+            )
+        return self._shards[operator]
+
+    def _source(self, instruction: Source) -> Action:
+        operator = self.program.whole.operator(instruction.operator)
+        shape = factor_sizes(operator.outputs[0].layout, operator.sizes)
+        values = self._memory.values
+
+        def run() -> None:
+            whole = run_source(operator, self._batch, device=self.comm.device)
+            values[instruction.value] = whole.reshape(shape)
+
+        return run
+
+    def _forward(self, instruction: Forward) -> Action:
+        operator = self.program.graph.operator(instruction.operator)
+        shards = self._part(operator.name)
+        flows = self._flows[operator.name]
+        return compute.forward(instruction, operator, shards, flows, self._memory)
+
+    def _update(self, instruction: Update) -> Action:
+        values = self._memory.values
+
+        def run() -> None:
+            for each in instruction.parameters:
+                gradient = values[each.gradient]
+                self._optimizer(each.parameter, values[each.value], gradient)
+                if self.gradients is not None:
+                    self.gradients[each.parameter] = gradient
+
+        return run
+
+
+def _flows(graph: OperatorGraph) -> dict[str, list[bool]]:
+    """Per operator, for its inputs and then its weights, whether a gradient is wanted."""
+    flows: dict[str, list[bool]] = {operator.name: [] for operator in graph.operators}
+    for edge in graph.edges:
+        name = graph.operators[edge.consumer].name
+        flows[name].append(graph.edge_needs_gradient(edge))
+    for operator in graph.operators:
+        flows[operator.name] += [
+            graph.parameter_index[weight.parameter].trainable for weight in operator.weights
+        ]
+    return flows

@@ -1,0 +1,102 @@
+"""From a plan to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stratagem.executor.context import Context
+from stratagem.executor.instructions import Forward, Free, Instruction, Source
+from stratagem.executor.passes import PassWriter
+from stratagem.executor.program import LOSS, Program, RankProgram
+from stratagem.executor.weights import Weights
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan
+
+
+def lower(plan: Plan, graph: OperatorGraph) -> Program:
+    """Make the program that runs a plan.
+
+    Example:
+        >>> program = lower(plan, graph)  # doctest: +SKIP
+        >>> print(grid(program))  # doctest: +SKIP
+
+    Args:
+        plan: for this graph, in float32.
+        graph: the model at its whole batch.
+
+    Raises:
+        ValueError: when the plan is not for `graph` (see `Plan.check`), its precision is not
+            executed, the loss has no gradient, or a parameter is shared in a way that is not
+            executed (see `Weights`).
+    """
+    plan.check(graph)
+    _check_precision(plan)
+    context = Context(plan, graph, graph.microbatch(plan.num_microbatches))
+    _check_loss(context)
+    weights = Weights(context)
+    return Program(
+        plan=plan,
+        whole=graph,
+        graph=context.graph,
+        homes=weights.homes(),
+        ranks=tuple(_rank(context, weights, device) for device in context.ranks),
+    )
+
+
+def _check_precision(plan: Plan) -> None:
+    if plan.training.precision != "float32":
+        raise ValueError(
+            f"plan {plan.name!r} trains in {plan.training.precision}, which is simulated only; "
+            f"the executor runs float32: search with Training(precision='float32')"
+        )
+
+
+def _check_loss(context: Context) -> None:
+    loss = context.graph.index[context.graph.loss]
+    if not context.runs_backward[loss]:
+        raise ValueError(
+            f"the loss {context.graph.loss!r} of graph {context.graph.name!r} depends on no "
+            f"trained parameter; there is nothing to train"
+        )
+
+
+def _rank(context: Context, weights: Weights, device: int) -> RankProgram:
+    passes = PassWriter(context, weights, device)
+    passes.step()
+    writer, stored = passes.writer, passes.parameters.stored()
+    body = [*_sources(writer.instructions, context), *writer.instructions]
+    kept = {each.value for each in stored} | {LOSS}
+    return RankProgram(writer.rank, device, writer.stage, stored, _freed(body, kept))
+
+
+def _sources(instructions: Sequence[Instruction], context: Context) -> list[Instruction]:
+    """The sources that a rank's operators read, in graph order."""
+    read = {
+        operand.value
+        for instruction in instructions
+        if isinstance(instruction, Forward)
+        for operand in instruction.inputs
+    }
+    return [
+        Source(operator.name, f"{operator.name} whole")
+        for operator, is_source in zip(context.graph.operators, context.is_source, strict=True)
+        if is_source and f"{operator.name} whole" in read
+    ]
+
+
+def _freed(instructions: Sequence[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
+    """The instructions with every value freed right after the last one that touches it."""
+    last: dict[str, int] = {}
+    for number, instruction in enumerate(instructions):
+        for value in (*instruction.reads, *instruction.writes):
+            last[value] = number
+    dying: dict[int, list[str]] = {}
+    for value, number in last.items():
+        if value not in kept:
+            dying.setdefault(number, []).append(value)
+    body: list[Instruction] = []
+    for number, instruction in enumerate(instructions):
+        body.append(instruction)
+        if number in dying:
+            body.append(Free(tuple(dying[number])))
+    return tuple(body)

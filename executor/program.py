@@ -1,0 +1,129 @@
+"""Programs: what every rank does in one training step, as data.
+
+A rank's program is a list of instructions over named values. Values are written once, or added to
+by several instructions, and freed after their last use; what outlives the step is `Stored`.
+
+    Forward     fc1 m0, fc1 tape m0     ◀── x m0, fc1.weight (R)
+    Convert     fc1 → fc2 #0 m0         ◀── fc1 m0              all-gather axis 1
+    Free        fc1 m0
+    Send        stage 1                 ◀── fc2 m0
+
+Nothing here imports torch: programs are made, printed and verified on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from stratagem.executor.instructions import Free, Instruction
+from stratagem.simulator.graph import Layout, OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.placement import Placements
+from stratagem.simulator.plan import Plan
+
+LOSS = "loss"
+"""The value that holds the loss of the step on every rank of the loss's stage."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter or buffer that a rank keeps between steps, and how it lies there."""
+
+    value: str
+    parameter: str
+    layout: Layout
+    sizes: tuple[int, ...]
+    placements: Placements
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter (or buffer) is authoritative: a stage's mesh, and the placements on it."""
+
+    stage: int
+    trained: bool
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank keeps, and what it does in a step."""
+
+    rank: int
+    device: int
+    stage: int
+    stored: tuple[Stored, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A plan made executable: one list of instructions a rank.
+
+    Example:
+        >>> print(grid(lower(plan, graph)))  # doctest: +SKIP
+        rank 0  tokens source  embed F0  fc F0  fc B0  fc sync  fc update …
+
+    `whole` is the graph of the whole batch, `graph` that of one microbatch; `homes` has every
+    parameter that the program keeps.
+    """
+
+    plan: Plan
+    whole: OperatorGraph
+    graph: OperatorGraph
+    homes: tuple[Home, ...]
+    ranks: tuple[RankProgram, ...]
+
+    @cached_property
+    def rank_of(self) -> Mapping[int, int]:
+        """The rank of every device that the plan uses."""
+        return ranks_of(self.plan)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def loss_rank(self) -> int:
+        """The first rank that holds the loss at the end of a step."""
+        stage = self.plan.stage_of[self.graph.loss]
+        return next(each.rank for each in self.ranks if each.stage == stage)
+
+    def mesh(self, rank: int) -> DeviceMesh:
+        """The mesh that a rank is part of."""
+        return self.plan.stages[self.ranks[rank].stage].mesh
+
+
+def ranks_of(plan: Plan) -> dict[int, int]:
+    """Ranks count the devices that a plan uses in ascending order."""
+    devices = sorted(device for stage in plan.stages for device in stage.mesh.devices)
+    return {device: rank for rank, device in enumerate(devices)}
+
+
+def grid(program: Program) -> str:
+    """Draw one row a rank and one column a step; `Free` is left out.
+
+    All ranks of a collective stand in one column, and a receive comes after its send.
+    """
+    from stratagem.executor.replay import replay
+
+    columns: list[dict[int, str]] = []
+    for step, rank, instruction in replay(program):
+        if not isinstance(instruction, Free):
+            columns += [{} for _ in range(step + 1 - len(columns))]
+            columns[step][rank] = str(instruction)
+    columns = [column for column in columns if column]
+    widths = [max(map(len, column.values())) for column in columns]
+    label = len(str(program.world_size - 1))
+    return "\n".join(
+        f"rank {rank:<{label}}  {'  '.join(_cells(columns, widths, rank)).rstrip()}"
+        for rank in range(program.world_size)
+    )
+
+
+def _cells(columns: list[dict[int, str]], widths: list[int], rank: int) -> Iterator[str]:
+    for column, width in zip(columns, widths, strict=True):
+        yield column.get(rank, "").ljust(width)

@@ -1,0 +1,83 @@
+"""The result file of a run: losses, step times, the measured timeline, errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stratagem.executor.run import ExecutionResult
+from stratagem.simulator.files import read_text, write_text
+from stratagem.simulator.timeline import Timeline
+
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What a launched run wrote.
+
+    Attributes:
+        plan: its name.
+        losses: of every step.
+        step_times: of every step in seconds, that of the slowest rank.
+        timeline: of the step with the median time, measured.
+        errors: if checked, the relative error of the loss and of every gradient by name,
+            max |a − b| / max |b| against one process of torch.
+    """
+
+    plan: str
+    losses: tuple[float, ...]
+    step_times: tuple[float, ...]
+    timeline: Timeline
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step_time(self) -> float:
+        """Median step time in seconds."""
+        return sorted(self.step_times)[(len(self.step_times) - 1) // 2]
+
+    @property
+    def max_error(self) -> float:
+        """The largest of the errors."""
+        return max(self.errors.values(), default=0.0)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all."""
+        columns: dict[str, Any] = {
+            "version": REPORT_VERSION,
+            "plan": self.plan,
+            "losses": self.losses,
+            "step_times": self.step_times,
+            "timeline": self.timeline.to_dict(),
+            "errors": self.errors,
+        }
+        write_text(path, json.dumps(columns, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Read the file.
+
+        Raises:
+            ValueError: names the file and what is wrong with it.
+        """
+        text = read_text(path, "result file")
+        try:
+            columns = json.loads(text)
+            if columns.pop("version") != REPORT_VERSION:
+                raise ValueError(f"it is not of version {REPORT_VERSION}; run again")
+            return cls(
+                plan=columns["plan"],
+                losses=tuple(columns["losses"]),
+                step_times=tuple(columns["step_times"]),
+                timeline=Timeline.from_dict(columns["timeline"]),
+                errors=columns["errors"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"result file {path} is broken: {error}") from error
+
+
+def report_of(plan: str, result: ExecutionResult, errors: dict[str, float]) -> Report:
+    """The report of a result."""
+    return Report(plan, result.losses, result.step_times, result.timeline, errors)

@@ -1,0 +1,91 @@
+"""Parameters on their way in and out: whole tensors by name, and every rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.executor.backends.base import Communicator
+from stratagem.executor.movement import stored_shape
+from stratagem.executor.program import Home, Program, Stored
+from stratagem.executor.reshard import run_transfer
+from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.placement import REPLICATE
+from stratagem.simulator.torch_ops.programs import torch_dtype
+from stratagem.simulator.transfers import Transfer
+
+
+def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
+    """Refuse a model's state that lacks a parameter of the program or has it in another shape.
+
+    Raises:
+        ValueError: names the parameter and both shapes or dtypes.
+    """
+    for home in program.homes:
+        parameter = program.graph.parameter_index[home.stored.parameter]
+        if parameter.name not in state:
+            raise ValueError(
+                f"the model's state has no {parameter.name!r}, which graph "
+                f"{program.graph.name!r} uses; pass model_state(model) of the captured model"
+            )
+        given = state[parameter.name]
+        if (tuple(given.shape), given.dtype) != (parameter.shape, torch_dtype(parameter.dtype)):
+            raise ValueError(
+                f"parameter {parameter.name!r} is {tuple(given.shape)} {given.dtype} in the "
+                f"model's state, but {parameter.shape} {parameter.dtype} in graph "
+                f"{program.graph.name!r}; pass the state of the captured model"
+            )
+
+
+def local_part(stored: Stored, whole: Tensor, seat: Seat) -> Tensor:
+    """This rank's part of a parameter, in memory of its own."""
+    spec = TensorSpec(stored.sizes, whole.dtype, stored.placements)
+    box = spec.box(seat)
+    assert box is not None
+    everything = tuple((0, size) for size in stored.sizes)
+    part = cut(whole.detach().reshape(stored.sizes), everything, box)
+    shape = stored_shape(stored.layout, box_shape(box))
+    return part.reshape(shape).clone(memory_format=torch.contiguous_format)
+
+
+def collect(
+    program: Program, homes: tuple[Home, ...], parts: Mapping[str, Tensor], comm: Communicator
+) -> dict[str, Tensor]:
+    """Bring parameters (or their gradients) together on rank 0, by name.
+
+    Every rank calls this. `parts` has, by parameter name, what this rank holds of each at home.
+
+    Returns:
+        Whole tensors in the shapes of the parameters on rank 0; nothing on other ranks.
+    """
+    device = program.ranks[comm.rank].device
+    first = DeviceMesh((MeshAxis("one", 1),), (program.ranks[0].device,))
+    whole: dict[str, Tensor] = {}
+    for home in homes:
+        stored = home.stored
+        mesh = program.plan.stages[home.stage].mesh
+        transfer = Transfer(stored.sizes, mesh, stored.placements, first, (REPLICATE,))
+        parameter = program.graph.parameter_index[stored.parameter]
+        part = parts.get(stored.parameter)
+        box = transfer.source_box(device)
+        if part is not None and box is not None:
+            part = part.reshape(box_shape(box))
+        dtype = torch_dtype(parameter.dtype)
+        tensor = run_transfer(part, transfer, dtype, device, program.rank_of, comm)
+        if tensor is not None:
+            whole[stored.parameter] = tensor.reshape(parameter.shape).clone()
+    return whole
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a model by name, also buffers that `state_dict` leaves out.
+
+    Example:
+        >>> sorted(model_state(nn.Linear(2, 1)))
+        ['bias', 'weight']
+    """
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {name: tensor.detach() for name, tensor in named.items()}

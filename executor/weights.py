@@ -1,0 +1,197 @@
+"""Every use of every parameter: where its value and its gradient lie, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stratagem.executor.context import Context
+from stratagem.executor.program import Home, Stored
+from stratagem.simulator.graph import Operator, Weight, factor_sizes
+from stratagem.simulator.parameters import Use, home_placements, owners, use_of
+from stratagem.simulator.placement import (
+    Placements,
+    weight_gradient_placements,
+    weight_placements,
+)
+from stratagem.simulator.resharding import placements_text
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """How operator `user` uses its weight number `slot`.
+
+    Attributes:
+        owner: the operator at whose `home` the parameter is updated, in stage `owner_stage`.
+        joins_owner: the gradient lies like that of the owner in the same stage (or is its own).
+        zero: the owner's ZeRO stage where `joins_owner`, else 0.
+        used: placements of the value that the operator reads.
+        made: placements of the gradient that it makes.
+    """
+
+    user: int
+    slot: int
+    weight: Weight
+    sizes: tuple[int, ...]
+    dtype: str
+    use: Use
+    owner: int
+    stage: int
+    owner_stage: int
+    zero: int
+    joins_owner: bool
+    used: Placements
+    made: Placements
+    home: Placements
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter."""
+        return self.weight.parameter
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient."""
+        return self.use is not Use.BUFFER
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the value is brought together for each use and freed after it (ZeRO-3)."""
+        return self.joins_owner and self.zero == 3 and self.home != self.used
+
+    @property
+    def used_value(self) -> str:
+        """The value that the operator reads, unless it is gathered."""
+        return f"{self.parameter} {placements_text(self.used)}"
+
+    @property
+    def home_value(self) -> str:
+        """The value that the optimizer updates."""
+        return f"{self.parameter} {placements_text(self.home)}"
+
+    @property
+    def home_gradient(self) -> str:
+        """The gradient that the optimizer reads."""
+        return f"∂{self.parameter}"
+
+    def gradient(self, microbatch: int, operator: str) -> str:
+        """The gradient as the operator makes it, summed over microbatches below ZeRO-2."""
+        if not self.joins_owner:
+            return f"∂{self.parameter} of {operator}"
+        if self.made == self.home:
+            return self.home_gradient
+        each = f" m{microbatch}" if self.zero >= 2 else ""
+        return f"∂{self.parameter} unreduced{each}"
+
+    def stored(self, placements: Placements) -> Stored:
+        """The parameter kept with some placements."""
+        value = f"{self.parameter} {placements_text(placements)}"
+        return Stored(value, self.parameter, self.weight.layout, self.sizes, placements)
+
+
+class Weights:
+    """Every use of every weight of a plan, by operator and by owner.
+
+    Raises:
+        ValueError: when an operator reads a trained parameter twice, two operators that share one
+            see it with other factors, or the owner of a parameter never reaches the loss.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._owner = owners(context.graph)
+        self.of: tuple[tuple[WeightUse, ...], ...] = tuple(
+            tuple(self._use(i, slot) for slot in range(len(operator.weights)))
+            for i, operator in enumerate(context.graph.operators)
+        )
+        for uses in self.of:
+            _check_once(context.graph.operators, uses)
+
+    def tied_to(self, owner: int) -> list[WeightUse]:
+        """Uses of other operators whose gradient goes to the home of `owner` by itself."""
+        return [
+            use
+            for i, uses in enumerate(self.of)
+            for use in uses
+            if use.trained and use.owner == owner and i != owner and not use.joins_owner
+        ]
+
+    def homes(self) -> tuple[Home, ...]:
+        """Where every parameter and buffer is authoritative."""
+        found: dict[str, Home] = {}
+        for use in (use for uses in self.of for use in uses):
+            if use.user == use.owner or not use.trained:
+                home = Home(use.owner_stage, use.trained, use.stored(use.home))
+                found.setdefault(use.parameter, home)
+        return tuple(found.values())
+
+    def _use(self, i: int, slot: int) -> WeightUse:
+        context = self._context
+        graph, stage = context.graph, context.stage_of[i]
+        operator = graph.operators[i]
+        weight = operator.weights[slot]
+        sizes = factor_sizes(weight.layout, operator.sizes)
+        inside = set(context.operators[stage])
+        use = use_of(graph, self._owner, operator, weight, inside)
+        owner = i if use is Use.BUFFER else graph.index[self._owner[weight.parameter]]
+        made = weight_gradient_placements(weight, context.configs[i])
+        used = weight_placements(weight, context.configs[i])
+        home, zero, joins = used, 0, use is Use.BUFFER
+        if use is not Use.BUFFER:
+            home, joins = self._home(owner, weight.parameter, sizes, operator, made)
+            joins = joins and use in (Use.OWNED, Use.TIED_HERE)
+            zero = context.plan.choice(graph.operators[owner].name).zero if joins else 0
+        return WeightUse(
+            user=i,
+            slot=slot,
+            weight=weight,
+            sizes=sizes,
+            dtype=graph.parameter_index[weight.parameter].dtype,
+            use=use,
+            owner=owner,
+            stage=stage,
+            owner_stage=context.stage_of[owner],
+            zero=zero,
+            joins_owner=joins,
+            used=used,
+            made=made,
+            home=home,
+        )
+
+    def _home(
+        self,
+        owner: int,
+        parameter: str,
+        sizes: tuple[int, ...],
+        user: Operator,
+        made: Placements,
+    ) -> tuple[Placements, bool]:
+        """The home of a parameter, and whether the owner's gradient lies as `made`."""
+        context = self._context
+        owning = context.graph.operators[owner]
+        own = next(w for w in owning.weights if w.parameter == parameter)
+        theirs = factor_sizes(own.layout, owning.sizes)
+        if theirs != sizes:
+            raise ValueError(
+                f"operators {owning.name!r} and {user.name!r} share parameter {parameter!r}, but "
+                f"see it with factors {theirs} and {sizes}; untie it, or reshape it alike in both"
+            )
+        if not context.runs_backward[owner]:
+            raise ValueError(
+                f"operator {owning.name!r} has parameter {parameter!r}, but does not reach the "
+                f"loss {context.graph.loss!r}; freeze the parameter or leave out the operator"
+            )
+        mesh = context.mesh(context.stage_of[owner])
+        choice = context.plan.choice(owning.name)
+        home = home_placements(own, owning.sizes, choice, mesh.shape)
+        return home, weight_gradient_placements(own, choice.config) == made
+
+
+def _check_once(operators: Sequence[Operator], uses: Sequence[WeightUse]) -> None:
+    trained = [use.parameter for use in uses if use.trained]
+    for use in uses:
+        if trained.count(use.parameter) > 1:
+            raise ValueError(
+                f"operator {operators[use.user].name!r} reads parameter {use.parameter!r} twice; "
+                f"use it in two operators"
+            )

@@ -1,0 +1,608 @@
+"""The executor equals one process of torch, for every plan; programs are proved first."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from examples.models import MLP, SmallCNN, SmallGPT
+from stratagem.executor import execute, grid, launch, lower, model_state, verify
+from stratagem.executor.backends.local import run_local
+from stratagem.executor.instructions import (
+    Backward,
+    Convert,
+    Forward,
+    Free,
+    Instruction,
+    Receive,
+    Send,
+)
+from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.program import Program
+from stratagem.executor.reference import gradient_errors, relative_error
+from stratagem.executor.report import Report
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.placement import (
+    REPLICATE,
+    Config,
+    Pin,
+    Placement,
+    Shard,
+    check_config,
+)
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.training import Training
+
+TOLERANCE = 1e-5
+Chooser = Callable[[Operator, tuple[int, ...]], Choice]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, its batch and its graph."""
+
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    graph: OperatorGraph
+
+
+def make_case(model: nn.Module, **batch: Tensor) -> Case:
+    return Case(model, batch, capture(model, (), batch))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Case:
+    torch.manual_seed(0)
+    model = SmallGPT(num_layers=2, hidden=24, num_heads=4, vocabulary=50, sequence=10)
+    labels = torch.randint(0, 50, (4, 10))
+    labels[0, :3] = -100
+    return make_case(model, input_ids=torch.randint(0, 50, (4, 10)), labels=labels)
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Case:
+    torch.manual_seed(1)
+    model = MLP([10, 13, 9, 7])
+    return make_case(model, x=torch.randn(6, 10), target=torch.randint(0, 7, (6,)))
+
+
+@pytest.fixture(scope="module")
+def cnn() -> Case:
+    torch.manual_seed(2)
+    model = SmallCNN(channels=4, image=8, classes=6)
+    return make_case(model, images=torch.randn(4, 3, 8, 8), labels=torch.randint(0, 6, (4,)))
+
+
+# -- plans --------------------------------------------------------------------------------------
+
+
+def whole(operator: Operator, shape: tuple[int, ...]) -> Choice:
+    return Choice(tuple(REPLICATE for _ in shape))
+
+
+def sharding(*kinds: str | None, zero: int = 0) -> Chooser:
+    """Shard on axis i the first free dim of kind (or of the name) `kinds[i]`."""
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        config: list[Placement] = []
+        for wanted in kinds:
+            config.append(REPLICATE)
+            for dim in operator.dims:
+                tried = [*config[:-1], Shard(dim.name)]
+                rest = [REPLICATE] * (len(kinds) - len(tried))
+                if wanted in (dim.kind.value, dim.name) and _legal(
+                    operator, (*tried, *rest), shape
+                ):
+                    config = tried
+                    break
+        return Choice(tuple(config), zero)
+
+    return choose
+
+
+def megatron(operator: Operator, shape: tuple[int, ...]) -> Choice:
+    """Heads and wide layers split over the last axis, sequence between, samples over others."""
+    name = operator.name.rpartition(".")[2]
+    split = {"qkv": "head", "attention": "head", "out": "head", "up": "out", "act": "feature"}
+    split |= {"down": "in", "head": "out", "cross_entropy": "class", "tokens": "vocabulary"}
+    wanted = split.get(name, "sequence")
+    return sharding(*[DimKind.SAMPLE.value] * (len(shape) - 1), wanted)(operator, shape)
+
+
+def drawing(seed: int) -> Chooser:
+    """A legal config for every operator at random, with pins, and a random ZeRO stage."""
+    rng = random.Random(seed)
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        while True:
+            config = tuple(_draw(rng, operator, ways) for ways in shape)
+            if _legal(operator, config, shape):
+                return Choice(config, rng.randrange(4))
+
+    return choose
+
+
+def _draw(rng: random.Random, operator: Operator, ways: int) -> Placement:
+    shards = [Shard(dim.name) for dim in operator.dims if not dim.whole]
+    return rng.choice([REPLICATE, Pin(rng.randrange(ways)), *shards, *shards])
+
+
+def _legal(operator: Operator, config: Config, shape: tuple[int, ...]) -> bool:
+    try:
+        check_config(operator, config, shape)
+    except ValueError:
+        return False
+    return True
+
+
+def make_plan(
+    case: Case,
+    choose: Chooser,
+    *shapes: tuple[int, ...],
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    cuts: tuple[int, ...] | None = None,
+    training: Training | None = None,
+) -> Plan:
+    """Stages of `shapes`, the operators cut in equal parts or at `cuts`."""
+    graph = case.graph.microbatch(num_microbatches)
+    names = [o.name for o in graph.operators if o.kind != "source"]
+    sources = [o.name for o in graph.operators if o.kind == "source"]
+    if cuts is None:
+        cuts = tuple(len(names) * s // len(shapes) for s in range(1, len(shapes)))
+    stages: list[Stage] = []
+    device = 0
+    for s, (first, last) in enumerate(zip((0, *cuts), (*cuts, len(names)), strict=True)):
+        axes = tuple(MeshAxis(f"axis{i}", n) for i, n in enumerate(shapes[s]))
+        count = 1
+        for axis in axes:
+            count *= axis.size
+        mesh = DeviceMesh(axes, tuple(range(device, device + count)))
+        device += count
+        listed = (*(sources if s == 0 else ()), *names[first:last])
+        chosen = {
+            name: (whole if name in sources else choose)(graph.operator(name), mesh.shape)
+            for name in listed
+        }
+        stages.append(Stage(listed, mesh, chosen))
+    return Plan(
+        name="test",
+        model=graph.name,
+        fingerprint=case.graph.fingerprint,
+        cluster=Cluster.preset("dgx-a100", num_nodes=2),
+        training=training or Training(),
+        stages=tuple(stages),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
+
+
+# -- truth --------------------------------------------------------------------------------------
+
+
+def truth(case: Case, num_microbatches: int = 1) -> tuple[float, nn.Module]:
+    """Loss, and the model with gradients and buffers, of one process that sums microbatches."""
+    model = copy.deepcopy(case.model)
+    parts = {k: x.chunk(num_microbatches) for k, x in case.batch.items()}
+    total = 0.0
+    for m in range(num_microbatches):
+        loss = model(**{name: chunks[m] for name, chunks in parts.items()}) / num_microbatches
+        loss.backward()
+        total += float(loss.detach())
+    return total, model
+
+
+def assert_equal_to_torch(case: Case, plan: Plan, *, by_microbatch: bool = False) -> None:
+    result = execute(
+        plan, case.graph, model_state(case.model), case.batch, gradients=True, timeout=30
+    )
+    loss, model = truth(case, plan.num_microbatches if by_microbatch else 1)
+    assert result.losses[0] == pytest.approx(loss, rel=TOLERANCE)
+    assert result.gradients is not None
+    truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    errors = gradient_errors(result.gradients, truths)
+    assert errors.keys() == dict(model.named_parameters()).keys()
+    assert max(errors.values()) < TOLERANCE, max(errors, key=lambda name: errors[name])
+    for name, buffer in model.named_buffers():
+        if name in result.parameters:
+            assert relative_error(result.parameters[name], buffer) < TOLERANCE, name
+
+
+# -- equality -----------------------------------------------------------------------------------
+
+PLANS: dict[str, tuple[Chooser, tuple[int, ...]]] = {
+    "one device": (whole, (1,)),
+    "data parallel": (sharding("sample"), (2,)),
+    "data parallel, uneven": (sharding("sample"), (3,)),
+    "tensor parallel": (sharding("parameter"), (2,)),
+    "sums everywhere": (sharding("reduction"), (2,)),
+    "attributes": (sharding("attribute"), (2,)),
+    "data and tensor parallel": (sharding("sample", "parameter"), (2, 2)),
+    "three axes": (sharding("sample", "parameter", "reduction"), (2, 2, 2)),
+    "megatron with sequence": (megatron, (2,)),
+    "megatron with sequence and data": (megatron, (2, 2)),
+    "zero 1": (sharding("sample", zero=1), (2,)),
+    "zero 2": (sharding("sample", zero=2), (2,)),
+    "zero 3": (sharding("sample", zero=3), (2,)),
+    "zero 3, two axes": (sharding("sample", "sample", zero=3), (2, 2)),
+    "zero 3 and tensor parallel": (sharding("sample", "parameter", zero=3), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
+def test_loss_and_gradients_equal_torch(
+    name: str, model: str, request: pytest.FixtureRequest
+) -> None:
+    case = request.getfixturevalue(model)
+    choose, shape = PLANS[name]
+    assert_equal_to_torch(case, make_plan(case, choose, shape))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("shapes", [((1,), (1,)), ((1,), (2,)), ((2,), (1,), (2,))])
+def test_pipelines_equal_torch(
+    gpt: Case, schedule: str, num_microbatches: int, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    plan = make_plan(
+        gpt,
+        sharding("parameter", zero=1),
+        *shapes,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
+    assert_equal_to_torch(gpt, plan)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_microbatches_equal_torch_at_every_zero_stage(gpt: Case, zero: int) -> None:
+    plan = make_plan(gpt, sharding("sample", zero=zero), (2,), num_microbatches=2)
+    assert_equal_to_torch(gpt, plan)
+
+
+def test_batch_norm_statistics_are_those_of_the_microbatch(cnn: Case) -> None:
+    plan = make_plan(cnn, sharding("sample"), (2,), num_microbatches=2)
+    assert_equal_to_torch(cnn, plan, by_microbatch=True)
+
+
+def test_an_operator_pinned_on_one_index_runs_there_only(mlp: Case) -> None:
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        pinned = Pin(1) if operator.name == "layers.1" else REPLICATE
+        return Choice((pinned,))
+
+    plan = make_plan(mlp, choose, (2,))
+    ran = [
+        {i.operator for i in rank.instructions if isinstance(i, Forward)}
+        for rank in lower(plan, mlp.graph).ranks
+    ]
+    assert "layers.1" not in ran[0]
+    assert "layers.1" in ran[1]
+    assert_equal_to_torch(mlp, plan)
+
+
+def random_plan(case: Case, seed: int) -> Plan:
+    rng = random.Random(seed)
+    num_stages = rng.choice([1, 1, 2, 3])
+    shapes = [rng.choice([(2,), (3,), (2, 2), (1,)]) for _ in range(num_stages)]
+    num_operators = sum(o.kind != "source" for o in case.graph.operators)
+    return make_plan(
+        case,
+        drawing(seed),
+        *shapes,
+        num_microbatches=rng.choice([1, 2]),
+        schedule=rng.choice(["gpipe", "1f1b"]),
+        cuts=tuple(sorted(rng.sample(range(1, num_operators), num_stages - 1))),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
+def test_random_plans_equal_torch(model: str, seed: int, request: pytest.FixtureRequest) -> None:
+    case = request.getfixturevalue(model)
+    assert_equal_to_torch(case, random_plan(case, seed), by_microbatch=model == "cnn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
+def test_many_random_plans_equal_torch(
+    model: str, seed: int, request: pytest.FixtureRequest
+) -> None:
+    case = request.getfixturevalue(model)
+    assert_equal_to_torch(case, random_plan(case, seed), by_microbatch=model == "cnn")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_shapes_equal_torch(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    sizes = [rng.randrange(3, 12) for _ in range(rng.randrange(2, 5))]
+    batch = rng.randrange(3, 9)
+    model = MLP(sizes, loss=rng.choice(["mse", "cross_entropy"]))
+    target = torch.randint(0, sizes[-1], (batch,))
+    if model.loss == "mse":
+        target = torch.randn(batch, sizes[-1])
+    case = make_case(model, x=torch.randn(batch, sizes[0]), target=target)
+    for number in range(3):
+        assert_equal_to_torch(case, make_plan(case, drawing(10 * seed + number), (2,)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("shapes", [((2,),), ((1,), (2,))])
+def test_parameters_after_three_steps_equal_torch_optim(
+    gpt: Case, optimizer: str, zero: int, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    training = Training(optimizer=optimizer, learning_rate=0.01)
+    choose = sharding("sample", zero=zero)
+    plan = make_plan(gpt, choose, *shapes, num_microbatches=2, training=training)
+    result = execute(plan, gpt.graph, model_state(gpt.model), gpt.batch, steps=3, warmup=1)
+    model = copy.deepcopy(gpt.model)
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    steps = kinds[optimizer](model.parameters(), lr=0.01)
+    seen = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    for loss in result.losses:
+        steps.zero_grad()
+        expected = model(**gpt.batch)
+        expected.backward()
+        steps.step()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        for name, parameter in model.named_parameters():
+            # Adam divides by the gradient's size: one that is rounding error of 0 has any sign.
+            assert parameter.grad is not None
+            seen[name] &= parameter.grad.abs() > 1e-5
+    for name, parameter in model.named_parameters():
+        difference = (result.parameters[name] - parameter).abs()[seen[name]]
+        assert bool((difference < 1e-5).all()), name
+
+
+def test_training_does_not_change_the_given_state(mlp: Case) -> None:
+    before = {name: tensor.clone() for name, tensor in mlp.model.state_dict().items()}
+    execute(make_plan(mlp, whole, (1,)), mlp.graph, model_state(mlp.model), mlp.batch, steps=2)
+    for name, tensor in mlp.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+# -- programs -----------------------------------------------------------------------------------
+
+
+def two_stages(case: Case) -> Program:
+    return lower(make_plan(case, sharding("sample"), (1,), (2,), num_microbatches=2), case.graph)
+
+
+def tampered(program: Program, rank: int, body: list[Instruction]) -> Program:
+    ranks = list(program.ranks)
+    ranks[rank] = replace(ranks[rank], instructions=tuple(body))
+    return replace(program, ranks=tuple(ranks))
+
+
+def numbers_of(program: Program, rank: int, *kinds: type) -> Iterator[int]:
+    for number, instruction in enumerate(program.ranks[rank].instructions):
+        if isinstance(instruction, kinds):
+            yield number
+
+
+def test_every_program_verifies_and_prints(gpt: Case) -> None:
+    program = two_stages(gpt)
+    verify(program)
+    rows = grid(program).splitlines()
+    assert [row[:6] for row in rows] == ["rank 0", "rank 1", "rank 2"]
+    assert "tokens F0" in rows[0]
+    assert "receive" in rows[2]
+
+
+def test_a_dropped_send_is_found(gpt: Case) -> None:
+    program = two_stages(gpt)
+    body = list(program.ranks[0].instructions)
+    del body[next(numbers_of(program, 0, Send))]
+    with pytest.raises(
+        ValueError, match=r"rank 1 is at 'receive .*waits for a message from rank 0"
+    ):
+        verify(tampered(program, 0, body))
+
+
+def test_a_dropped_receive_is_found(gpt: Case) -> None:
+    program = two_stages(gpt)
+    body = list(program.ranks[1].instructions)
+    last = list(numbers_of(program, 1, Receive))[-1]
+    value = body[last].writes
+    body = [i for n, i in enumerate(body) if n != last and not {*i.reads, *i.writes} & set(value)]
+    with pytest.raises(ValueError, match=r"rank 1|never receives"):
+        verify(tampered(program, 1, body))
+
+
+def test_swapped_collectives_are_found(gpt: Case) -> None:
+    program = lower(make_plan(gpt, sharding("sample"), (2,)), gpt.graph)
+    body = list(program.ranks[1].instructions)
+    sync = next(
+        n
+        for n in numbers_of(program, 1, Convert)
+        if body[n].kind is body[n + 2].kind is TaskKind.GRADIENT_SYNC
+    )
+    body[sync : sync + 4] = [*body[sync + 2 : sync + 4], *body[sync : sync + 2]]
+    with pytest.raises(
+        ValueError, match=r"rank 0 is at 'norm sync 0' .* rank 1 is at 'norm sync 0'"
+    ):
+        verify(tampered(program, 1, body))
+
+
+def test_use_after_free_is_found(gpt: Case) -> None:
+    program = two_stages(gpt)
+    body = list(program.ranks[0].instructions)
+    backward = next(numbers_of(program, 0, Backward))
+    body.insert(backward, Free((body[backward].reads[0],)))
+    with pytest.raises(ValueError, match=r"reads .* after it was freed"):
+        verify(tampered(program, 0, body))
+
+
+def test_a_leak_is_found(gpt: Case) -> None:
+    program = two_stages(gpt)
+    body = list(program.ranks[0].instructions)
+    del body[next(numbers_of(program, 0, Free))]
+    with pytest.raises(ValueError, match="never frees"):
+        verify(tampered(program, 0, body))
+
+
+def test_zero_3_keeps_no_gathered_weights(mlp: Case) -> None:
+    plan = make_plan(mlp, sharding("sample", zero=3), (2,))
+    program = lower(plan, mlp.graph)
+
+    def run(interpreter: Interpreter) -> list[bool]:
+        """Whether each gathered weight is gone when the first backward pass begins."""
+        seen: list[StorageWeakRef] = []
+        expired: list[bool] = []
+        for instruction, action in zip(
+            interpreter.mine.instructions, interpreter._actions, strict=True
+        ):
+            if isinstance(instruction, Backward) and not expired:
+                expired = [reference.expired() for reference in seen]
+            action()
+            if isinstance(instruction, Convert) and instruction.task.endswith("gather"):
+                tensor = interpreter._memory.values[instruction.writes[0]]
+                seen.append(StorageWeakRef(tensor.untyped_storage()))
+        return expired[:-2]
+
+    def rank(comm: object) -> list[bool]:
+        interpreter = Interpreter(program, comm, model_state(mlp.model))  # type: ignore[arg-type]
+        interpreter._batch = mlp.batch
+        with torch.no_grad():
+            return run(interpreter)
+
+    for expired in run_local(2, rank):
+        assert expired
+        assert all(expired)
+
+
+# -- measuring ----------------------------------------------------------------------------------
+
+
+def test_the_timeline_has_the_task_names_of_the_simulator(gpt: Case) -> None:
+    plan = make_plan(gpt, megatron, (2,))
+    result = execute(plan, gpt.graph, model_state(gpt.model), gpt.batch, steps=3)
+    names = set(result.timeline.names)
+    assert {"blocks.0.qkv forward", "blocks.0.qkv backward", "blocks.0.qkv update"} <= names
+    assert "blocks.0.down → blocks.0.add_1" in names
+    assert "blocks.0.norm1 sync" in names
+    assert result.timeline.label == "measured"
+    assert result.timeline.lanes[:2] == ("rank 0 · compute", "rank 0 · communication")
+    assert result.timeline.begin_ns >= 0
+    assert len(result.losses) == len(result.step_times) == 3
+    assert result.timeline.duration == pytest.approx(result.step_time, rel=0.2)
+
+
+def test_transfers_between_stages_have_the_names_of_the_simulator(gpt: Case) -> None:
+    plan = make_plan(gpt, whole, (1,), (1,), num_microbatches=2)
+    result = execute(plan, gpt.graph, model_state(gpt.model), gpt.batch)
+    names = set(result.timeline.names)
+    assert {"stage 0 ⇢ stage 1, microbatch 1", "stage 1 ⇢ stage 0, microbatch 0"} <= names
+    assert "tokens ↔ head" in names
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_predicted_and_measured_timelines_have_the_same_tasks(gpt: Case, seed: int) -> None:
+    plan = random_plan(gpt, seed)
+    predicted = set(simulate_plan(plan, gpt.graph, RooflineCosts()).timeline.names)
+    result = execute(plan, gpt.graph, model_state(gpt.model), gpt.batch)
+    unpriced = {f"{o.name} source" for o in gpt.graph.operators} | {"loss"}
+    assert set(result.timeline.names) - unpriced == predicted
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_another_shape_is_refused(mlp: Case) -> None:
+    plan = make_plan(mlp, whole, (1,))
+    batch = {**mlp.batch, "x": torch.randn(5, 10)}
+    with pytest.raises(ValueError, match=r"'x' is \(5, 10\) .* captured with \(6, 10\)"):
+        execute(plan, mlp.graph, model_state(mlp.model), batch)
+    with pytest.raises(ValueError, match="no input 'target'"):
+        execute(plan, mlp.graph, model_state(mlp.model), {"x": mlp.batch["x"]})
+
+
+def test_other_precisions_are_simulated_only(mlp: Case) -> None:
+    plan = make_plan(mlp, whole, (1,), training=Training(precision="bfloat16"))
+    with pytest.raises(ValueError, match="bfloat16, which is simulated only"):
+        lower(plan, mlp.graph)
+
+
+def test_a_state_without_a_parameter_is_refused(mlp: Case) -> None:
+    state = model_state(mlp.model)
+    del state["layers.0.bias"]
+    with pytest.raises(ValueError, match=r"no 'layers\.0\.bias'"):
+        execute(make_plan(mlp, whole, (1,)), mlp.graph, state, mlp.batch)
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+MODEL = """
+import os
+import torch
+from examples.models import SmallGPT
+
+def gpt():
+    model = SmallGPT(num_layers=2, hidden=24, num_heads=4, vocabulary=50, sequence=10)
+    ids = torch.randint(0, 50, (4, 10))
+    return model, {"input_ids": ids, "labels": ids}
+
+def broken():
+    if os.environ["RANK"] == "1":
+        raise KeyError("a story")
+    return gpt()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "launched_model.py").write_text(MODEL)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    return tmp_path
+
+
+def launched(case: Case, folder: Path, plan: Plan, model: str = "gpt", **options: float) -> Report:
+    plan.save(folder / "plan.json")
+    spec = f"launched_model:{model}"
+    return launch(folder / "plan.json", spec, check=True, folder=folder, **options)  # type: ignore
+
+
+def test_processes_equal_torch(gpt: Case, folder: Path) -> None:
+    plan = make_plan(gpt, sharding("sample", zero=2), (1,), (2,), num_microbatches=2)
+    report = launched(gpt, folder, plan, steps=2, warmup=1)
+    assert 0 < report.max_error < TOLERANCE
+    assert len(report.errors) == 1 + len(list(gpt.model.parameters()))
+    assert len(report.losses) == 2
+    assert {lane[:6] for lane in report.timeline.lanes} == {"rank 0", "rank 1", "rank 2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 5, 8])
+def test_processes_run_random_plans(gpt: Case, folder: Path, seed: int) -> None:
+    plan = make_plan(gpt, drawing(seed), (2,), (2,), num_microbatches=2)
+    assert launched(gpt, folder, plan).max_error < TOLERANCE
+
+
+def test_the_error_of_a_rank_is_shown(gpt: Case, folder: Path) -> None:
+    plan = make_plan(gpt, sharding("sample"), (2,))
+    with pytest.raises(RuntimeError, match="rank 1 ended with KeyError: 'a story'"):
+        launched(gpt, folder, plan, "broken")
+
+
+@pytest.mark.slow
+def test_a_run_that_takes_too_long_is_stopped(gpt: Case, folder: Path) -> None:
+    plan = make_plan(gpt, sharding("sample"), (2,))
+    with pytest.raises(TimeoutError, match="longer than 2 s"):
+        launched(gpt, folder, plan, timeout=2)
