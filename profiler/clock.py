@@ -48,7 +48,7 @@ class CudaClock:
 
     def now(self) -> tuple[torch.cuda.Event, int]:
         """See `Clock`; an event and the host's nanoseconds."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event, time.perf_counter_ns()
 
@@ -57,7 +57,7 @@ class CudaClock:
     ) -> float:
         """See `Clock`."""
         stop[0].synchronize()
-        on_device = start[0].elapsed_time(stop[0]) * 1e-3
+        on_device = float(start[0].elapsed_time(stop[0])) * 1e-3
         return max(on_device, (stop[1] - start[1]) * 1e-9)
 
 

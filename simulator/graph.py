@@ -185,6 +185,7 @@ class OperatorGraph:
         _check_names(self)
         for operator in self.operators:
             _check_operator(self, operator)
+        _check_ties(self)
         if self.loss not in self.index:
             raise ValueError(
                 f"graph {self.name!r}: the loss {self.loss!r} is not one of its operators"
@@ -370,6 +371,21 @@ def _check_names(graph: OperatorGraph) -> None:
             raise ValueError(f"graph {graph.name!r}: {what} name {twice[0]!r} is used twice")
     if not graph.operators:
         raise ValueError(f"graph {graph.name!r} has no operators")
+
+
+def _check_ties(graph: OperatorGraph) -> None:
+    """All uses of a parameter have the same factors, so that its shards can be compared."""
+    seen: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for operator in graph.operators:
+        for weight in operator.weights:
+            here = factor_sizes(weight.layout, operator.sizes)
+            first, there = seen.setdefault(weight.parameter, (operator.name, here))
+            if here != there:
+                raise ValueError(
+                    f"operators {first!r} and {operator.name!r} share parameter "
+                    f"{weight.parameter!r} but see it as factors {there} and {here}; give both "
+                    f"the same factors"
+                )
 
 
 def _check_operator(graph: OperatorGraph, operator: Operator) -> None:

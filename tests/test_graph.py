@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -25,6 +26,7 @@ from stratagem.simulator.factors import (
 )
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, repeated_blocks
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
+from stratagem.simulator.models import gpt
 from stratagem.simulator.rules import RULES, rule_of
 
 # ---- factors ----
@@ -311,3 +313,18 @@ def test_broken_graph_files_name_the_field() -> None:
         graph_from_json(text[: len(text) // 2])
     with pytest.raises(ValueError, match="unknown parameter"):
         graph_from_json(text.replace('"parameter": "w0"', '"parameter": "w9"'))
+
+
+def test_a_parameter_has_the_same_factors_for_all_its_users() -> None:
+    """Shards of a tied parameter could not be compared otherwise: the simulator once did so."""
+    graph = gpt(num_layers=1, hidden=16, num_heads=2, vocabulary=12, sequence=4, batch=2)
+    head = graph.operator("lm_head")
+    out = head.dim("out")
+    parts = (replace(out, size=3), replace(out, name="out1", size=4))
+    split = (*(dim for dim in head.dims if dim != out), *parts)
+    weight = replace(head.weights[0], layout=(("out", "out1"), ("in",)))
+    outputs = (replace(head.outputs[0], layout=(*head.outputs[0].layout[:-1], ("out", "out1"))),)
+    broken = replace(head, dims=split, weights=(weight,), outputs=outputs)
+    operators = tuple(broken if op.name == "lm_head" else op for op in graph.operators)
+    with pytest.raises(ValueError, match=r"share parameter 'wte.weight' but see it as factors"):
+        replace(graph, operators=operators[: graph.index["lm_head"] + 1], loss="lm_head")
