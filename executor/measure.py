@@ -21,13 +21,16 @@ from stratagem.simulator.timeline import Row, Timeline, from_rows, lane_name
 Spans = Sequence[tuple[int, int]]
 """Start and end of every instruction of one rank, in ns."""
 
+GAP_NS = 100_000
+"""The longest pause that does not part the instructions of a task."""
+
 
 def timeline(program: Program, spans: Mapping[int, Spans]) -> Timeline:
     """The measured timeline of one step: two lanes a rank, task names as in the simulator.
 
     A communication starts when its last partner is there: until then a rank only waits, which is a
-    gap in its lane and not a task. Tasks of several instructions in a row are one row. Conversions
-    that only slice are left out, as they are of the simulator's timeline.
+    gap in its lane and not a task. Instructions of one task that follow one another at once are
+    one row. Conversions that only slice are left out, as they are of the simulator's timeline.
 
     Args:
         program: what ran.
@@ -75,7 +78,7 @@ def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> li
         start = min(end, max(start, _begin(instruction, rank, begins)))
         lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
         task = instruction.task, instruction.microbatch
-        if task == before and rows[-1].lane == lane:
+        if task == before and rows[-1].lane == lane and start - rows[-1].end <= GAP_NS:
             rows[-1] = rows[-1]._replace(end=end)
         else:
             rows.append(Row(instruction.task, instruction.kind, lane, start, end))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stratagem.executor.run import ExecutionResult
 
@@ -52,24 +53,40 @@ def errors_against(
 ) -> dict[str, float]:
     """Relative errors of the loss and of every gradient of a first step, by name.
 
-    The model takes the batch as keyword arguments and returns its loss. A model with batch norm is
-    only equal to a plan with one microbatch, since statistics are those of a microbatch.
+    The model takes the batch as keyword arguments; its loss is the first scalar it returns, as in
+    `capture`. A model with batch norm is only equal to a plan with one microbatch, since its
+    statistics are those of a microbatch.
 
     Raises:
-        ValueError: when the result has no gradients.
+        ValueError: when the result has no gradients, or lacks one that the model has.
     """
     if result.gradients is None:
         raise ValueError("the result has no gradients; run it with gradients=True")
     truth = copy.deepcopy(model)
-    loss: Tensor = truth(**batch)
+    loss = first_scalar(truth(**batch))
     loss.backward()  # type: ignore[no-untyped-call]
     expected = loss.detach()
     truths = {
         name: parameter.grad
         for name, parameter in truth.named_parameters()
-        if name in result.gradients and parameter.grad is not None
+        if parameter.grad is not None
     }
+    missing = truths.keys() - result.gradients.keys()
+    if missing:
+        raise ValueError(f"the result lacks the gradients of {', '.join(sorted(missing))}")
     return {
         LOSS_NAME: relative_error(expected.new_tensor(result.losses[0]), expected),
         **gradient_errors(result.gradients, truths),
     }
+
+
+def first_scalar(outputs: object) -> Tensor:
+    """The loss among what a model returns: the first floating-point scalar.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    for value in pytree.tree_leaves(outputs):
+        if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
+            return value
+    raise ValueError("the model returns no scalar to train; let it return its loss")

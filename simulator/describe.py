@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
-from stratagem.simulator.placement import Pin, Replicate, Shard
+from stratagem.simulator.placement import Pin, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.simulation import Simulation, StageMemory
-from stratagem.simulator.timeline import TaskKind, format_duration, statistics
+from stratagem.simulator.timeline import (
+    TaskKind,
+    Timeline,
+    format_duration,
+    lane_group,
+    lane_name,
+    statistics,
+)
 
-GIB = 2**30
+WIDTH = 76
+"""Letters in a line."""
 MAX_GROUPS = 12
 """How many groups of equally treated operators are listed for a stage."""
+MAX_NAMES = 6
+"""Names of operators that a line lists; it counts the others."""
+_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 _ZERO = {
-    0: "",
-    1: "optimizer state sharded (ZeRO-1)",
-    2: "gradients and optimizer state sharded (ZeRO-2)",
-    3: "parameters, gradients and optimizer state sharded (ZeRO-3)",
+    1: "optimizer state in parts (ZeRO-1)",
+    2: "gradients and optimizer state in parts (ZeRO-2)",
+    3: "parameters, gradients and optimizer state in parts (ZeRO-3)",
 }
 
 
@@ -27,60 +38,115 @@ def describe(simulation: Simulation, graph: OperatorGraph) -> str:
     """Say what a simulated plan does, for a person who has not seen the code.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import mlp
-        >>> graph = mlp([64, 64], batch=32)
-        >>> # print(describe(simulate_plan(plan, graph, costs), graph))
+        >>> print(describe(result.simulation, graph))  # doctest: +SKIP
+        gpt trains on all 16 devices of dgx-a100, without a pipeline; …
 
     Returns:
         Several lines: the whole step, then each stage with its devices, splits and memory.
     """
     plan = simulation.plan
-    lines = [_headline(simulation, graph)]
+    paragraphs = [_wrapped(_headline(simulation, graph))]
     for number, stage in enumerate(plan.stages):
-        lines += ["", *_stage_lines(plan, number, stage, simulation.memory[number], graph)]
-    return "\n".join([*lines, "", _time_line(simulation)])
+        paragraphs.append("\n".join(_stage_lines(simulation, number, stage, graph)))
+    return "\n\n".join([*paragraphs, _wrapped(_time_sentence(simulation))])
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes as a person would.
+
+    Example:
+        >>> format_bytes(2.5 * 2**30)
+        '2.50 GiB'
+    """
+    if count >= 2**30:
+        value = count / 2**30
+        return f"{value:,.{2 if value < 10 else 0}f} GiB"
+    return f"{count / 2**20:,.0f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
+
+
+def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     plan = simulation.plan
-    parts = plan.num_microbatches
+    parts, total = plan.num_microbatches, plan.cluster.num_devices
+    devices = f"all {total}" if plan.num_devices == total else f"{plan.num_devices} of {total}"
     if len(plan.stages) > 1:
-        how = f"in a {plan.schedule.upper()} pipeline of {len(plan.stages)} stages"
+        schedule = _SCHEDULES.get(plan.schedule, plan.schedule)
+        how = f"in a {schedule} pipeline of {len(plan.stages)} stages"
     else:
         how = "without a pipeline"
-    each = graph.batch // parts
-    cut = f"cut into {parts} microbatches of {each}" if parts > 1 else "in one piece"
+    cut = f"as {parts} microbatches of {graph.batch // parts}" if parts > 1 else "in one piece"
     return (
-        f"{plan.model} trains on {plan.num_devices} of {plan.cluster.num_devices} devices of "
-        f"{plan.cluster.name}, {how}; the batch of {graph.batch} is run {cut}."
+        f"{plan.model} trains on {devices} devices of {plan.cluster.name}, {how}; a step runs the "
+        f"batch of {graph.batch} {cut}."
     )
 
 
 def _stage_lines(
-    plan: Plan, number: int, stage: Stage, memory: StageMemory, graph: OperatorGraph
+    simulation: Simulation, number: int, stage: Stage, graph: OperatorGraph
 ) -> list[str]:
-    kinds = sorted({plan.cluster.device_type(d).name for d in stage.mesh.devices})
-    axes = " × ".join(f"{axis.size} ({axis.name})" for axis in stage.mesh.axes)
-    first, last = min(stage.mesh.devices), max(stage.mesh.devices)
-    operators = [graph.operator(name) for name in stage.operators]
-    computing = [op for op in operators if op.kind != "source"]
+    operators = [op for op in map(graph.operator, stage.operators) if op.kind != "source"]
     lines = [
-        f"Stage {number}: {stage.mesh.num_devices} × {', '.join(kinds)} (devices {first}–{last}), "
-        f"arranged as {axes}",
-        f"  runs {len(computing)} operators, {computing[0].name} … {computing[-1].name}",
+        _wrapped(f"Stage {number}: {_devices_phrase(simulation.plan, stage)}", hanging="  "),
+        f"  {len(operators)} operators, from {operators[0].name} to {operators[-1].name}:",
     ]
+    seconds = _operator_seconds(simulation.timeline, number)
     groups: dict[str, list[str]] = {}
-    for operator in computing:
+    for operator in operators:
         phrase = _choice_phrase(operator, stage.choices[operator.name], stage.mesh.shape)
         groups.setdefault(phrase, []).append(operator.name)
-    ordered = sorted(groups.items(), key=lambda pair: -len(pair[1]))
-    lines += [f"  • {phrase}: {_collapse(names)}" for phrase, names in ordered[:MAX_GROUPS]]
+    spent = {
+        phrase: sum(seconds.get(name, 0.0) for name in names) for phrase, names in groups.items()
+    }
+    whole = sum(spent.values()) or 1.0
+    ordered = sorted(groups.items(), key=lambda pair: -spent[pair[0]])
+    for phrase, names in ordered[:MAX_GROUPS]:
+        bullet = f"• {_share(spent[phrase] / whole)} {phrase}: {_collapse(names)}"
+        lines.append(_wrapped(bullet, indent="  ", hanging="    "))
     if len(ordered) > MAX_GROUPS:
         rest = sum(len(names) for _, names in ordered[MAX_GROUPS:])
         lines.append(f"  • {rest} more operators in {len(ordered) - MAX_GROUPS} other ways")
-    lines.append(f"  {_memory_phrase(memory)}")
-    return lines
+    memory = _memory_phrase(simulation.memory[number])
+    return [*lines, _wrapped(memory, indent="  ", hanging="  ")]
+
+
+def _devices_phrase(plan: Plan, stage: Stage) -> str:
+    devices = stage.mesh.devices
+    kinds = ", ".join(sorted({plan.cluster.device_type(d).name for d in devices}))
+    if len(devices) == 1:
+        return f"one {kinds} (device {devices[0]})"
+    axes = [axis for axis in stage.mesh.axes if axis.size > 1]
+    arranged = ""
+    if len(axes) > 1:
+        sizes = " × ".join(str(axis.size) for axis in axes)
+        arranged = f", arranged as {sizes} ({' × '.join(axis.name for axis in axes)})"
+    return f"{len(devices)} × {kinds} (devices {min(devices)}–{max(devices)}){arranged}"
+
+
+def _operator_seconds(timeline: Timeline, number: int) -> dict[str, float]:
+    """Time of each operator on a stage's compute lane, both passes of all microbatches."""
+    wanted = lane_name(f"stage {number}", "compute")
+    suffixes = {TaskKind.FORWARD: " forward", TaskKind.BACKWARD: " backward"}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    rows = zip(timeline.names, timeline.kinds, timeline.lane, strict=True)
+    lengths = (timeline.end - timeline.start) * 1e-9
+    for (name, kind, lane), length in zip(rows, lengths.tolist(), strict=True):
+        if kind in suffixes and timeline.lanes[lane] == wanted:
+            seconds[name.removesuffix(suffixes[kind])] += length
+    return seconds
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%} of the computing," if share >= 0.005 else "next to nothing,"
 
 
 def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -> str:
@@ -88,57 +154,78 @@ def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -
     copies = 1
     words: list[str] = []
     for placement, size in zip(choice.config, shape, strict=True):
-        if size == 1:
-            continue
         if isinstance(placement, Shard):
             name = str(placement.dim)
             ways[name] = max(ways[name], 1) * size
-        elif isinstance(placement, Replicate):
-            copies *= size
         elif isinstance(placement, Pin):
             words.append(f"on index {placement.index} of an axis of {size} only")
-    for name, count in ways.items():
+        else:
+            copies *= size
+    split = [(name, count) for name, count in ways.items() if count > 1]
+    for name, count in split:
         sample = operator.dim(name).kind is DimKind.SAMPLE
-        words.append(f"{'samples' if sample else name} ÷ {count}")
+        words.append(f"{'samples' if sample else name} split {count} ways")
     if copies > 1:
-        words.append(f"computed {copies} times" if not ways else f"each part {copies} times")
+        words.append(f"each part on {copies} devices" if split else f"whole on {copies} devices")
     if operator.weights and choice.zero:
         words.append(_ZERO[choice.zero])
-    return ", ".join(words) or "on one device"
+    return ", ".join(words) or "whole"
 
 
 def _collapse(names: Iterable[str]) -> str:
     """Layer numbers to stars: ``h.*.mlp.c_fc (12×)``; long lists end in a count."""
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    shown = [f"{name} ({n}×)" if n > 1 or "*" in name else name for name, n in counts.items()]
-    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+    shown = [
+        name if n == 1 and "*" not in name else f"{name} ({n}×)" for name, n in counts.items()
+    ]
+    more = len(shown) - MAX_NAMES
+    return ", ".join(shown[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _memory_phrase(memory: StageMemory) -> str:
-    verdict = "fits" if memory.fits else f"over by {(memory.peak - memory.capacity) / GIB:.2f} GiB"
+    over = memory.peak - memory.capacity
+    verdict = "it fits" if memory.fits else f"too much by {format_bytes(over)}"
     phrase = (
-        f"memory {memory.peak / GIB:.2f} of {memory.capacity / GIB:.0f} GiB per device "
-        f"({verdict}): {memory.state / GIB:.2f} parameters, gradients and optimizer, "
-        f"{memory.activations / GIB:.2f} activations of {memory.in_flight} "
-        f"microbatch{'es' if memory.in_flight > 1 else ''}, {memory.working / GIB:.2f} working"
+        f"Memory: {format_bytes(memory.peak)} of {format_bytes(memory.capacity)} per device, "
+        f"{verdict}: {format_bytes(memory.state)} of parameters, gradients and optimizer state, "
+        f"{format_bytes(memory.activations)} of activations (microbatches in flight: "
+        f"{memory.in_flight}), {format_bytes(memory.working)} to work in."
     )
     if not memory.fits:
-        largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.largest[:3])
-        phrase += f"; most is held by {largest} GiB"
+        largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.largest[:3])
+        phrase += f" Most is held by {largest}."
     return phrase
 
 
-def _time_line(simulation: Simulation) -> str:
-    shares = statistics(simulation.timeline)
-    compute = max(
-        (busy for lane, busy in shares.busy.items() if lane.endswith("compute")), default=0.0
+def _time_sentence(simulation: Simulation) -> str:
+    timeline = simulation.timeline
+    computing = _computing_seconds(timeline)
+    busiest = max(computing, key=lambda group: computing[group], default="")
+    exposed = statistics(timeline).exposed_communication.get(busiest, 0.0)
+    computes = computing.get(busiest, 0.0)
+    sentence = (
+        f"A step takes {format_duration(simulation.step_time)} "
+        f"(± {100 * simulation.relative_error:.0f} %): "
     )
-    sync = shares.by_kind[TaskKind.GRADIENT_SYNC]
-    exposed = max(shares.exposed_communication.values(), default=0.0)
-    return (
-        f"A step takes {format_duration(simulation.step_time)} ± "
-        f"{100 * simulation.relative_error:.0f} %: the busiest stage computes for "
-        f"{format_duration(compute)}, communication that nothing hides takes "
-        f"{format_duration(exposed)}"
-        + (f" (gradient synchronisation in all {format_duration(sync)})." if sync else ".")
+    if len(simulation.plan.stages) == 1:
+        return sentence + (
+            f"devices compute for {format_duration(computes)}, and for "
+            f"{format_duration(exposed)} they communicate with no computing to hide it."
+        )
+    waiting = max(simulation.step_time - computes - exposed, 0.0)
+    return sentence + (
+        f"{busiest}, the busiest, computes for {format_duration(computes)}, communicates with no "
+        f"computing to hide it for {format_duration(exposed)}, and waits for other stages for "
+        f"{format_duration(waiting)}."
     )
+
+
+def _computing_seconds(timeline: Timeline) -> dict[str, float]:
+    """Per group the time on its compute lane, without transfers that keep its cores busy."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    lengths = (timeline.end - timeline.start) * 1e-9
+    for kind, lane, length in zip(timeline.kinds, timeline.lane, lengths.tolist(), strict=True):
+        group = lane_group(timeline.lanes[lane])
+        if not kind.is_communication and timeline.lanes[lane] == lane_name(group, "compute"):
+            seconds[group] += length
+    return seconds

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
-from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.placement import (
     PARTIAL,
     REPLICATE,

@@ -114,7 +114,7 @@ def test_two_stages_do_not_share_a_device() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch 8 .* 3 equal"):
+    with pytest.raises(ValueError, match=r"batch 8 .* 3 equal"):
         replace(a_plan(), num_microbatches=3).check(GRAPH)
 
 
@@ -136,8 +136,13 @@ def test_an_unknown_preset_lists_the_known() -> None:
 def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text("old")
-    with pytest.raises(RuntimeError), atomic_path(file) as temporary:
-        temporary.write_text("half of the n")
-        raise RuntimeError
+
+    def fail_halfway() -> None:
+        with atomic_path(file) as temporary:
+            temporary.write_text("half of the n")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["plan.json"]

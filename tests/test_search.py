@@ -203,7 +203,7 @@ def test_meshes_of_a_stage_that_does_not_fill_its_nodes() -> None:
     cluster = Cluster.preset("dgx-a100", num_nodes=2)
     assert [m.shape for m in stage_meshes(range(4), cluster)] == [(4,), (2, 2)]
     assert [m.shape for m in stage_meshes([7], cluster)] == [(1,)]
-    assert [m.shape for m in stage_meshes(range(7, 10), cluster)][0] == (3,)
+    assert stage_meshes(range(7, 10), cluster)[0].shape == (3,)
 
 
 def test_broken_budgets_are_refused() -> None:

@@ -245,7 +245,7 @@ def test_memory_over_the_limit_says_which_operators_hold_it() -> None:
 def test_a_plan_for_another_model_is_refused() -> None:
     graph, other = small_gpt(), small_gpt(hidden=128)
     plan = one_stage(graph, mesh(1), replicated(graph, (1,)))
-    with pytest.raises(ValueError, match="was made for model .* search again"):
+    with pytest.raises(ValueError, match=r"was made for model .* search again"):
         simulate_plan(plan, other, COSTS)
 
 

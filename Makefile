@@ -1,0 +1,56 @@
+# `make demo` and `make test` set everything up by themselves: Python 3.11 or newer and make are
+# all that a machine needs.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+# The first Python that is new enough, or the one given as PYTHON=….
+PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+    $$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$each && break; \
+    done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: help demo test test-fast lint format setup clean
+
+help:
+	@echo "make demo       find a plan for GPT-2 on 16 A100s, then plan and run a small GPT here"
+	@echo "make test       linters, types and all tests"
+	@echo "make test-fast  the tests that take no more than a few seconds each"
+	@echo "make lint       linters and types only"
+	@echo "make format     let ruff format the code"
+	@echo "make setup      the virtual environment in $(VENV) only"
+	@echo "make clean      remove everything that was built"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(if $(PYTHON),,echo "error: no Python 3.11 or newer found; make PYTHON=/path/to/python3" >&2; exit 1)
+	@echo "setting up $(VENV) (once; some minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+	    --constraint constraints.txt --editable '.[dev,zoo,notebook]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m examples.demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m 'not slow and not notebook'
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

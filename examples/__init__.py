@@ -1,0 +1,1 @@
+"""Models to try, and the demonstration that ``make demo`` runs."""

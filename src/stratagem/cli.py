@@ -1,0 +1,338 @@
+"""The command line: the library's verbs, results in files.
+
+stratagem search examples.gpt2:build --cluster dgx-a100 --precision bfloat16 --out plan.json
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from stratagem import __version__, face
+from stratagem.model_spec import load_graph
+from stratagem.search.result import Budget
+from stratagem.simulator.cluster import Cluster, preset_names
+from stratagem.simulator.describe import describe
+from stratagem.simulator.files import encode, write_text
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.graph_io import graph_to_json
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.plot import plot_timelines
+from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.trace import write_trace
+from stratagem.simulator.training import Training
+from stratagem.tables import comparison_table, simple_table, strategy_table
+
+if TYPE_CHECKING:
+    from stratagem.simulator.costs import CostModel
+
+USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
+"""What is wrong with the input or the machine; anything else is a mistake of this program."""
+
+
+class Commands(TyperGroup):
+    """Commands whose expected errors end in one line and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except USER_ERRORS as error:
+            if type(error).__module__.startswith(("click", "typer")):
+                raise
+            Console(stderr=True, soft_wrap=True, highlight=False).print(
+                f"error: {_one_line(error)}", markup=False
+            )
+            raise typer.Exit(2) from error
+
+
+def _one_line(error: BaseException) -> str:
+    """An error as one line; of a failed rank's output only what it failed with."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    failures = [line for line in lines if _FAILURE.match(line)]
+    if len(lines) > 1 and failures:
+        lines = [lines[0], failures[-1]]
+    return " ".join(lines) or type(error).__name__
+
+
+_FAILURE = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception): ")
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="How should this PyTorch model be trained on that GPU cluster?",
+)
+console = Console(highlight=False)
+
+Model = Annotated[
+    str, typer.Argument(help="module:function returning (model, inputs), or a graph file")
+]
+PlanFile = Annotated[Path, typer.Argument(help="plan file, from search")]
+ClusterName = Annotated[
+    str, typer.Option("--cluster", "-c", help="preset (see clusters) or cluster file")
+]
+Nodes = Annotated[int | None, typer.Option("--nodes", help="number of nodes")]
+Devices = Annotated[int | None, typer.Option("--devices", help="devices per node")]
+Precision = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
+Optimizer = Annotated[str, typer.Option(help="adam or sgd")]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="time operators on this machine, not the device model")
+]
+Plot = Annotated[Path | None, typer.Option("--plot", help="picture of the timeline to write")]
+Trace = Annotated[Path | None, typer.Option("--trace", help="Perfetto trace to write (.json.gz)")]
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.path.insert(0, os.getcwd())
+    app(prog_name="stratagem")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+@app.command()
+def capture(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="graph file to write")],
+) -> None:
+    """Capture a model as an operator graph."""
+    graph = load_graph(model)
+    write_text(out, graph_to_json(graph))
+    console.print(
+        f"{graph.name}: {len(graph.operators)} operators, {graph.num_parameters:,} parameters, "
+        f"batch {graph.batch}; written to {out}"
+    )
+
+
+@app.command()
+def search(
+    model: Model,
+    cluster: ClusterName,
+    out: Annotated[Path, typer.Option("--out", "-o", help="plan file to write")],
+    nodes: Nodes = None,
+    devices: Devices = None,
+    precision: Precision = "float32",
+    optimizer: Optimizer = "adam",
+    schedule: Annotated[str, typer.Option(help="of pipelines: 1f1b or gpipe")] = "1f1b",
+    evaluations: Annotated[int, typer.Option(help="plans to evaluate")] = Budget.evaluations,
+    seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
+    seed: Annotated[int, typer.Option(help="of every random number")] = 0,
+    measure: Measure = False,
+    plot: Plot = None,
+    trace: Trace = None,
+) -> None:
+    """Find a plan for a model on a cluster."""
+    training = Training(precision, optimizer)
+    budget = Budget(evaluations, seconds)
+    graph, place = load_graph(model), _cluster(cluster, nodes, devices)
+    result = face.search(
+        graph,
+        place,
+        costs=_costs(graph, place, training, measure),
+        training=training,
+        budget=budget,
+        seed=seed,
+        schedule=schedule,
+    )
+    result.plan.save(out)
+    console.print(strategy_table({"the plan found": result.simulation, **result.baselines}))
+    console.print(
+        f"{result.evaluations:,} plans evaluated in {result.seconds:.1f} s; "
+        f"{result.stop_reason.value}.\n"
+    )
+    _report(result.simulation, graph, plot, trace)
+    console.print(f"\nWritten to {out}")
+
+
+@app.command()
+def simulate(
+    plan: PlanFile,
+    model: Model,
+    measure: Measure = False,
+    plot: Plot = None,
+    trace: Trace = None,
+) -> None:
+    """Predict a plan's step time and memory."""
+    loaded, graph = Plan.load(plan), load_graph(model)
+    loaded.check(graph)
+    costs = _costs(graph, loaded.cluster, loaded.training, measure)
+    _report(face.simulate(loaded, graph, costs), graph, plot, trace)
+
+
+@app.command()
+def profile(
+    model: Model,
+    cluster: ClusterName = "local-cpu",
+    nodes: Nodes = None,
+    devices: Devices = None,
+    precision: Precision = "float32",
+    optimizer: Optimizer = "adam",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="cluster file to write, with this machine's link"),
+    ] = None,
+) -> None:
+    """Time on this machine the operators that a search may ask for."""
+    graph, place = load_graph(model), _cluster(cluster, nodes, devices)
+    face.profile(graph, place, training=Training(precision, optimizer))
+    if out is not None:
+        here = face.local_cluster(place.num_devices)
+        write_text(out, encode(here))
+        link = here.intra_node
+        console.print(
+            f"link: {link.bandwidth_gb_s:.2f} GB/s, {link.latency_us:.0f} µs a message; cluster "
+            f"of {here.num_devices} processes written to {out}"
+        )
+    cache()
+
+
+@app.command()
+def run(
+    plan: PlanFile,
+    model: Annotated[str, typer.Argument(help="module:function returning (model, inputs)")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="result file to write")],
+    steps: Annotated[int, typer.Option(help="training steps")] = 10,
+    warmup: Annotated[int, typer.Option(help="steps to run and undo first")] = 2,
+    check: Annotated[bool, typer.Option("--check", help="compare with one process")] = False,
+) -> None:
+    """Train by a plan on this machine, a process for every device."""
+    from stratagem.executor.launch import launch
+
+    report = launch(plan, model, steps=steps, warmup=warmup, check=check)
+    report.save(out)
+    console.print(
+        f"{steps} steps, {format_duration(report.step_time)} each (median); loss "
+        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
+    )
+    if check:
+        console.print(
+            f"loss and {len(report.errors) - 1} gradients agree with one process of torch to "
+            f"{report.max_error:.1e}"
+        )
+    console.print(f"Written to {out}")
+
+
+@app.command()
+def compare(
+    plan: PlanFile,
+    model: Model,
+    result: Annotated[Path, typer.Argument(help="result file, from run")],
+    measure: Measure = False,
+    plot: Plot = None,
+    trace: Trace = None,
+) -> None:
+    """Lay a plan's predicted step beside a measured one."""
+    from stratagem.comparison import compare as lay_beside
+    from stratagem.executor.report import Report
+
+    loaded, report, graph = Plan.load(plan), Report.load(result), load_graph(model)
+    loaded.check(graph)
+    costs = _costs(graph, loaded.cluster, loaded.training, measure)
+    comparison = lay_beside(face.simulate(loaded, graph, costs), report, plot)
+    if trace is not None:
+        comparison.save_trace(trace)
+    console.print(comparison_table(comparison))
+    _say_written(plot, trace)
+
+
+@app.command()
+def clusters() -> None:
+    """List the bundled clusters."""
+    rows = []
+    for name in preset_names():
+        cluster = Cluster.preset(name)
+        kinds = ", ".join(sorted(set(cluster.node_devices)))
+        links = [
+            f"{link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs"
+            for link in (cluster.intra_node, cluster.inter_node)
+        ]
+        size = f"{cluster.num_nodes} × {cluster.devices_per_node}"
+        memory = f"{cluster.device_type(0).memory_gib:g} GiB"
+        rows.append([name, size, kinds, memory, *links])
+    headings = ("preset", "nodes × devices", "device", "memory", "in a node", "between nodes")
+    console.print(simple_table(headings, rows))
+
+
+@app.command()
+def cache() -> None:
+    """Say what the timing cache holds."""
+    from stratagem.profiler.cache import TimingCache
+
+    counts: dict[tuple[str, ...], int] = {}
+    latest: dict[tuple[str, ...], float] = {}
+    with TimingCache() as timings:
+        for entry in timings.entries():
+            where = entry.key.environment
+            key = (where.device, where.torch, str(where.threads), str(where.load))
+            counts[key] = counts.get(key, 0) + 1
+            latest[key] = max(latest.get(key, 0.0), entry.timestamp)
+        console.print(f"{timings.path}: {len(timings)} times")
+    if counts:
+        rows = [
+            [*key, str(counts[key]), time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[key]))]
+            for key in sorted(counts)
+        ]
+        headings = ("device", "torch", "threads", "busy neighbours", "times", "latest")
+        console.print(simple_table(headings, rows))
+
+
+def _cluster(name: str, nodes: int | None, devices: int | None) -> Cluster:
+    """A preset, or a file where the name is that of one."""
+    if name in preset_names() or not (name.endswith(".json") or Path(name).exists()):
+        return Cluster.preset(name, num_nodes=nodes, devices_per_node=devices)
+    return Cluster.load(name).resized(num_nodes=nodes, devices_per_node=devices)
+
+
+def _costs(
+    graph: OperatorGraph, cluster: Cluster, training: Training, measure: bool
+) -> CostModel | None:
+    return face.profile(graph, cluster, training=training) if measure else None
+
+
+def _report(
+    simulation: Simulation, graph: OperatorGraph, plot: Path | None, trace: Path | None
+) -> None:
+    console.print(describe(simulation, graph), soft_wrap=True)
+    if plot is not None:
+        plot_timelines([simulation.timeline], plot)
+    if trace is not None:
+        write_trace(trace, simulation.timeline)
+    _say_written(plot, trace)
+
+
+def _say_written(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            console.print(f"Written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""The verbs of the public face: search, simulate, profile and execute.
+
+Each is the library's own function with what a person wants around it: progress bars, defaults, and
+the steps that always go together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from stratagem.progress import progress_bar
+from stratagem.search import search as searching
+from stratagem.search.result import Budget, SearchResult
+from stratagem.search.space import ZERO_STAGES, operator_choices, skeletons
+from stratagem.simulator.cluster import Cluster, DeviceType
+from stratagem.simulator.costs import CostModel, RooflineCosts
+from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.placement import local_sizes
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.training import Training
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stratagem.executor.run import ExecutionResult
+    from stratagem.profiler.costs import MeasuredCosts
+    from stratagem.profiler.timing import Effort
+
+Backend = Literal["local", "gloo"]
+
+MAX_OPERATORS = 1000
+"""Distinct local operators that `profile` times unless told; what is beyond is estimated."""
+
+
+def search(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    *,
+    costs: CostModel | None = None,
+    training: Training | None = None,
+    budget: Budget | None = None,
+    seed: int = 0,
+    schedule: str = "1f1b",
+    zero_stages: Sequence[int] = ZERO_STAGES,
+    num_skeletons: int = 4,
+    progress: bool = True,
+) -> SearchResult:
+    """Find a plan to train `graph` on `cluster`, with a progress bar.
+
+    Example:
+        >>> from stratagem.simulator.models import mlp
+        >>> graph = mlp([256, 256, 256], batch=64)
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> search(graph, cluster, budget=Budget(evaluations=100), progress=False).plan.num_devices
+        8
+
+    Ctrl-C ends it early and returns the best plan until then.
+
+    Args:
+        graph: the model at its whole batch, from `capture`.
+        cluster: where it is to run; all its devices are used.
+        costs: prices of operators, such as those of `profile`; the device model of the cluster
+            when left out.
+        training: precision and optimizer; float32 and Adam when left out.
+        budget: evaluations to spend, and perhaps seconds.
+        seed: of every random number; equal arguments give equal plans.
+        schedule: of the pipelines tried, ``"1f1b"`` or ``"gpipe"``.
+        zero_stages: the ZeRO stages that an operator's parameters may have.
+        num_skeletons: how many of the best skeletons are annealed: stages, meshes, microbatches.
+        progress: False shows nothing.
+
+    Returns:
+        The best plan that fits, beside every baseline; where nothing fits, the plan closest to it.
+    """
+    with progress_bar(enabled=progress) as show:
+
+        def report(where: searching.Progress) -> None:
+            best = f"best {format_duration(where.best)}" if where.best < inf else ""
+            show(where.phase, where.fraction, best)
+
+        return searching.search(
+            graph,
+            cluster,
+            costs=costs,
+            training=training,
+            budget=budget,
+            seed=seed,
+            schedule=schedule,
+            zero_stages=zero_stages,
+            num_skeletons=num_skeletons,
+            progress=report,
+        )
+
+
+def simulate(plan: Plan, graph: OperatorGraph, costs: CostModel | None = None) -> Simulation:
+    """Predict a plan's step time, memory and timeline.
+
+    Example:
+        >>> simulate(sg.Plan.load("plan.json"), graph).step_time  # doctest: +SKIP
+        0.0179
+
+    Args:
+        plan: for this graph.
+        graph: the model at its whole batch.
+        costs: prices of operators; the device model of the plan's cluster when left out.
+
+    Raises:
+        ValueError: when the plan is not for this graph.
+    """
+    return simulate_plan(plan, graph, costs or RooflineCosts())
+
+
+def profile(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    *,
+    training: Training | None = None,
+    cache: str | Path | None = None,
+    max_operators: int = MAX_OPERATORS,
+    effort: Effort | None = None,
+    progress: bool = True,
+) -> MeasuredCosts:
+    """Time on this machine what a search over `cluster` may ask for, and answer from that.
+
+    Example:
+        >>> costs = sg.profile(graph, sg.Cluster.preset("local-cpu"))  # doctest: +SKIP
+        >>> sg.search(graph, sg.Cluster.preset("local-cpu"), costs=costs)  # doctest: +SKIP
+
+    Every distinct local operator is timed once and kept in the timing cache, so that a second call
+    is quick and an interrupted one goes on where it stopped. The devices of a CPU cluster are
+    processes of this machine: each operator is timed on one thread while the other processes of
+    the node run it too.
+
+    Args:
+        graph: the model at its whole batch.
+        cluster: of one device type: CPUs, or the GPU of this machine.
+        training: precision and optimizer; float32 and Adam when left out.
+        cache: the file of the timing cache; the user's own when left out.
+        max_operators: how many distinct local operators to time at most, those of simple plans
+            first; the others are estimated from those, and a warning says how many.
+        effort: how long to go on with each operator.
+        progress: False shows nothing.
+
+    Raises:
+        ValueError: on a cluster of several device types, or a GPU that is not here.
+    """
+    from stratagem.measuring import executor_update
+    from stratagem.profiler.cache import TimingCache
+    from stratagem.profiler.clock import describe_environment
+    from stratagem.profiler.costs import MeasuredCosts
+    from stratagem.profiler.profile import Progress, profile_operators
+    from stratagem.profiler.update import profile_updates
+
+    used = training or Training()
+    kind = _only_device_type(cluster)
+    device, load = _device_here(kind), 0
+    if device == "cpu":
+        load = cluster.devices_per_node - 1
+    operators, num_left_out = _space_operators(graph, cluster, max_operators)
+    with TimingCache(cache) as timings, progress_bar(enabled=progress) as show:
+
+        def report(where: Progress) -> None:
+            show("profiling operators", where.done / where.total, where.operator)
+
+        done = profile_operators(
+            operators, used, timings, device=device, load=load, effort=effort, progress=report
+        )
+        profile_updates(used, timings, executor_update, device=device, load=load, effort=effort)
+        environment = describe_environment(device, load=load)
+        costs = MeasuredCosts(timings, {kind.name: environment}, RooflineCosts())
+    if num_left_out:
+        warnings.warn(
+            f"profile: {num_left_out} of {num_left_out + len(operators)} distinct operators were "
+            f"not timed and are estimated from the others; raise max_operators to time them",
+            stacklevel=2,
+        )
+    for failure in done.failures:
+        warnings.warn(f"profile: not timed: {failure}", stacklevel=2)
+    return costs
+
+
+def local_cluster(num_processes: int = 2) -> Cluster:
+    """Processes of this machine as a cluster, with the link between them as measured just now.
+
+    Example:
+        >>> local_cluster(2).intra_node.bandwidth_gb_s  # doctest: +SKIP
+        1.1
+
+    Args:
+        num_processes: how many devices it has; one core each at best.
+
+    Raises:
+        ValueError: when `num_processes` is below 1.
+    """
+    cluster = Cluster.preset("local-cpu", devices_per_node=num_processes)
+    if num_processes == 1:
+        return cluster
+    from stratagem.measuring import measure_links
+
+    link = measure_links(num_processes)
+    return replace(cluster, intra_node=link, inter_node=link)
+
+
+def _only_device_type(cluster: Cluster) -> DeviceType:
+    kinds = sorted(set(cluster.node_devices))
+    if len(kinds) > 1:
+        raise ValueError(
+            f"cluster {cluster.name!r} has the device types {', '.join(kinds)}; this machine can "
+            f"profile one: give a cluster of that one only"
+        )
+    return cluster.device_type(0)
+
+
+def _device_here(kind: DeviceType) -> str:
+    """What torch calls a device of this type."""
+    import torch
+
+    if kind.name == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    raise ValueError(
+        f"device type {kind.name!r} cannot be profiled: torch finds no CUDA device here; use the "
+        f"device model (no costs), or profile on a machine that has it"
+    )
+
+
+def _space_operators(
+    graph: OperatorGraph, cluster: Cluster, most: int
+) -> tuple[list[tuple[Operator, dict[str, int]]], int]:
+    """Distinct local operators of every skeleton of the space, and how many more there are.
+
+    Whole batches and meshes of few axes come first: every plain strategy is made of those.
+    """
+    wanted = {
+        (skeleton.num_microbatches, mesh.shape)
+        for skeleton in skeletons(graph, cluster)
+        for mesh in skeleton.meshes
+    }
+    found: dict[object, tuple[Operator, dict[str, int]]] = {}
+    for parts, shape in sorted(wanted, key=lambda pair: (len(pair[1]), pair)):
+        for operator, sizes in _local_operators(graph.microbatch(parts), shape):
+            key = (*operator.signature[:1], *operator.signature[2:], tuple(sizes.items()))
+            found.setdefault(key, (operator, sizes))
+    distinct = list(found.values())
+    return distinct[:most], max(0, len(distinct) - most)
+
+
+def _local_operators(
+    graph: OperatorGraph, shape: Sequence[int]
+) -> Iterator[tuple[Operator, dict[str, int]]]:
+    """What devices of a mesh of `shape` may run, equal operators once."""
+    distinct = {op.signature: op for op in graph.operators if op.kind != "source"}
+    for operator in distinct.values():
+        for choice in operator_choices(graph, operator, shape, (0,)):
+            yield operator, local_sizes(operator, choice.config, shape)
+
+
+def execute(
+    plan: Plan,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    graph: OperatorGraph | None = None,
+    steps: int = 1,
+    warmup: int = 0,
+    gradients: bool = False,
+    backend: Backend = "local",
+) -> ExecutionResult:
+    """Train a model for some steps by a plan, on the CPUs of this machine.
+
+    Example:
+        >>> result = sg.execute(plan, model, batch, steps=10, backend="gloo")  # doctest: +SKIP
+        >>> result.step_time  # doctest: +SKIP
+        0.152
+
+    Args:
+        plan: for this model and batch, in float32.
+        model: its parameters and buffers are read, not changed.
+        batch: the keyword arguments of the model's `forward`, the same for every step.
+        graph: what `capture` gave; the model is captured anew when left out.
+        steps: how many to run.
+        warmup: steps to run and undo before, so that the measured ones are not the first.
+        gradients: whether to bring the gradients of the last step together.
+        backend: ``local`` runs all ranks as threads of this process, exact but not timed as a
+            cluster would be; ``gloo`` starts a process for each, under torchrun.
+
+    Raises:
+        ValueError: when the plan is not for this model, batch and sequence length, or cannot be
+            executed; on an unknown backend.
+        RuntimeError: when a rank fails, with its last lines.
+    """
+    from stratagem.executor.run import execute as run_here
+    from stratagem.executor.states import model_state
+    from stratagem.ranks import run_processes
+    from stratagem.simulator.torch_ops.capture import capture
+
+    known = get_args(Backend)
+    if backend not in known:
+        raise ValueError(f"no backend {backend!r}; there are {', '.join(known)}")
+    run = run_here if backend == "local" else run_processes
+    used = graph or capture(model, kwargs=batch)
+    plan.check(used)
+    return run(
+        plan, used, model_state(model), batch, steps=steps, warmup=warmup, gradients=gradients
+    )

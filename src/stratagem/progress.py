@@ -1,0 +1,83 @@
+"""Progress bars: drawn in a terminal and in a notebook, a line now and then in a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+Show = Callable[[str, float, str], None]
+"""Shows what is being done, how much of it is (0 to 1), and a remark."""
+
+LINE_SECONDS = 5.0
+"""Between two lines in a pipe."""
+
+
+@contextmanager
+def progress_bar(*, enabled: bool = True) -> Iterator[Show]:
+    """Yield a function that moves a bar on standard error; the bar is gone at the end.
+
+    Example:
+        >>> with progress_bar(enabled=False) as show:
+        ...     show("searching", 0.5, "best 18.0 ms")
+    """
+    console = Console(stderr=True)
+    if not enabled:
+        yield lambda what, fraction, remark: None
+    elif console.is_jupyter:
+        with _notebook_bar() as show:
+            yield show
+    elif console.is_terminal:
+        with _terminal_bar(console) as show:
+            yield show
+    else:
+        yield _lines(console)
+
+
+@contextmanager
+def _terminal_bar(console: Console) -> Iterator[Show]:
+    columns = (
+        TextColumn("  {task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[remark]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0, remark="")
+        yield lambda what, fraction, remark: bar.update(
+            task, description=what, completed=fraction, remark=remark
+        )
+
+
+@contextmanager
+def _notebook_bar() -> Iterator[Show]:
+    from IPython.display import DisplayHandle
+
+    handle: Any = DisplayHandle()  # type: ignore[no-untyped-call]
+    handle.display({"text/html": ""}, raw=True)
+
+    def show(what: str, fraction: float, remark: str) -> None:
+        bar = f"<progress value={fraction:.3f}></progress> {what} {remark}"
+        handle.update({"text/html": bar}, raw=True)
+
+    try:
+        yield show
+    finally:
+        handle.update({"text/html": ""}, raw=True)
+
+
+def _lines(console: Console) -> Show:
+    shown = time.monotonic()
+
+    def show(what: str, fraction: float, remark: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= LINE_SECONDS:
+            shown = time.monotonic()
+            console.print(f"  {what}: {fraction:.0%} {remark}", highlight=False, soft_wrap=True)
+
+    return show

@@ -1,0 +1,63 @@
+"""Results as tables in a terminal, for the command line and the examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from stratagem.comparison import Comparison
+from stratagem.simulator.describe import format_bytes
+from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.timeline import format_duration
+
+
+def strategy_table(simulations: Mapping[str, Simulation], *, title: str = "") -> Table:
+    """Plans by name, the first one emphasised: step time, memory, whether they fit."""
+    table = Table(title=title or None, title_justify="left", title_style="bold")
+    table.add_column("strategy")
+    table.add_column("predicted\nstep", justify="right")
+    table.add_column("peak memory\nper device", justify="right")
+    table.add_column("fits")
+    for number, (name, simulation) in enumerate(simulations.items()):
+        table.add_row(
+            name,
+            format_duration(simulation.step_time),
+            format_bytes(simulation.peak_memory),
+            "yes" if simulation.fits else f"no, {_missing(simulation)} too much",
+            style="bold" if number == 0 else None,
+            end_section=number == 0,
+        )
+    return table
+
+
+def _missing(simulation: Simulation) -> str:
+    return format_bytes(max(stage.peak - stage.capacity for stage in simulation.memory))
+
+
+def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
+    """Where a device's time goes, predicted beside measured."""
+    table = Table(title=title or None, title_justify="left", title_style="bold")
+    table.add_column("time of a device in a step")
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right")
+    for number, row in enumerate(comparison.rows):
+        table.add_row(
+            row.what,
+            format_duration(row.predicted),
+            format_duration(row.measured),
+            row.error,
+            style="bold" if number == 0 else None,
+            end_section=number == 0,
+        )
+    return table
+
+
+def simple_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Plain columns of text."""
+    table = Table()
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*row)
+    return table

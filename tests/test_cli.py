@@ -1,0 +1,252 @@
+"""The command line: every verb, and every error as one line that leaves nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from stratagem.cli import app
+from stratagem.simulator.graph_io import graph_to_json
+from stratagem.simulator.models import mlp
+from stratagem.simulator.plan import Plan
+
+ROOT = Path(__file__).parents[1]
+VERBS = ("capture", "search", "simulate", "profile", "run", "compare", "clusters", "cache")
+SMALL = ("--cluster", "dgx-a100", "--nodes", "1", "--devices", "2", "--evaluations", "20")
+
+MODEL = """
+import torch
+
+def build():
+    model = torch.nn.Linear(16, 16)
+    return Net(model), {"x": torch.ones(8, 16)}
+
+def broken():
+    return 1 / 0
+
+def wrong():
+    return 42
+
+class Net(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return torch.nn.functional.mse_loss(self.layer(x), x)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory with a cache of its own, a module and a graph file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
+    (tmp_path / "small_model.py").write_text(MODEL)
+    (tmp_path / "graph.json").write_text(graph_to_json(mlp([64, 64, 64], batch=32)))
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+
+
+def files(place: Path) -> set[str]:
+    return {path.name for path in place.iterdir()} - {"__pycache__"}
+
+
+def test_help_lists_the_verbs() -> None:
+    shown = call("--help")
+    assert shown.exit_code == 0
+    for verb in VERBS:
+        assert f"\n  {verb} " in shown.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str) -> None:
+    shown = call(verb, "--help")
+    assert shown.exit_code == 0
+    assert f"stratagem {verb}" in shown.stdout.replace("root", "stratagem")
+
+
+def test_version() -> None:
+    assert call("--version").stdout.strip() == "0.1.0"
+
+
+def test_clusters_lists_presets() -> None:
+    shown = call("clusters")
+    assert shown.exit_code == 0
+    for preset in ("dgx-a100", "dgx-h100", "local-cpu", "p3.16xlarge"):
+        assert preset in shown.stdout
+
+
+def test_cache_of_nothing(place: Path) -> None:
+    shown = call("cache")
+    assert shown.exit_code == 0
+    assert "0 times" in shown.stdout
+
+
+def test_search_then_simulate(place: Path) -> None:
+    found = call("search", "graph.json", *SMALL, "-o", "plan.json")
+    assert found.exit_code == 0, found.output
+    assert "the plan found" in found.stdout
+    assert "data parallel" in found.stdout
+    plan = Plan.load("plan.json")
+    assert plan.prediction is not None
+    shown = call(
+        *("simulate", "plan.json", "graph.json", "--plot", "step.png", "--trace", "step.json.gz")
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "A step takes" in shown.stdout
+    assert {"step.png", "step.json.gz"} <= files(place)
+
+
+def test_search_is_the_same_again(place: Path) -> None:
+    for out in ("one.json", "two.json"):
+        assert call("search", "graph.json", *SMALL, "-o", out).exit_code == 0
+    assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
+
+
+def test_capture_writes_what_search_reads(place: Path) -> None:
+    done = call("capture", "small_model:build", "-o", "captured.json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(Path("captured.json").read_text())["format"] == "stratagem graph"
+    assert call("search", "captured.json", *SMALL, "-o", "plan.json").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("search", "no.json", *SMALL), "'no.json' is neither module:function nor the file"),
+        (("search", "no_module:f", *SMALL), "No module named 'no_module'"),
+        (("search", "small_model:biuld", *SMALL), "has no attribute 'biuld'"),
+        (("search", "small_model:broken", *SMALL), "ZeroDivisionError: division by zero"),
+        (("search", "small_model:wrong", *SMALL), "must return (model, dict of example inputs)"),
+        (("search", "plan", *SMALL), "neither"),
+        (("search", "broken.json", *SMALL), "graph file is broken"),
+        (("search", "graph.json", "-c", "dgx-a10"), "there are dgx-a100, dgx-h100"),
+        (("search", "graph.json", "-c", "broken.json"), "cluster file broken.json is broken"),
+        (("search", "graph.json", "-c", "none.json"), "cluster file none.json cannot be read"),
+        (("search", "graph.json", *SMALL, "--precision", "bf16"), "float32, bfloat16, float16"),
+        (("search", "graph.json", *SMALL, "--optimizer", "adams"), "there are sgd, adam"),
+        (("search", "graph.json", *SMALL, "--schedule", "f1b1"), "f1b1"),
+        (("search", "graph.json", *SMALL, "--devices", "0"), "must be at least 1"),
+        (("search", "graph.json", *SMALL, "--seconds", "-1"), "seconds above 0"),
+    ],
+)
+def test_error_is_one_line_and_writes_nothing(
+    place: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (place / "broken.json").write_text('{"format": "strata')
+    before = files(place)
+    shown = call(*arguments, "-o", "out.json")
+    assert shown.exit_code == 2
+    assert_one_line(shown, words)
+    assert files(place) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("simulate", "none.json", "graph.json"), "plan file none.json cannot be read"),
+        (("simulate", "graph.json", "graph.json"), "plan file graph.json is broken"),
+        (("run", "none.json", "small_model:build", "-o", "out.json"), "cannot be read"),
+        (("compare", "plan.json", "graph.json", "none.json"), "none.json cannot be read"),
+        (("compare", "plan.json", "graph.json", "graph.json"), "result file graph.json is broken"),
+        (("simulate", "plan.json", "small_model:build"), "search again"),
+        (("simulate", "plan.json", "graph.json", "--measure"), "no CUDA device here"),
+    ],
+)
+def test_error_of_files(place: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    if "--measure" in arguments:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device here")
+    before = files(place)
+    shown = call(*arguments)
+    assert shown.exit_code == 2
+    assert_one_line(shown, words)
+    assert files(place) == before
+
+
+def assert_one_line(shown: Result, words: str) -> None:
+    (line,) = [line for line in shown.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    assert words in line
+    assert "Traceback" not in shown.output
+
+
+def test_missing_option_names_it(place: Path) -> None:
+    shown = call("search", "graph.json", "-o", "out.json")
+    assert shown.exit_code == 2
+    assert "--cluster" in shown.stderr
+
+
+def test_out_in_a_new_folder(place: Path) -> None:
+    assert call("search", "graph.json", *SMALL, "-o", "new/plan.json").exit_code == 0
+    assert Path("new/plan.json").exists()
+
+
+def test_out_that_cannot_be_written(place: Path) -> None:
+    shown = call("search", "graph.json", *SMALL, "-o", "graph.json/plan.json")
+    assert shown.exit_code == 2
+    assert_one_line(shown, "graph.json")
+
+
+@pytest.mark.slow
+def test_interrupt_ends_with_130(place: Path) -> None:
+    (place / "sleepy.py").write_text("import time\n\ndef build():\n    time.sleep(60)\n")
+    command = [sys.executable, "-m", "stratagem.cli", "capture", "sleepy:build", "-o", "g.json"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert "g.json" not in files(place)
+
+
+@pytest.mark.slow
+def test_failed_rank_is_one_line_too(place: Path) -> None:
+    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    before = files(place)
+    shown = call("run", "plan.json", "small_model:build", "-o", "run.json")
+    assert shown.exit_code == 2
+    assert_one_line(shown, "a run of 2 ranks failed")
+    assert "search again" in shown.stderr
+    assert files(place) == before
+
+
+@pytest.mark.slow
+def test_profile_search_run_compare(place: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def shell(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "stratagem.cli", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    model = "small_model:build"
+    assert "GB/s" in shell("profile", model, "--out", "here.json")
+    shell("search", model, "-c", "here.json", "--measure", "--evaluations", "100", "-o", "p.json")
+    shown = shell("run", "p.json", model, "--steps", "3", "--check", "-o", "run.json")
+    assert "gradients agree" in shown
+    shown = shell("compare", "p.json", model, "run.json", "--measure", "--plot", "step.png")
+    assert "whole step" in shown
+    assert {"here.json", "p.json", "run.json", "step.png"} <= files(place)
