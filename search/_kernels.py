@@ -1,8 +1,9 @@
 """Metropolis–Hastings over the choices of a plan, wholly in numba.
 
 Kernels know arrays only; `search.problem` says what they mean. The event engine is that of the
-simulator. All kernels of the search are in this file; they are compiled anew whenever the engine's
-source changes (see `_fingerprint`).
+simulator. All kernels of the search are in this file. Only the two that Python calls are cached,
+and they close over a hash of the engine's source: numba's cache does not see that a kernel in
+another file has changed, but it does see the values that a kernel closes over.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OVER_MEMORY = 4.0
 _fingerprint = int.from_bytes(hashlib.sha256(Path(engine.__file__).read_bytes()).digest()[:6])
 
 
-@numba.njit(cache=True)
+@numba.njit
 def play_block(
     block: int,
     use_inner: int,
@@ -83,7 +84,7 @@ def play_block(
     )
 
 
-@numba.njit(cache=True)
+@numba.njit
 def stage_peak(
     stage: int,
     choice: Ints,
@@ -112,7 +113,7 @@ def stage_peak(
     return state + in_flight * kept + working
 
 
-@numba.njit(cache=True)
+@numba.njit
 def score(
     dirty: Ints,
     choice: Ints,
@@ -165,7 +166,7 @@ def score(
     return seconds * (1.0 + OVER_MEMORY * excess)
 
 
-@numba.njit(cache=True)
+@numba.njit
 def play_macro(
     table: Ints,
     successor_offsets: Ints,
@@ -203,7 +204,7 @@ def play_macro(
     )
 
 
-@numba.njit(cache=True)
+@numba.njit
 def propose(
     rng: np.random.Generator,
     choice: Ints,
@@ -334,4 +335,47 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
     return anneal
 
 
+def _make_score_plan(fingerprint: int):  # type: ignore[no-untyped-def]
+    """`score` as an entry from Python, cached under `fingerprint` like the annealing kernel."""
+
+    @numba.njit(cache=True)
+    def score_plan(
+        dirty: Ints,
+        choice: Ints,
+        block_ns: Ints,
+        peaks: Ints,
+        capacities: Ints,
+        in_flight: Ints,
+        blocks: tuple[Ints, ...],
+        memory: tuple[Ints, ...],
+        crossings: Ints,
+        arrivals: Ints,
+        macro: tuple[Ints, ...],
+        macro_work: Ints,
+        table: Ints,
+        num_microbatches: int,
+    ) -> float:
+        """See `score`."""
+        _ = fingerprint
+        return score(
+            dirty,
+            choice,
+            block_ns,
+            peaks,
+            capacities,
+            in_flight,
+            blocks,
+            memory,
+            crossings,
+            arrivals,
+            macro,
+            macro_work,
+            table,
+            num_microbatches,
+        )
+
+    return score_plan
+
+
 anneal = _make_anneal(_fingerprint)
+score_plan = _make_score_plan(_fingerprint)

@@ -46,7 +46,7 @@ class Chain:
         """The score of the present choices, from scratch."""
         p = self.problem
         return float(
-            _kernels.score(
+            _kernels.score_plan(
                 np.ones(p.capacities.size, dtype=np.int64),
                 self.choice,
                 self._block_ns,

@@ -45,12 +45,11 @@ class Skeleton:
 
     def __str__(self) -> str:
         shape = "×".join(str(n) for n in self.meshes[0].shape)
+        parts = self.num_microbatches
+        cut = f"{parts} microbatches" if parts > 1 else "whole batch"
         if len(self.stages) == 1:
-            return f"1 stage on {shape}, {self.num_microbatches} microbatches"
-        return (
-            f"{len(self.stages)} stages on {shape}, {self.num_microbatches} microbatches, "
-            f"{self.schedule}"
-        )
+            return f"1 stage on {shape}, {cut}"
+        return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}"
 
 
 def operator_choices(
