@@ -1,0 +1,252 @@
+"""Delta re-simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from stratagem.simulator._delta_index import (
+    DURATION,
+    LIMIT,
+    MAKESPAN,
+    NONE,
+    PENDING,
+    PREDECESSORS,
+    PROPOSED,
+    REPLAY_SHARE,
+    REPLAYED,
+    SET,
+    SUCCESSORS,
+    DeltaState,
+)
+from stratagem.simulator._delta_kernels import (
+    accept_changes,
+    fill_times,
+    play_changes,
+    propose_changes,
+    reject_changes,
+)
+from stratagem.simulator.engine import Times
+from stratagem.simulator.taskgraph import MAX_TOTAL_DURATION, TaskGraph
+
+Ints = NDArray[np.int64]
+
+
+class DeltaEngine:
+    """A played task graph that says what changes of a few tasks would do.
+
+    Example:
+        >>> from stratagem.simulator.taskgraph import build_task_graph
+        >>> graph = build_task_graph([3, 2], [], resource_sets=[(0,), (0,)], num_resources=1)
+        >>> engine = DeltaEngine(graph)
+        >>> engine.propose([0], durations=[7])
+        9
+        >>> engine.makespan
+        5
+        >>> engine.accept()
+        >>> engine.times().end.tolist()
+        [7, 9]
+
+    Attributes:
+        state: the arrays, for kernels that propose, accept and reject from inside numba with
+            `propose_changes`, `accept_changes` and `reject_changes`, which check nothing.
+    """
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.state = allocate_delta(graph)
+        self._total = int(graph.durations.sum())
+        self._proposed_total = self._total
+        makespan = play_changes(self.state)
+        assert makespan >= 0, "some tasks were never reached: were the graph's arrays written to?"
+
+    @property
+    def makespan(self) -> int:
+        """Makespan in ns of what was accepted last; of the graph at first."""
+        return int(self.state.numbers[MAKESPAN])
+
+    @property
+    def replayed(self) -> int:
+        """How many tasks the last proposal had to play again."""
+        return int(self.state.numbers[REPLAYED])
+
+    def propose(
+        self,
+        tasks: ArrayLike,
+        durations: ArrayLike | None = None,
+        resource_sets: ArrayLike | None = None,
+    ) -> int:
+        """Play the graph with other durations or resources of some tasks.
+
+        A proposal that is pending is rejected first. A task may become idle or busy.
+
+        Args:
+            tasks: ids of the tasks, each at most once.
+            durations: whole ns for each of them; as they are if not given.
+            resource_sets: for each of them the number of a set in the graph's ``set_offsets``; as
+                they are if not given.
+
+        Returns:
+            The makespan in ns.
+
+        Raises:
+            ValueError: for a task or set that is not there, a task named twice, a negative
+                duration, an idle task with resources, or durations that sum to over 2**62 ns. A
+                pending proposal is then still pending.
+        """
+        ids = _ints(tasks, "tasks")
+        self._check_tasks(ids)
+        played = self._played(ids)
+        times = played[0] if durations is None else _ints(durations, "durations")
+        sets = played[1] if resource_sets is None else _ints(resource_sets, "resource_sets")
+        for name, values in (("durations", times), ("resource_sets", sets)):
+            if values.shape != ids.shape:
+                raise ValueError(f"{ids.size} tasks but {values.size} {name}: give each task one")
+        self._check_values(ids, times, sets)
+        total = self._total + sum(times.tolist()) - sum(played[0].tolist())
+        if total > MAX_TOTAL_DURATION:
+            raise ValueError(
+                f"the durations would sum to {total} ns, over the limit of {MAX_TOTAL_DURATION} ns "
+                "(146 years): check their unit"
+            )
+        self._proposed_total = total
+        return int(propose_changes(self.state, ids, times, sets))
+
+    def accept(self) -> None:
+        """Make the pending proposal the graph that the next one changes.
+
+        Raises:
+            ValueError: there is no pending proposal.
+        """
+        self._check_pending("accept")
+        accept_changes(self.state)
+        self._total = self._proposed_total
+
+    def reject(self) -> None:
+        """Forget the pending proposal.
+
+        Raises:
+            ValueError: there is no pending proposal.
+        """
+        self._check_pending("reject")
+        reject_changes(self.state)
+
+    def times(self) -> Times:
+        """Return the whole timeline: of the pending proposal, or else of what was accepted last."""
+        num_tasks = self.state.order.size
+        ready, start, end = (np.empty(num_tasks, np.int64) for _ in range(3))
+        fill_times(self.state, ready, start, end)
+        is_pending = self.state.numbers[PENDING] != NONE
+        makespan = self.state.numbers[PROPOSED if is_pending else MAKESPAN]
+        return Times(ready, start, end, int(makespan))
+
+    def _played(self, tasks: Ints) -> tuple[Ints, Ints]:
+        columns = self.state.task[tasks]
+        return columns[:, 2].copy(), columns[:, 3].copy()
+
+    def _check_tasks(self, tasks: Ints) -> None:
+        num_tasks = self.state.order.size
+        wrong = tasks[(tasks < 0) | (tasks >= num_tasks)]
+        if wrong.size:
+            raise ValueError(f"there is no task {wrong[0]}: ids go from 0 to {num_tasks - 1}")
+        if np.unique(tasks).size < tasks.size:
+            ids, counts = np.unique(tasks, return_counts=True)
+            raise ValueError(f"task {ids[counts > 1][0]} is named twice: change each task once")
+
+    def _check_values(self, tasks: Ints, durations: Ints, resource_sets: Ints) -> None:
+        wrong = np.flatnonzero(durations < 0)
+        if wrong.size:
+            raise ValueError(
+                f"task {tasks[wrong[0]]} would last {durations[wrong[0]]} ns: a duration is at "
+                "least 1 ns, or 0 for an idle task"
+            )
+        sizes = np.diff(self.state.set_offsets)
+        wrong = np.flatnonzero((resource_sets < 0) | (resource_sets >= sizes.size))
+        if wrong.size:
+            raise ValueError(
+                f"task {tasks[wrong[0]]} names resource set {resource_sets[wrong[0]]}, of "
+                f"{sizes.size} sets"
+            )
+        wrong = np.flatnonzero((durations == 0) & (sizes[resource_sets] > 0))
+        if wrong.size:
+            raise ValueError(
+                f"task {tasks[wrong[0]]} would last 0 ns but hold resources: give it the empty "
+                "set 0, or at least 1 ns"
+            )
+
+    def _check_pending(self, verb: str) -> None:
+        if self.state.numbers[PENDING] == NONE:
+            raise ValueError(f"there is nothing to {verb}: propose a change first")
+
+
+def allocate_delta(graph: TaskGraph) -> DeltaState:
+    """Allocate what it takes to replay parts of a graph; `play_changes` must fill it first."""
+    num_tasks, num_resources = graph.num_tasks, graph.num_resources
+    before = np.repeat(np.arange(num_tasks), np.diff(graph.successor_offsets))
+    predecessor_offsets = np.concatenate([[0], np.cumsum(graph.num_predecessors)])
+    task = np.zeros((num_tasks + 1, 8), np.int64)
+    task[:-1, DURATION] = graph.durations
+    task[:-1, SET] = graph.resource_sets
+    task[:, SUCCESSORS] = graph.successor_offsets
+    task[:, PREDECESSORS] = predecessor_offsets
+    levels = _levels(num_tasks)
+    num_chunks = levels[1] if len(levels) > 1 else 1
+    leaves = 1 << (num_chunks - 1).bit_length()
+    numbers = np.zeros(10, np.int64)
+    numbers[LIMIT] = max(num_tasks // REPLAY_SHARE, 1)
+
+    def empty(*shape: int) -> Ints:
+        return np.zeros(shape, np.int64)
+
+    return DeltaState(
+        successor_offsets=graph.successor_offsets,
+        successors=graph.successors,
+        num_predecessors=graph.num_predecessors,
+        set_offsets=graph.set_offsets,
+        set_resources=graph.set_resources,
+        durations=graph.durations.copy(),
+        resource_sets=graph.resource_sets.copy(),
+        predecessors=before[np.argsort(graph.successors, kind="stable")],
+        task=task,
+        order=empty(num_tasks),
+        ready=empty(num_tasks),
+        end=empty(num_tasks),
+        latest=empty(2, 2 * leaves),
+        held=empty(num_resources, levels[-1]),
+        held_levels=np.array(levels[:-1], np.int64),
+        numbers=numbers,
+        new_order=empty(num_tasks),
+        new_ready=empty(num_tasks),
+        new_end=empty(num_tasks),
+        reached=empty(num_tasks, 3),
+        heap_ready=empty(num_tasks),
+        heap_task=empty(num_tasks),
+        free=empty(num_resources, 2),
+        changed=empty(num_tasks),
+        effects=empty(num_tasks),
+        windows=empty(num_tasks, 3),
+        full=empty(5, num_tasks),
+        full_free=empty(num_resources),
+    )
+
+
+def _levels(num_tasks: int) -> list[int]:
+    """Where each level of a bitmap over positions begins, and where the last one ends."""
+    begins, size = [0], num_tasks
+    while size > 1 or len(begins) == 1:
+        size = (size + 31) // 32
+        begins.append(begins[-1] + size)
+    return begins
+
+
+def _ints(values: ArrayLike, name: str) -> Ints:
+    array = np.atleast_1d(np.asarray(values))
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu" or array.max() > np.iinfo(np.int64).max:
+        raise ValueError(
+            f"{name} must be whole numbers that fit 64 bits, not {array.dtype}: round seconds to "
+            "integer nanoseconds first"
+        )
+    return np.ascontiguousarray(array, np.int64)
