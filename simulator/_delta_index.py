@@ -32,10 +32,35 @@ REPLAY_SHARE = 4
     RELEASED,
     SUCCESSORS,
     PREDECESSORS,
-) = range(8)
-"""Columns of `DeltaState.task`."""
+    SEEN,
+    WAITING,
+    HEARD,
+) = range(11)
+"""Columns of `DeltaState.task`: the graph and how it was played; and workspace of a replay.
 
-MAKESPAN, PENDING, PROPOSED, CHANGES, WINDOWS, GENERATION, LIMIT, DRIFT, REPLAYED, CALLS = range(10)
+Duration and set, as proposed and as played; the position of the task and of its last predecessor;
+where its neighbours begin in ``links``. Then the generation in which the task was seen, how many
+predecessors it waits for, and the latest end of the others.
+"""
+NUM_COLUMNS = 16
+"""Two cache lines a task."""
+
+ORDER, READY, END, NEW_ORDER, NEW_READY, NEW_END, CHANGED, EFFECT, BEGIN, STOP, SHIFT = range(11)
+DURATIONS, SETS, NUM_PREDECESSORS, REMAINING, STACK, FULL_READY, FULL_START, FULL_END = range(
+    11, 19
+)
+"""Rows of `DeltaState.rows`.
+
+By position, how the graph was played and is replayed: task, ready time, end. Of each change, the
+task and its effect position, in the order of these. Of each replayed window, its first position,
+the one behind it, and the shift from there on. By task, what `simulate_tasks` reads and fills.
+"""
+NUM_ROWS = 19
+
+MAKESPAN, PENDING, PROPOSED, CHANGES, WINDOWS, GENERATION, LIMIT, DRIFT, REPLAYED, CALLS = range(
+    10
+)
+SET_LINKS, OFFSET_LINKS, LEVELS = range(10, 13)
 """Entries of `DeltaState.numbers`."""
 
 NONE, REPLAY, FULL = range(3)
@@ -43,76 +68,38 @@ NONE, REPLAY, FULL = range(3)
 
 
 class DeltaState(NamedTuple):
-    """A played graph and the workspace to replay parts of it.
+    """A played graph and the workspace to replay parts of it: few arrays, for cheap calls.
 
-    Of T tasks, R resources; a *position* is a place in the order in which tasks were taken, idle
-    ones at the instant that they pass on. Times by position lack the shift of their chunk.
+    A *position* is a place in the order in which tasks were taken, idle ones at the instant that
+    they pass on. Times by position are in ns and lack the shift of their chunk.
 
     Attributes:
-        successor_offsets: as in `TaskGraph`, like all fields up to `resource_sets`.
-        successors: the tasks that wait for each task.
-        num_predecessors: [T].
-        set_offsets: where each set begins in ``set_resources``.
-        set_resources: the resource ids of each set.
-        durations: [T], of the proposal.
-        resource_sets: [T], of the proposal.
-        predecessors: the tasks that each task waits for.
-        task: [T + 1, 8], a cache line a task: duration and set, both proposed and played, position,
-            position of the last predecessor, where its successors and predecessors begin.
-        order: by position, the task.
-        ready: by position, ns.
-        end: by position, ns.
+        task: [T + 1, 16], by task: see `DURATION`, ...
+        rows: [19, T]: see `ORDER`, ...
         latest: [2, 2 P], a tree over P chunks: the latest end below a node, and the shift of all
             that is below it. Node 1 is the root, node P + c is chunk c.
-        held: [R, words], a bitmap over positions for every resource; bit b of a word of level n + 1
-            says that word b of level n is not 0.
-        held_levels: where each level begins in a row of ``held``.
-        numbers: see `MAKESPAN`, ...
-        new_order: by position, the task as replayed; so for the next two.
-        new_ready: by position, ns.
-        new_end: by position, ns.
-        reached: [T, 3]: generation, predecessors to come, and ready time of tasks in a replay.
-        heap_ready: [T].
+        held: [R, words], a bitmap over positions for every resource; bit b of word w of a level
+            says that word 32 w + b of the level below is not 0.
+        numbers: see `MAKESPAN`, ...; from `LEVELS` on, where each level begins in ``held``.
+        links: successors; predecessors; then, from `SET_LINKS` on, where each resource set begins
+            in this array, and the sets; from `OFFSET_LINKS` on, where successors begin.
+        free: [2, R], generation, and ns at which a resource becomes free in a replay.
+        heap_ready: [T], the queue.
         heap_task: [T], a task, or a task - T if it is idle: idle ones go first.
-        free: [R, 2]: generation, and ns at which a resource becomes free in a replay.
-        changed: [T], changed tasks by the position from which they matter.
-        effects: [T], that position.
-        windows: [T, 3]: begin and end of replayed positions, and the shift in ns after them.
-        full: [5, T], what `simulate_tasks` fills: remaining, stack, ready, start and end.
-        full_free: [R].
     """
 
-    successor_offsets: Ints
-    successors: Ints
-    num_predecessors: Ints
-    set_offsets: Ints
-    set_resources: Ints
-    durations: Ints
-    resource_sets: Ints
-    predecessors: Ints
     task: Ints
-    order: Ints
-    ready: Ints
-    end: Ints
+    rows: Ints
     latest: Ints
     held: Ints
-    held_levels: Ints
     numbers: Ints
-    new_order: Ints
-    new_ready: Ints
-    new_end: Ints
-    reached: Ints
+    links: Ints
+    free: Ints
     heap_ready: Ints
     heap_task: Ints
-    free: Ints
-    changed: Ints
-    effects: Ints
-    windows: Ints
-    full: Ints
-    full_free: Ints
 
 
-@njit
+@njit(forceinline=True)
 def highest_bit(word: int) -> int:
     """Return the number of the highest bit of a word of 32 bits that is not 0."""
     bit = 0
@@ -124,39 +111,39 @@ def highest_bit(word: int) -> int:
 
 
 @njit
-def mark_holder(held: Ints, levels: Ints, resource: int, position: int) -> None:
+def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position holds a resource."""
-    for level in range(levels.size):
-        held[resource, levels[level] + (position >> 5)] |= 1 << (position & 31)
+    for level in range(LEVELS, numbers.size):
+        held[resource, numbers[level] + (position >> 5)] |= 1 << (position & 31)
         position >>= 5
 
 
 @njit
-def unmark_holder(held: Ints, levels: Ints, resource: int, position: int) -> None:
+def unmark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position does not hold a resource."""
-    for level in range(levels.size):
-        word = levels[level] + (position >> 5)
+    for level in range(LEVELS, numbers.size):
+        word = numbers[level] + (position >> 5)
         held[resource, word] &= ~(1 << (position & 31))
         if held[resource, word]:
             break
         position >>= 5
 
 
-@njit
-def last_holder(held: Ints, levels: Ints, resource: int, before: int) -> int:
+@njit(forceinline=True)
+def last_holder(held: Ints, numbers: Ints, resource: int, before: int) -> int:
     """Return the last position before another that holds a resource, or -1."""
-    for level in range(levels.size):
-        word = held[resource, levels[level] + (before >> 5)] & ((1 << (before & 31)) - 1)
+    for level in range(LEVELS, numbers.size):
+        word = held[resource, numbers[level] + (before >> 5)] & ((1 << (before & 31)) - 1)
         before >>= 5
         if word:
             found = (before << 5) + highest_bit(word)
-            for below in range(level - 1, -1, -1):
-                found = (found << 5) + highest_bit(held[resource, levels[below] + found])
+            for below in range(level - 1, LEVELS - 1, -1):
+                found = (found << 5) + highest_bit(held[resource, numbers[below] + found])
             return found
     return -1
 
 
-@njit
+@njit(forceinline=True)
 def chunk_shift(latest: Ints, chunk: int) -> int:
     """Return the ns to add to the times of a chunk: the sum on the way from its leaf to the root."""
     node = (latest.shape[1] >> 1) + chunk
@@ -168,12 +155,12 @@ def chunk_shift(latest: Ints, chunk: int) -> int:
 
 
 @njit
-def refresh_chunk(latest: Ints, end: Ints, chunk: int) -> None:
+def refresh_chunk(latest: Ints, rows: Ints, chunk: int) -> None:
     """Bring the latest end of a chunk, and of all nodes above it, up to date."""
     node = (latest.shape[1] >> 1) + chunk
     top = NEVER
-    for place in range(chunk << CHUNK_BITS, min((chunk + 1) << CHUNK_BITS, end.size)):
-        top = max(top, end[place])
+    for place in range(chunk << CHUNK_BITS, min((chunk + 1) << CHUNK_BITS, rows.shape[1])):
+        top = max(top, rows[END, place])
     latest[0, node] = top + latest[1, node]
     while node > 1:
         node >>= 1
@@ -181,13 +168,13 @@ def refresh_chunk(latest: Ints, end: Ints, chunk: int) -> None:
 
 
 @njit
-def shift_from(latest: Ints, ready: Ints, end: Ints, position: int, shift: int) -> None:
+def shift_from(latest: Ints, rows: Ints, position: int, shift: int) -> None:
     """Add ``shift`` to all times from a position on."""
     chunk = (position + (1 << CHUNK_BITS) - 1) >> CHUNK_BITS
-    for place in range(position, min(chunk << CHUNK_BITS, end.size)):
-        ready[place] += shift
-        end[place] += shift
-    if chunk << CHUNK_BITS >= end.size:
+    for place in range(position, min(chunk << CHUNK_BITS, rows.shape[1])):
+        rows[READY, place] += shift
+        rows[END, place] += shift
+    if chunk << CHUNK_BITS >= rows.shape[1]:
         return
     node = (latest.shape[1] >> 1) + chunk
     latest[0, node] += shift
@@ -200,7 +187,7 @@ def shift_from(latest: Ints, ready: Ints, end: Ints, position: int, shift: int) 
         latest[0, node] = max(latest[0, 2 * node], latest[0, 2 * node + 1]) + latest[1, node]
 
 
-@njit
+@njit(forceinline=True)
 def latest_of_chunks(latest: Ints, first: int, last: int) -> int:
     """Return the latest end in the chunks from ``first`` to ``last``, both included."""
     left = (latest.shape[1] >> 1) + first
@@ -222,22 +209,22 @@ def latest_of_chunks(latest: Ints, first: int, last: int) -> int:
     return top
 
 
-@njit
-def latest_end(latest: Ints, end: Ints, begin: int, stop: int) -> int:
+@njit(forceinline=True)
+def latest_end(latest: Ints, rows: Ints, begin: int, stop: int) -> int:
     """Return the latest end at the positions from ``begin`` to before ``stop``."""
     first, last = begin >> CHUNK_BITS, stop >> CHUNK_BITS
     top = NEVER
     if first << CHUNK_BITS < begin:
         for place in range(begin, min((first + 1) << CHUNK_BITS, stop)):
-            top = max(top, end[place])
+            top = max(top, rows[END, place])
         top += chunk_shift(latest, first)
         first += 1
-    if stop == end.size:
+    if stop == rows.shape[1]:
         last = (stop - 1 >> CHUNK_BITS) + 1
     elif first <= last and last << CHUNK_BITS < stop:
         part = NEVER
         for place in range(last << CHUNK_BITS, stop):
-            part = max(part, end[place])
+            part = max(part, rows[END, place])
         top = max(top, part + chunk_shift(latest, last))
     if first < last:
         top = max(top, latest_of_chunks(latest, first, last - 1))
@@ -247,21 +234,21 @@ def latest_end(latest: Ints, end: Ints, begin: int, stop: int) -> int:
 @njit
 def record_play(state: DeltaState) -> int:
     """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle."""
-    task, reached = state.task, state.reached
-    num_tasks = state.order.size
+    task, rows, links = state.task, state.rows, state.links
+    num_tasks = rows.shape[1]
     state.free[:] = 0
     state.held[:] = 0
     state.latest[0, :] = NEVER
     state.latest[1, :] = 0
     size = 0
     for each in range(num_tasks):
-        reached[each, 0] = 0
-        reached[each, 1] = state.num_predecessors[each]
-        reached[each, 2] = 0
+        task[each, SEEN] = 0
+        task[each, WAITING] = rows[NUM_PREDECESSORS, each]
+        task[each, HEARD] = 0
         task[each, RELEASED] = -1
         task[each, PLAYED_DURATION] = task[each, DURATION]
         task[each, PLAYED_SET] = task[each, SET]
-        if reached[each, 1] == 0:
+        if task[each, WAITING] == 0:
             key = each if task[each, DURATION] else each - num_tasks
             push_task(state.heap_ready, state.heap_task, size, 0, key)
             size += 1
@@ -273,37 +260,35 @@ def record_play(state: DeltaState) -> int:
         taken += num_tasks if taken < 0 else 0
         pop_task(state.heap_ready, state.heap_task, size)
         size -= 1
-        state.order[place] = taken
-        state.ready[place] = time
+        rows[ORDER, place] = taken
+        rows[READY, place] = time
         task[taken, POSITION] = place
-        resources = task[taken, SET]
-        for index in range(state.set_offsets[resources], state.set_offsets[resources + 1]):
-            time = max(time, state.free[state.set_resources[index], 1])
+        first = state.numbers[SET_LINKS] + task[taken, SET]
+        for index in range(links[first], links[first + 1]):
+            time = max(time, state.free[1, links[index]])
         time += task[taken, DURATION]
-        for index in range(state.set_offsets[resources], state.set_offsets[resources + 1]):
-            state.free[state.set_resources[index], 1] = time
-            mark_holder(state.held, state.held_levels, state.set_resources[index], place)
-        state.end[place] = time
+        for index in range(links[first], links[first + 1]):
+            state.free[1, links[index]] = time
+            mark_holder(state.held, state.numbers, links[index], place)
+        rows[END, place] = time
         makespan = max(makespan, time)
         for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
-            after = state.successors[edge]
-            reached[after, 1] -= 1
-            reached[after, 2] = max(reached[after, 2], time)
-            if reached[after, 1] == 0:
+            after = links[edge]
+            task[after, WAITING] -= 1
+            task[after, HEARD] = max(task[after, HEARD], time)
+            if task[after, WAITING] == 0:
                 task[after, RELEASED] = place
                 key = after if task[after, DURATION] else after - num_tasks
-                push_task(state.heap_ready, state.heap_task, size, reached[after, 2], key)
+                push_task(state.heap_ready, state.heap_task, size, task[after, HEARD], key)
                 size += 1
         place += 1
     if place < num_tasks:
         return -1
     for chunk in range((num_tasks - 1 >> CHUNK_BITS) + 1):
-        refresh_chunk(state.latest, state.end, chunk)
+        refresh_chunk(state.latest, state.rows, chunk)
     numbers = state.numbers
     numbers[MAKESPAN] = makespan
     numbers[PENDING] = NONE
     numbers[GENERATION] = 0
     numbers[DRIFT] = 0
     return makespan
-
-

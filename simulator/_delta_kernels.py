@@ -14,31 +14,55 @@ from numba import njit
 
 from stratagem.simulator import _delta_index, _kernels
 from stratagem.simulator._delta_index import (
+    BEGIN,
     CALLS,
+    CHANGED,
     CHANGES,
     CHUNK_BITS,
     DRIFT,
     DURATION,
+    DURATIONS,
+    EFFECT,
+    END,
     FULL,
+    FULL_END,
+    FULL_READY,
+    FULL_START,
     GENERATION,
+    HEARD,
     LIMIT,
     MAKESPAN,
     MAX_DRIFT,
     MIN_GAP,
     NEVER,
+    NEW_END,
+    NEW_ORDER,
+    NEW_READY,
     NONE,
+    NUM_PREDECESSORS,
+    OFFSET_LINKS,
+    ORDER,
     PENDING,
     PLAYED_DURATION,
     PLAYED_SET,
     POSITION,
     PREDECESSORS,
     PROPOSED,
+    READY,
     RELEASED,
+    REMAINING,
     REPLAY,
-    REPLAY_SHARE,
     REPLAYED,
+    REPLAY_SHARE,
+    SEEN,
     SET,
+    SETS,
+    SET_LINKS,
+    SHIFT,
+    STACK,
+    STOP,
     SUCCESSORS,
+    WAITING,
     WINDOWS,
     DeltaState,
     chunk_shift,
@@ -52,70 +76,75 @@ from stratagem.simulator._delta_index import (
 )
 from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks
 
-@njit
+
+@njit(forceinline=True)
 def effect_position(state: DeltaState, changed: int) -> int:
     """Return the first position whose state a change of a task can alter.
 
     That is its own, unless it becomes idle: then it goes before all busy tasks of its instant.
     """
-    task, ready, latest = state.task, state.ready, state.latest
+    task, rows, latest = state.task, state.rows, state.latest
     place = task[changed, POSITION]
     if task[changed, DURATION] > 0 or task[changed, PLAYED_DURATION] == 0:
         return place
-    instant = ready[place] + chunk_shift(latest, place >> CHUNK_BITS)
+    instant = rows[READY, place] + chunk_shift(latest, place >> CHUNK_BITS)
     while place - 1 > task[changed, RELEASED]:
-        if ready[place - 1] + chunk_shift(latest, place - 1 >> CHUNK_BITS) != instant:
+        if rows[READY, place - 1] + chunk_shift(latest, place - 1 >> CHUNK_BITS) != instant:
             break
         place -= 1
     return place
 
 
-@njit
+@njit(forceinline=True)
 def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
     """Return when a resource becomes free in the replay of a window that begins at ``begin``."""
     generation = state.numbers[GENERATION]
-    if state.free[resource, 0] != generation:
-        state.free[resource, 0] = generation
-        holder = last_holder(state.held, state.held_levels, resource, begin)
+    if state.free[0, resource] != generation:
+        state.free[0, resource] = generation
+        holder = last_holder(state.held, state.numbers, resource, begin)
         time = 0
         if holder >= 0:
-            time = state.end[holder] + chunk_shift(state.latest, holder >> CHUNK_BITS) + shift
-        state.free[resource, 1] = time
-    return state.free[resource, 1]
+            time = (
+                state.rows[END, holder] + chunk_shift(state.latest, holder >> CHUNK_BITS) + shift
+            )
+        state.free[1, resource] = time
+    return state.free[1, resource]
 
 
-@njit
+@njit(forceinline=True)
 def release_successors(
     state: DeltaState, taken: int, time: int, begin: int, shift: int, size: int
 ) -> int:
     """Tell the successors of a task that it ended; return the new size of the queue."""
-    task, reached = state.task, state.reached
+    task = state.task
     generation = state.numbers[GENERATION]
     for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
-        after = state.successors[edge]
-        if reached[after, 0] != generation:
+        after = state.links[edge]
+        if task[after, SEEN] != generation:
             waiting = 0
             heard = 0
             for back in range(task[after, PREDECESSORS], task[after + 1, PREDECESSORS]):
-                place = task[state.predecessors[back], POSITION]
+                place = task[state.links[back], POSITION]
                 if place >= begin:
                     waiting += 1
                 else:
                     chunk = place >> CHUNK_BITS
-                    heard = max(heard, state.end[place] + chunk_shift(state.latest, chunk) + shift)
-            reached[after, 0] = generation
-            reached[after, 1] = waiting
-            reached[after, 2] = heard
-        reached[after, 1] -= 1
-        reached[after, 2] = max(reached[after, 2], time)
-        if reached[after, 1] == 0:
-            key = after if task[after, DURATION] else after - state.order.size
-            push_task(state.heap_ready, state.heap_task, size, reached[after, 2], key)
+                    heard = max(
+                        heard, state.rows[END, place] + chunk_shift(state.latest, chunk) + shift
+                    )
+            task[after, SEEN] = generation
+            task[after, WAITING] = waiting
+            task[after, HEARD] = heard
+        task[after, WAITING] -= 1
+        task[after, HEARD] = max(task[after, HEARD], time)
+        if task[after, WAITING] == 0:
+            key = after if task[after, DURATION] else after - state.rows.shape[1]
+            push_task(state.heap_ready, state.heap_task, size, task[after, HEARD], key)
             size += 1
     return size
 
 
-@njit
+@njit(forceinline=True)
 def horizon_of(state: DeltaState, begin: int, stop: int, candidate: int, before: int) -> int:
     """Return the latest end, of either timeline, of a task whose end did not move by a candidate.
 
@@ -123,29 +152,33 @@ def horizon_of(state: DeltaState, begin: int, stop: int, candidate: int, before:
     """
     horizon = before
     for place in range(begin, stop):
-        taken = state.new_order[place]
+        taken = state.rows[NEW_ORDER, place]
         position = state.task[taken, POSITION]
-        old = state.end[position] + chunk_shift(state.latest, position >> CHUNK_BITS) + candidate
-        new = state.new_end[place]
+        old = (
+            state.rows[END, position]
+            + chunk_shift(state.latest, position >> CHUNK_BITS)
+            + candidate
+        )
+        new = state.rows[NEW_END, place]
         if new != old or state.task[taken, SET] != state.task[taken, PLAYED_SET]:
             horizon = max(horizon, max(new, old))
     return horizon
 
 
-@njit
+@njit(forceinline=True)
 def take_task(state: DeltaState, taken: int, time: int, begin: int, shift: int) -> int:
     """Let a task that is ready at ``time`` hold its resources; return when it ends."""
-    resources = state.task[taken, SET]
-    first, last = state.set_offsets[resources], state.set_offsets[resources + 1]
+    held = state.numbers[SET_LINKS] + state.task[taken, SET]
+    first, last = state.links[held], state.links[held + 1]
     for index in range(first, last):
-        time = max(time, free_time(state, state.set_resources[index], begin, shift))
+        time = max(time, free_time(state, state.links[index], begin, shift))
     time += state.task[taken, DURATION]
     for index in range(first, last):
-        state.free[state.set_resources[index], 1] = time
+        state.free[1, state.links[index]] = time
     return time
 
 
-@njit
+@njit(forceinline=True)
 def replay_window(
     state: DeltaState,
     begin: int,
@@ -170,10 +203,9 @@ def replay_window(
         Where the replay ended, or -1 if there was no credit left; the shift from there on; the
         first change from there on; and the latest ends so far, as replayed and as played.
     """
-    task, order, ready, end, latest = state.task, state.order, state.ready, state.end, state.latest
+    task, rows, latest = state.task, state.rows, state.latest
     heap_ready, heap_task, numbers = state.heap_ready, state.heap_task, state.numbers
-    effects, changed, num_changes = state.effects, state.changed, numbers[CHANGES]
-    num_tasks = order.size
+    num_changes, num_tasks = numbers[CHANGES], rows.shape[1]
     numbers[GENERATION] += 1
     candidate, horizon = shift, NEVER
     newest, oldest = new_before, old_before
@@ -190,19 +222,19 @@ def replay_window(
             if scan >> CHUNK_BITS != chunk:
                 chunk = scan >> CHUNK_BITS
                 offset = chunk_shift(latest, chunk) + shift
-            time = ready[scan] + offset
-            while trigger < num_changes and effects[trigger] <= scan:
-                each = changed[trigger]
+            time = rows[READY, scan] + offset
+            while trigger < num_changes and rows[EFFECT, trigger] <= scan:
+                each = rows[CHANGED, trigger]
                 trigger += 1
                 is_idle = task[each, DURATION] == 0 and task[each, PLAYED_DURATION] > 0
                 if is_idle and task[each, RELEASED] < begin:
                     old = task[each, POSITION]
-                    old_ready = ready[old] + chunk_shift(latest, old >> CHUNK_BITS)
+                    old_ready = rows[READY, old] + chunk_shift(latest, old >> CHUNK_BITS)
                     push_task(heap_ready, heap_task, size, old_ready + shift, each - num_tasks)
                     size += 1
             if size > 0 and heap_ready[0] < time:
                 break
-            taken = order[scan]
+            taken = rows[ORDER, scan]
             if task[taken, RELEASED] < begin:
                 if (task[taken, DURATION] == 0) == (task[taken, PLAYED_DURATION] == 0):
                     from_old = True
@@ -213,7 +245,7 @@ def replay_window(
             scan += 1
         taken = 0
         if from_old:
-            taken = order[scan]
+            taken = rows[ORDER, scan]
             key = taken if task[taken, DURATION] else taken - num_tasks
             if size > 0 and heap_ready[0] == time and heap_task[0] < key:
                 from_old = False
@@ -227,13 +259,13 @@ def replay_window(
             old_offset = chunk_shift(latest, position >> CHUNK_BITS)
         # [2] The same tasks were taken as before: is all that follows shifted?
         if furthest < place and place > begin:
-            while change < num_changes and effects[change] < place:
-                last_change = max(last_change, task[changed[change], POSITION])
+            while change < num_changes and rows[EFFECT, change] < place:
+                last_change = max(last_change, task[rows[CHANGED, change], POSITION])
                 change += 1
             if last_change < place and (
-                change == num_changes or effects[change] >= place + MIN_GAP
+                change == num_changes or rows[EFFECT, change] >= place + MIN_GAP
             ):
-                moved = time - ready[position] - old_offset
+                moved = time - rows[READY, position] - old_offset
                 if time <= horizon and moved != candidate and place - begin <= savings:
                     savings -= place - begin
                     before = NEVER
@@ -255,10 +287,10 @@ def replay_window(
             pop_task(heap_ready, heap_task, size)
             size -= 1
         finish = take_task(state, taken, time, begin, shift)
-        state.new_order[place] = taken
-        state.new_ready[place] = time
-        state.new_end[place] = finish
-        old_end = end[position] + old_offset
+        state.rows[NEW_ORDER, place] = taken
+        state.rows[NEW_READY, place] = time
+        state.rows[NEW_END, place] = finish
+        old_end = rows[END, position] + old_offset
         newest = max(newest, finish)
         oldest = max(oldest, old_end)
         if finish != old_end + candidate or task[taken, SET] != task[taken, PLAYED_SET]:
@@ -269,17 +301,17 @@ def replay_window(
     return place, candidate, num_changes, newest, oldest
 
 
-@njit
+@njit(forceinline=True)
 def replay(state: DeltaState) -> int:
     """Replay all that the noted changes alter; return the makespan in ns, or -1 to give up."""
-    numbers, effects = state.numbers, state.effects
-    num_tasks = state.order.size
+    numbers, rows = state.numbers, state.rows
+    num_tasks = state.rows.shape[1]
     change, shift, place, num_windows, taken = 0, 0, 0, 0, 0
     newest, oldest = 0, 0
     while change < numbers[CHANGES]:
-        begin = effects[change]
+        begin = rows[EFFECT, change]
         if begin > place:
-            top = latest_end(state.latest, state.end, place, begin)
+            top = latest_end(state.latest, state.rows, place, begin)
             oldest = max(oldest, top)
             newest = max(newest, top + shift)
         credit = numbers[LIMIT] - taken
@@ -290,18 +322,18 @@ def replay(state: DeltaState) -> int:
             numbers[REPLAYED] = numbers[LIMIT]
             return -1
         taken += place - begin
-        state.windows[num_windows, 0] = begin
-        state.windows[num_windows, 1] = place
-        state.windows[num_windows, 2] = shift
+        rows[BEGIN, num_windows] = begin
+        rows[STOP, num_windows] = place
+        rows[SHIFT, num_windows] = shift
         num_windows += 1
     numbers[WINDOWS] = num_windows
     numbers[REPLAYED] = taken
     if place < num_tasks:
-        newest = max(newest, latest_end(state.latest, state.end, place, num_tasks) + shift)
+        newest = max(newest, latest_end(state.latest, state.rows, place, num_tasks) + shift)
     return newest
 
 
-@njit
+@njit(forceinline=True)
 def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> None:
     """Write what is proposed, and sort the tasks that it changes by their effect positions."""
     task, heap_ready, heap_task = state.task, state.heap_ready, state.heap_task
@@ -312,14 +344,14 @@ def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets:
             continue
         task[each, DURATION] = duration
         task[each, SET] = resources
-        state.durations[each] = duration
-        state.resource_sets[each] = resources
+        state.rows[DURATIONS, each] = duration
+        state.rows[SETS, each] = resources
         push_task(heap_ready, heap_task, size, effect_position(state, each), each)
         size += 1
     state.numbers[CHANGES] = size
     for index in range(size):
-        state.effects[index] = heap_ready[0]
-        state.changed[index] = heap_task[0]
+        state.rows[EFFECT, index] = heap_ready[0]
+        state.rows[CHANGED, index] = heap_task[0]
         pop_task(heap_ready, heap_task, size - index)
 
 
@@ -330,7 +362,7 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     if numbers[PENDING] != NONE:
         reject(state)
     note_changes(state, tasks, durations, resource_sets)
-    most = max(state.order.size // REPLAY_SHARE, 1)
+    most = max(state.rows.shape[1] // REPLAY_SHARE, 1)
     numbers[CALLS] += 1
     if numbers[CALLS] & 31 == 0:
         numbers[LIMIT] = most
@@ -346,7 +378,7 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
         numbers[LIMIT] = min(most, max(numbers[LIMIT], 4 * numbers[REPLAYED]))
     else:
         numbers[PENDING] = FULL
-        numbers[REPLAYED] += state.order.size
+        numbers[REPLAYED] += state.rows.shape[1]
         numbers[LIMIT] = max(numbers[LIMIT] >> 1, max(most >> 4, 1))
         makespan = play_in_full(state)
     numbers[PROPOSED] = makespan
@@ -356,22 +388,23 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
 @njit
 def play_in_full(state: DeltaState) -> int:
     """Play what is proposed from the beginning; return the makespan in ns."""
+    rows, links, numbers = state.rows, state.links, state.numbers
     return simulate_tasks(
-        state.successor_offsets,
-        state.successors,
-        state.num_predecessors,
-        state.durations,
-        state.resource_sets,
-        state.set_offsets,
-        state.set_resources,
-        state.full[0],
-        state.full_free,
+        links[numbers[OFFSET_LINKS] :],
+        links,
+        rows[NUM_PREDECESSORS],
+        rows[DURATIONS],
+        rows[SETS],
+        links[numbers[SET_LINKS] :],
+        links,
+        rows[REMAINING],
+        state.free[1],
         state.heap_ready,
         state.heap_task,
-        state.full[1],
-        state.full[2],
-        state.full[3],
-        state.full[4],
+        rows[STACK],
+        rows[FULL_READY],
+        rows[FULL_START],
+        rows[FULL_END],
     )
 
 
@@ -380,11 +413,11 @@ def reject(state: DeltaState) -> None:
     """See `reject_changes`."""
     task = state.task
     for index in range(state.numbers[CHANGES]):
-        each = state.changed[index]
+        each = state.rows[CHANGED, index]
         task[each, DURATION] = task[each, PLAYED_DURATION]
         task[each, SET] = task[each, PLAYED_SET]
-        state.durations[each] = task[each, DURATION]
-        state.resource_sets[each] = task[each, SET]
+        state.rows[DURATIONS, each] = task[each, DURATION]
+        state.rows[SETS, each] = task[each, SET]
     state.numbers[PENDING] = NONE
 
 
@@ -394,23 +427,23 @@ def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
     task = state.task
     same_order = True
     for place in range(begin, stop):
-        old, new = state.order[place], state.new_order[place]
+        old, new = state.rows[ORDER, place], state.rows[NEW_ORDER, place]
         if old != new or task[new, SET] != task[new, PLAYED_SET]:
             mark_set(state, task[old, PLAYED_SET], place, False)
             mark_set(state, task[new, SET], place, True)
         if old != new:
             same_order = False
-            state.order[place] = new
+            state.rows[ORDER, place] = new
             task[new, POSITION] = place
         shift = chunk_shift(state.latest, place >> CHUNK_BITS)
-        state.ready[place] = state.new_ready[place] - shift
-        state.end[place] = state.new_end[place] - shift
+        state.rows[READY, place] = state.rows[NEW_READY, place] - shift
+        state.rows[END, place] = state.rows[NEW_END, place] - shift
     if same_order:
         return
     for place in range(begin, stop):
-        taken = state.order[place]
+        taken = state.rows[ORDER, place]
         for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
-            after = state.successors[edge]
+            after = state.links[edge]
             # A later predecessor of the window writes over this; one behind the window stays.
             if task[after, RELEASED] < stop:
                 task[after, RELEASED] = place
@@ -419,36 +452,37 @@ def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
 @njit
 def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
     """Note whether the task at a position holds the resources of a set."""
-    for index in range(state.set_offsets[resources], state.set_offsets[resources + 1]):
-        resource = state.set_resources[index]
+    first = state.numbers[SET_LINKS] + resources
+    for index in range(state.links[first], state.links[first + 1]):
+        resource = state.links[index]
         if held:
-            mark_holder(state.held, state.held_levels, resource, place)
+            mark_holder(state.held, state.numbers, resource, place)
         else:
-            unmark_holder(state.held, state.held_levels, resource, place)
+            unmark_holder(state.held, state.numbers, resource, place)
 
 
 @njit
 def accept(state: DeltaState) -> None:
     """See `accept_changes`."""
-    numbers, task, windows = state.numbers, state.task, state.windows
+    numbers, task, rows = state.numbers, state.task, state.rows
     shift = 0
     for index in range(numbers[WINDOWS]):
-        numbers[DRIFT] += abs(windows[index, 2] - shift)
-        shift = windows[index, 2]
+        numbers[DRIFT] += abs(rows[SHIFT, index] - shift)
+        shift = rows[SHIFT, index]
     if numbers[PENDING] == FULL or numbers[DRIFT] > MAX_DRIFT:
         record_play(state)
         return
     shift = 0
     for index in range(numbers[WINDOWS]):
-        begin, stop = windows[index, 0], windows[index, 1]
+        begin, stop = rows[BEGIN, index], rows[STOP, index]
         rewrite_window(state, begin, stop)
-        if stop < state.order.size and windows[index, 2] != shift:
-            shift_from(state.latest, state.ready, state.end, stop, windows[index, 2] - shift)
+        if stop < state.rows.shape[1] and rows[SHIFT, index] != shift:
+            shift_from(state.latest, state.rows, stop, rows[SHIFT, index] - shift)
         for chunk in range(begin >> CHUNK_BITS, (stop - 1 >> CHUNK_BITS) + 1):
-            refresh_chunk(state.latest, state.end, chunk)
-        shift = windows[index, 2]
+            refresh_chunk(state.latest, state.rows, chunk)
+        shift = rows[SHIFT, index]
     for index in range(numbers[CHANGES]):
-        each = state.changed[index]
+        each = state.rows[CHANGED, index]
         task[each, PLAYED_DURATION] = task[each, DURATION]
         task[each, PLAYED_SET] = task[each, SET]
     numbers[PENDING] = NONE
@@ -459,26 +493,26 @@ def accept(state: DeltaState) -> None:
 def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
     """See `fill_times`."""
     if state.numbers[PENDING] == FULL:
-        ready[:] = state.full[2]
-        start[:] = state.full[3]
-        end[:] = state.full[4]
+        rows[READY, :] = state.rows[FULL_READY]
+        start[:] = state.rows[FULL_START]
+        rows[END, :] = state.rows[FULL_END]
         return
     num_windows = state.numbers[WINDOWS] if state.numbers[PENDING] == REPLAY else 0
     place, shift = 0, 0
     for index in range(num_windows + 1):
-        gap_end = state.windows[index, 0] if index < num_windows else state.order.size
+        gap_end = rows[BEGIN, index] if index < num_windows else state.rows.shape[1]
         for each in range(place, gap_end):
-            taken = state.order[each]
+            taken = state.rows[ORDER, each]
             moved = shift + chunk_shift(state.latest, each >> CHUNK_BITS)
-            ready[taken] = state.ready[each] + moved
-            end[taken] = state.end[each] + moved
+            rows[READY, taken] = state.rows[READY, each] + moved
+            rows[END, taken] = state.rows[END, each] + moved
         if index < num_windows:
-            place, shift = state.windows[index, 1], state.windows[index, 2]
+            place, shift = rows[STOP, index], rows[SHIFT, index]
             for each in range(gap_end, place):
-                ready[state.new_order[each]] = state.new_ready[each]
-                end[state.new_order[each]] = state.new_end[each]
-    for each in range(state.order.size):
-        start[each] = end[each] - state.durations[each]
+                rows[READY, state.rows[NEW_ORDER, each]] = state.rows[NEW_READY, each]
+                rows[END, state.rows[NEW_ORDER, each]] = state.rows[NEW_END, each]
+    for each in range(state.rows.shape[1]):
+        start[each] = rows[END, each] - state.rows[DURATIONS, each]
 
 
 _SOURCES = (__file__, _delta_index.__file__, _kernels.__file__)

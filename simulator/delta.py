@@ -9,15 +9,25 @@ from numpy.typing import ArrayLike, NDArray
 
 from stratagem.simulator._delta_index import (
     DURATION,
+    DURATIONS,
+    LEVELS,
     LIMIT,
     MAKESPAN,
     NONE,
+    NUM_COLUMNS,
+    NUM_PREDECESSORS,
+    NUM_ROWS,
+    OFFSET_LINKS,
     PENDING,
+    PLAYED_DURATION,
+    PLAYED_SET,
     PREDECESSORS,
     PROPOSED,
     REPLAY_SHARE,
     REPLAYED,
     SET,
+    SET_LINKS,
+    SETS,
     SUCCESSORS,
     DeltaState,
 )
@@ -58,6 +68,7 @@ class DeltaEngine:
         self.state = allocate_delta(graph)
         self._total = int(graph.durations.sum())
         self._proposed_total = self._total
+        self._set_sizes = np.diff(graph.set_offsets)
         makespan = play_changes(self.state)
         assert makespan >= 0, "some tasks were never reached: were the graph's arrays written to?"
 
@@ -134,7 +145,7 @@ class DeltaEngine:
 
     def times(self) -> Times:
         """Return the whole timeline: of the pending proposal, or else of what was accepted last."""
-        num_tasks = self.state.order.size
+        num_tasks = self.state.rows.shape[1]
         ready, start, end = (np.empty(num_tasks, np.int64) for _ in range(3))
         fill_times(self.state, ready, start, end)
         is_pending = self.state.numbers[PENDING] != NONE
@@ -143,10 +154,10 @@ class DeltaEngine:
 
     def _played(self, tasks: Ints) -> tuple[Ints, Ints]:
         columns = self.state.task[tasks]
-        return columns[:, 2].copy(), columns[:, 3].copy()
+        return columns[:, PLAYED_DURATION].copy(), columns[:, PLAYED_SET].copy()
 
     def _check_tasks(self, tasks: Ints) -> None:
-        num_tasks = self.state.order.size
+        num_tasks = self.state.rows.shape[1]
         wrong = tasks[(tasks < 0) | (tasks >= num_tasks)]
         if wrong.size:
             raise ValueError(f"there is no task {wrong[0]}: ids go from 0 to {num_tasks - 1}")
@@ -161,7 +172,7 @@ class DeltaEngine:
                 f"task {tasks[wrong[0]]} would last {durations[wrong[0]]} ns: a duration is at "
                 "least 1 ns, or 0 for an idle task"
             )
-        sizes = np.diff(self.state.set_offsets)
+        sizes = self._set_sizes
         wrong = np.flatnonzero((resource_sets < 0) | (resource_sets >= sizes.size))
         if wrong.size:
             raise ValueError(
@@ -185,49 +196,40 @@ def allocate_delta(graph: TaskGraph) -> DeltaState:
     num_tasks, num_resources = graph.num_tasks, graph.num_resources
     before = np.repeat(np.arange(num_tasks), np.diff(graph.successor_offsets))
     predecessor_offsets = np.concatenate([[0], np.cumsum(graph.num_predecessors)])
-    task = np.zeros((num_tasks + 1, 8), np.int64)
+    num_edges, num_sets = graph.successors.size, graph.set_offsets.size
+    task = np.zeros((num_tasks + 1, NUM_COLUMNS), np.int64)
     task[:-1, DURATION] = graph.durations
     task[:-1, SET] = graph.resource_sets
     task[:, SUCCESSORS] = graph.successor_offsets
-    task[:, PREDECESSORS] = predecessor_offsets
+    task[:, PREDECESSORS] = predecessor_offsets + num_edges
+    rows = np.zeros((NUM_ROWS, num_tasks), np.int64)
+    rows[DURATIONS] = graph.durations
+    rows[SETS] = graph.resource_sets
+    rows[NUM_PREDECESSORS] = graph.num_predecessors
+    links = [
+        graph.successors,
+        before[np.argsort(graph.successors, kind="stable")],
+        graph.set_offsets + 2 * num_edges + num_sets,
+        graph.set_resources,
+        graph.successor_offsets,
+    ]
     levels = _levels(num_tasks)
-    num_chunks = levels[1] if len(levels) > 1 else 1
-    leaves = 1 << (num_chunks - 1).bit_length()
-    numbers = np.zeros(10, np.int64)
+    numbers = np.zeros(LEVELS + len(levels) - 1, np.int64)
     numbers[LIMIT] = max(num_tasks // REPLAY_SHARE, 1)
-
-    def empty(*shape: int) -> Ints:
-        return np.zeros(shape, np.int64)
-
+    numbers[SET_LINKS] = 2 * num_edges
+    numbers[OFFSET_LINKS] = sum(part.size for part in links[:-1])
+    numbers[LEVELS:] = levels[:-1]
+    leaves = 1 << (levels[1] - 1).bit_length()
     return DeltaState(
-        successor_offsets=graph.successor_offsets,
-        successors=graph.successors,
-        num_predecessors=graph.num_predecessors,
-        set_offsets=graph.set_offsets,
-        set_resources=graph.set_resources,
-        durations=graph.durations.copy(),
-        resource_sets=graph.resource_sets.copy(),
-        predecessors=before[np.argsort(graph.successors, kind="stable")],
         task=task,
-        order=empty(num_tasks),
-        ready=empty(num_tasks),
-        end=empty(num_tasks),
-        latest=empty(2, 2 * leaves),
-        held=empty(num_resources, levels[-1]),
-        held_levels=np.array(levels[:-1], np.int64),
+        rows=rows,
+        latest=np.zeros((2, 2 * leaves), np.int64),
+        held=np.zeros((num_resources, levels[-1]), np.int64),
         numbers=numbers,
-        new_order=empty(num_tasks),
-        new_ready=empty(num_tasks),
-        new_end=empty(num_tasks),
-        reached=empty(num_tasks, 3),
-        heap_ready=empty(num_tasks),
-        heap_task=empty(num_tasks),
-        free=empty(num_resources, 2),
-        changed=empty(num_tasks),
-        effects=empty(num_tasks),
-        windows=empty(num_tasks, 3),
-        full=empty(5, num_tasks),
-        full_free=empty(num_resources),
+        links=np.concatenate(links),
+        free=np.zeros((2, num_resources), np.int64),
+        heap_ready=np.zeros(num_tasks, np.int64),
+        heap_task=np.zeros(num_tasks, np.int64),
     )
 
 
