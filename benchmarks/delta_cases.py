@@ -159,7 +159,7 @@ def on_cells(
         laid,
         resource_sets=sets,
         set_offsets=np.cumsum([0, *(len(m) for m in members)]).astype(np.int64),
-        set_resources=np.array(sum(members, []), np.int64),
+        set_resources=np.concatenate([np.array(m, np.int64) for m in members]),
     )
     return laid, join([spread(*change) for change in changes])
 

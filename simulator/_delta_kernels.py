@@ -492,27 +492,28 @@ def accept(state: DeltaState) -> None:
 @njit
 def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
     """See `fill_times`."""
+    rows = state.rows
     if state.numbers[PENDING] == FULL:
-        rows[READY, :] = state.rows[FULL_READY]
-        start[:] = state.rows[FULL_START]
-        rows[END, :] = state.rows[FULL_END]
+        ready[:] = rows[FULL_READY]
+        start[:] = rows[FULL_START]
+        end[:] = rows[FULL_END]
         return
     num_windows = state.numbers[WINDOWS] if state.numbers[PENDING] == REPLAY else 0
     place, shift = 0, 0
     for index in range(num_windows + 1):
-        gap_end = rows[BEGIN, index] if index < num_windows else state.rows.shape[1]
+        gap_end = rows[BEGIN, index] if index < num_windows else rows.shape[1]
         for each in range(place, gap_end):
-            taken = state.rows[ORDER, each]
+            taken = rows[ORDER, each]
             moved = shift + chunk_shift(state.latest, each >> CHUNK_BITS)
-            rows[READY, taken] = state.rows[READY, each] + moved
-            rows[END, taken] = state.rows[END, each] + moved
+            ready[taken] = rows[READY, each] + moved
+            end[taken] = rows[END, each] + moved
         if index < num_windows:
             place, shift = rows[STOP, index], rows[SHIFT, index]
             for each in range(gap_end, place):
-                rows[READY, state.rows[NEW_ORDER, each]] = state.rows[NEW_READY, each]
-                rows[END, state.rows[NEW_ORDER, each]] = state.rows[NEW_END, each]
-    for each in range(state.rows.shape[1]):
-        start[each] = rows[END, each] - state.rows[DURATIONS, each]
+                ready[rows[NEW_ORDER, each]] = rows[NEW_READY, each]
+                end[rows[NEW_ORDER, each]] = rows[NEW_END, each]
+    for each in range(rows.shape[1]):
+        start[each] = end[each] - rows[DURATIONS, each]
 
 
 _SOURCES = (__file__, _delta_index.__file__, _kernels.__file__)
