@@ -35,27 +35,31 @@ REPLAY_SHARE = 4
     SEEN,
     WAITING,
     HEARD,
-) = range(11)
+    TAKEN,
+) = range(12)
 """Columns of `DeltaState.task`: the graph and how it was played; and workspace of a replay.
 
 Duration and set, as proposed and as played; the position of the task and of its last predecessor;
-where its neighbours begin in ``links``. Then the generation in which the task was seen, how many
-predecessors it waits for, and the latest end of the others.
+where its neighbours begin in ``links``. Then the generation in which the task was first told of an
+ended predecessor that counts, how many it waits for, the latest end of the others (its own once it
+was taken), and the generation in which it was taken.
 """
 NUM_COLUMNS = 16
 """Two cache lines a task."""
 
-ORDER, READY, END, NEW_ORDER, NEW_READY, NEW_END, CHANGED, EFFECT, BEGIN, STOP, SHIFT = range(11)
+ORDER, READY, END, NEW_ORDER, NEW_READY, NEW_END, OLD_END = range(7)
+CHANGED, EFFECT, BEGIN, STOP, SHIFT = range(7, 12)
 DURATIONS, SETS, NUM_PREDECESSORS, REMAINING, STACK, FULL_READY, FULL_START, FULL_END = range(
-    11, 19
+    12, 20
 )
 """Rows of `DeltaState.rows`.
 
-By position, how the graph was played and is replayed: task, ready time, end. Of each change, the
+By position, how the graph was played and is replayed: task, ready time,
+end, and when the task that was replayed ended as played. Of each change, the
 task and its effect position, in the order of these. Of each replayed window, its first position,
 the one behind it, and the shift from there on. By task, what `simulate_tasks` reads and fills.
 """
-NUM_ROWS = 19
+NUM_ROWS = 20
 
 MAKESPAN, PENDING, PROPOSED, CHANGES, WINDOWS, GENERATION, LIMIT, DRIFT, REPLAYED, CALLS = range(
     10
@@ -64,7 +68,7 @@ SET_LINKS, OFFSET_LINKS, LEVELS = range(10, 13)
 """Entries of `DeltaState.numbers`."""
 
 NONE, REPLAY, FULL = range(3)
-"""Values of `numbers[PENDING]`: no proposal, one that was replayed, one that was played in full."""
+"""Values of `numbers[PENDING]`: no proposal, one replayed, one played in full."""
 
 
 class DeltaState(NamedTuple):
@@ -75,7 +79,7 @@ class DeltaState(NamedTuple):
 
     Attributes:
         task: [T + 1, 16], by task: see `DURATION`, ...
-        rows: [19, T]: see `ORDER`, ...
+        rows: [20, T]: see `ORDER`, ...
         latest: [2, 2 P], a tree over P chunks: the latest end below a node, and the shift of all
             that is below it. Node 1 is the root, node P + c is chunk c.
         held: [R, words], a bitmap over positions for every resource; bit b of word w of a level
@@ -145,7 +149,7 @@ def last_holder(held: Ints, numbers: Ints, resource: int, before: int) -> int:
 
 @njit(forceinline=True)
 def chunk_shift(latest: Ints, chunk: int) -> int:
-    """Return the ns to add to the times of a chunk: the sum on the way from its leaf to the root."""
+    """Return the ns to add to the times of a chunk: the sum from its leaf to the root."""
     node = (latest.shape[1] >> 1) + chunk
     shift = 0
     while node:
@@ -242,7 +246,6 @@ def record_play(state: DeltaState) -> int:
     state.latest[1, :] = 0
     size = 0
     for each in range(num_tasks):
-        task[each, SEEN] = 0
         task[each, WAITING] = rows[NUM_PREDECESSORS, each]
         task[each, HEARD] = 0
         task[each, RELEASED] = -1
@@ -289,6 +292,5 @@ def record_play(state: DeltaState) -> int:
     numbers = state.numbers
     numbers[MAKESPAN] = makespan
     numbers[PENDING] = NONE
-    numbers[GENERATION] = 0
     numbers[DRIFT] = 0
     return makespan

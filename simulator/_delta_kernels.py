@@ -41,6 +41,7 @@ from stratagem.simulator._delta_index import (
     NONE,
     NUM_PREDECESSORS,
     OFFSET_LINKS,
+    OLD_END,
     ORDER,
     PENDING,
     PLAYED_DURATION,
@@ -52,16 +53,17 @@ from stratagem.simulator._delta_index import (
     RELEASED,
     REMAINING,
     REPLAY,
-    REPLAYED,
     REPLAY_SHARE,
+    REPLAYED,
     SEEN,
     SET,
-    SETS,
     SET_LINKS,
+    SETS,
     SHIFT,
     STACK,
     STOP,
     SUCCESSORS,
+    TAKEN,
     WAITING,
     WINDOWS,
     DeltaState,
@@ -115,52 +117,55 @@ def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
 def release_successors(
     state: DeltaState, taken: int, time: int, begin: int, shift: int, size: int
 ) -> int:
-    """Tell the successors of a task that it ended; return the new size of the queue."""
-    task = state.task
+    """Tell the successors of a task that it ended; return the new size of the queue.
+
+    What a successor waits for is counted when the last of its predecessors, as played, has ended:
+    before that it cannot be released, and to count costs as much as it has predecessors.
+    """
+    task, rows, links = state.task, state.rows, state.links
     generation = state.numbers[GENERATION]
     for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
-        after = state.links[edge]
+        after = links[edge]
         if task[after, SEEN] != generation:
-            waiting = 0
-            heard = 0
+            last = rows[ORDER, task[after, RELEASED]]
+            if last != taken and task[last, TAKEN] != generation:
+                continue
+            waiting, heard = 0, 0
             for back in range(task[after, PREDECESSORS], task[after + 1, PREDECESSORS]):
-                place = task[state.links[back], POSITION]
-                if place >= begin:
-                    waiting += 1
+                each = links[back]
+                place = task[each, POSITION]
+                if place < begin:
+                    moved = chunk_shift(state.latest, place >> CHUNK_BITS) + shift
+                    heard = max(heard, rows[END, place] + moved)
+                elif task[each, TAKEN] == generation:
+                    heard = max(heard, task[each, HEARD])
                 else:
-                    chunk = place >> CHUNK_BITS
-                    heard = max(
-                        heard, state.rows[END, place] + chunk_shift(state.latest, chunk) + shift
-                    )
+                    waiting += 1
             task[after, SEEN] = generation
             task[after, WAITING] = waiting
             task[after, HEARD] = heard
         task[after, WAITING] -= 1
         task[after, HEARD] = max(task[after, HEARD], time)
         if task[after, WAITING] == 0:
-            key = after if task[after, DURATION] else after - state.rows.shape[1]
+            key = after if task[after, DURATION] else after - rows.shape[1]
             push_task(state.heap_ready, state.heap_task, size, task[after, HEARD], key)
             size += 1
+    # Only now, so that an edge that is there twice is counted twice.
+    task[taken, TAKEN] = generation
+    task[taken, HEARD] = time
     return size
 
 
 @njit(forceinline=True)
-def horizon_of(state: DeltaState, begin: int, stop: int, candidate: int, before: int) -> int:
+def horizon_of(rows: Ints, begin: int, stop: int, candidate: int, before: int) -> int:
     """Return the latest end, of either timeline, of a task whose end did not move by a candidate.
 
     Looks at the replayed tasks; ``before`` is the same of all tasks before ``begin``.
     """
     horizon = before
     for place in range(begin, stop):
-        taken = state.rows[NEW_ORDER, place]
-        position = state.task[taken, POSITION]
-        old = (
-            state.rows[END, position]
-            + chunk_shift(state.latest, position >> CHUNK_BITS)
-            + candidate
-        )
-        new = state.rows[NEW_END, place]
-        if new != old or state.task[taken, SET] != state.task[taken, PLAYED_SET]:
+        old, new = rows[OLD_END, place] + candidate, rows[NEW_END, place]
+        if new != old:
             horizon = max(horizon, max(new, old))
     return horizon
 
@@ -210,6 +215,7 @@ def replay_window(
     candidate, horizon = shift, NEVER
     newest, oldest = new_before, old_before
     furthest, last_change = -1, -1  # positions
+    moved_new, moved_old = NEVER, NEVER  # latest ends of tasks whose resources change
     trigger = change
     size, savings = 0, 0
     scan, chunk, offset = begin, -1, 0
@@ -268,10 +274,11 @@ def replay_window(
                 moved = time - rows[READY, position] - old_offset
                 if time <= horizon and moved != candidate and place - begin <= savings:
                     savings -= place - begin
-                    before = NEVER
+                    before = max(moved_new, moved_old + moved)
                     if moved != shift:
-                        before = max(max(new_before, old_before + moved), max(0, moved))
-                    other = horizon_of(state, begin, place, moved, before)
+                        before = max(before, max(new_before, old_before + moved))
+                        before = max(before, max(0, moved))
+                    other = horizon_of(rows, begin, place, moved, before)
                     if other < horizon:
                         candidate, horizon = moved, other
                 if time > horizon:
@@ -293,7 +300,12 @@ def replay_window(
         old_end = rows[END, position] + old_offset
         newest = max(newest, finish)
         oldest = max(oldest, old_end)
-        if finish != old_end + candidate or task[taken, SET] != task[taken, PLAYED_SET]:
+        rows[OLD_END, place] = old_end
+        is_held_anew = task[taken, SET] != task[taken, PLAYED_SET]
+        if is_held_anew:
+            moved_new = max(moved_new, finish)
+            moved_old = max(moved_old, old_end)
+        if finish != old_end + candidate or is_held_anew:
             horizon = max(horizon, max(finish, old_end + candidate))
         furthest = max(furthest, position)
         place += 1
