@@ -3,8 +3,8 @@
     python -m benchmarks.delta
 
 Prints one JSON object a line: the case, its tasks, the mean number of tasks replayed a proposal,
-nanoseconds a proposal and its rejection take inside numba, the ratio of a full simulation to that,
-nanoseconds that an acceptance takes on top, and how many proposals were checked against full
+nanoseconds a proposal and its rejection take inside numba, the ratio of a full simulation of the
+same changes to that, nanoseconds that an acceptance takes on top, and how many proposals were checked against full
 simulation and how many were equal to it, every time of every task included.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from numba import njit
 
 from benchmarks.delta_cases import CASES, Case, Proposals
-from stratagem.simulator._delta_index import REPLAYED, DeltaState
+from stratagem.simulator._delta_index import DURATION, DURATIONS, REPLAYED, SET, SETS, DeltaState
 from stratagem.simulator._delta_kernels import (
     accept_changes,
     play_in_full,
@@ -63,11 +63,20 @@ def accept_all(
 
 
 @njit
-def full_all(state: DeltaState, count: int) -> int:
-    """Play the graph in full some times over."""
+def full_all(
+    state: DeltaState, rounds: int, starts: Ints, tasks: Ints, durations: Ints, sets: Ints
+) -> int:
+    """Play the graph in full with every proposal, some times over."""
     total = 0
-    for _ in range(count):
-        total += play_in_full(state)
+    for _ in range(rounds):
+        for k in range(starts.size - 1):
+            for j in range(starts[k], starts[k + 1]):
+                state.rows[DURATIONS, tasks[j]] = durations[j]
+                state.rows[SETS, tasks[j]] = sets[j]
+            total += play_in_full(state)
+            for j in range(starts[k], starts[k + 1]):
+                state.rows[DURATIONS, tasks[j]] = state.task[tasks[j], DURATION]
+                state.rows[SETS, tasks[j]] = state.task[tasks[j], SET]
     return total
 
 
@@ -117,9 +126,9 @@ def measure(case: Case) -> dict[str, object]:
     rounds = max(1, 2_000_000 // (300 * graph.num_tasks))
     replayed = reject_all(engine.state, rounds, *flat) / (rounds * proposals.count)
     delta = best_ns(lambda: reject_all(engine.state, rounds, *flat), rounds * proposals.count)
-    plays = max(1, 1_000_000 // graph.num_tasks)
-    full_all(engine.state, 1)
-    full = best_ns(lambda: full_all(engine.state, plays), plays)
+    first = (proposals.starts[: 1 + max(20, 1_000_000 // graph.num_tasks)], *flat[1:])
+    full_all(engine.state, 1, *first)
+    full = best_ns(lambda: full_all(engine.state, 1, *first), first[0].size - 1)
     accept_all(DeltaEngine(graph).state, *flat, True)
     accepted = best_ns(lambda: accept_all(engine.state, *flat, True), proposals.count)
     proposed = best_ns(lambda: accept_all(engine.state, *flat, False), proposals.count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -92,10 +93,22 @@ def look_up(blocks: StageBlocks, block: Block, choices: Ints, tasks: Ints) -> tu
 
 
 def block_case(
-    model: str, size: int, direction: str, *, cells: int = 1, copies: int = 1, drawn: bool = False
+    model: str,
+    size: int,
+    direction: str,
+    *,
+    cells: int = 1,
+    copies: int = 1,
+    drawn: bool = False,
+    together: bool = False,
 ) -> tuple[TaskGraph, Proposals]:
-    """A block, on several cells or several times in a row; base choices may be drawn at random."""
-    _, blocks, base, counts = priced(model, size)
+    """A block in which operators change their choice.
+
+    It may be laid on several cells, or several times in a row. Base choices may be drawn at random.
+    Operators may change together with their likes in all layers.
+    """
+    model_graph, blocks, base, counts = priced(model, size)
+    names = [re.sub(r"\d+", "", operator.name) for operator in model_graph.operators]
     block: Block = getattr(blocks, direction)
     rng = np.random.default_rng(0)
     if drawn:
@@ -105,9 +118,12 @@ def block_case(
     while len(changes) < NUM_PROPOSALS:
         operator = int(rng.integers(counts.size))
         choices = base.copy()
-        choices[operator] = rng.integers(counts[operator])
-        touched = (block.first == operator) & (block.stride > 0)
-        touched |= (block.second == operator) & (block.second_stride > 0)
+        likes = [operator]
+        if together:
+            likes = [i for i, name in enumerate(names) if name == names[operator]]
+        choices[likes] = rng.integers(counts[likes].min())
+        touched = np.isin(block.first, likes) & (block.stride > 0)
+        touched |= np.isin(block.second, likes) & (block.second_stride > 0)
         tasks = np.flatnonzero(touched)
         durations, sets = look_up(blocks, block, choices, tasks)
         differs = (durations != graph.durations[tasks]) | (sets != graph.resource_sets[tasks])
@@ -215,15 +231,16 @@ class Sketch:
         self.edges += [(b, len(self.sets) - 1) for b in before]
         return len(self.sets) - 1
 
-    def finish(self, num_resources: int) -> tuple[TaskGraph, Proposals]:
-        """The graph, and random changes of one task each."""
+    def finish(self, num_resources: int, changed: int = 1) -> tuple[TaskGraph, Proposals]:
+        """The graph, and random changes of one task each, or of more."""
         graph = build_task_graph(
             self.durations, self.edges, resource_sets=self.sets, num_resources=num_resources
         )
         changes = []
         for _ in range(NUM_PROPOSALS):
-            tasks = self.rng.integers(graph.num_tasks, size=1)
-            durations = (graph.durations[tasks] * self.rng.uniform(0.5, 1.5, 1)).astype(np.int64)
+            tasks = self.rng.choice(graph.num_tasks, changed, replace=False)
+            factors = self.rng.uniform(0.5, 1.5, changed)
+            durations = (graph.durations[tasks] * factors).astype(np.int64)
             changes.append((tasks, durations, graph.resource_sets[tasks]))
         return graph, join(changes)
 
@@ -260,7 +277,18 @@ def grid_case(layers: int, steps: int, cells: int) -> tuple[TaskGraph, Proposals
     return sketch.finish(cells)
 
 
-def random_case(num_tasks: int, num_resources: int, reach: int) -> tuple[TaskGraph, Proposals]:
+def chains_case(num_tasks: int, num_chains: int) -> tuple[TaskGraph, Proposals]:
+    """Chains side by side, each on its own resource: a change shifts one of them, for good."""
+    sketch = Sketch(5)
+    for task in range(num_tasks):
+        before = [task - num_chains] if task >= num_chains else []
+        sketch.task((task % num_chains,), *before)
+    return sketch.finish(num_chains)
+
+
+def random_case(
+    num_tasks: int, num_resources: int, reach: int, changed: int = 1
+) -> tuple[TaskGraph, Proposals]:
     """Every task waits for two of the `reach` before it and holds one resource, or two."""
     sketch = Sketch(4)
     for task in range(num_tasks):
@@ -269,7 +297,7 @@ def random_case(num_tasks: int, num_resources: int, reach: int) -> tuple[TaskGra
         first = int(sketch.rng.integers(num_resources))
         gang = (first, (first + 1) % num_resources) if sketch.rng.random() < 0.1 else (first,)
         sketch.task(gang, *before)
-    return sketch.finish(num_resources)
+    return sketch.finish(num_resources, changed)
 
 
 def _block(*args: object, **options: object) -> Callable[[], tuple[TaskGraph, Proposals]]:
@@ -287,6 +315,13 @@ CASES = [
     Case("GPT 24 layers, backward, 8 cells", _block("gpt", 24, "backward", cells=8)),
     Case("GPT 96 layers, forward, 8 cells", _block("gpt", 96, "forward", cells=8)),
     Case("GPT 96 layers, backward, 8 cells", _block("gpt", 96, "backward", cells=8)),
+    Case("GPT 192 layers, forward, 8 cells", _block("gpt", 192, "forward", cells=8)),
+    Case(
+        "GPT 96 layers, forward, all layers at once", _block("gpt", 96, "forward", together=True)
+    ),
+    Case(
+        "GPT 96 layers, backward, all layers at once", _block("gpt", 96, "backward", together=True)
+    ),
     Case("ResNet-152, forward", _block("resnet", 152, "forward")),
     Case("ResNet-152, backward", _block("resnet", 152, "backward")),
     Case("branching, 300 modules, 1 cell", functools.partial(branching_case, 300, 1)),
@@ -296,6 +331,12 @@ CASES = [
     Case("random DAG 3k, 16 resources", functools.partial(random_case, 3000, 16, 64)),
     Case("random DAG 3k, 2 resources", functools.partial(random_case, 3000, 2, 64)),
     Case("random DAG 20k, 16 resources", functools.partial(random_case, 20000, 16, 64)),
+    Case("2 chains, 3k", functools.partial(chains_case, 3000, 2)),
+    Case("2 chains, 200", functools.partial(chains_case, 200, 2)),
+    Case("64 chains, 20k", functools.partial(chains_case, 20000, 64)),
+    Case("random DAG 3k, 30 changes", functools.partial(random_case, 3000, 2, 64, 30)),
+    Case("random DAG 3k, 300 changes", functools.partial(random_case, 3000, 2, 64, 300)),
+    Case("random DAG 3k, 600 changes", functools.partial(random_case, 3000, 2, 64, 600)),
     Case("GPT forward × 69, 200k tasks, 1 cell", _block("gpt", 96, "forward", copies=69)),
     Case("GPT backward × 35, 200k tasks, 1 cell", _block("gpt", 96, "backward", copies=35)),
 ]

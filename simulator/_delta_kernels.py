@@ -347,24 +347,34 @@ def replay(state: DeltaState) -> int:
 
 @njit(forceinline=True)
 def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> None:
-    """Write what is proposed, and sort the tasks that it changes by their effect positions."""
-    task, heap_ready, heap_task = state.task, state.heap_ready, state.heap_task
-    size = 0
+    """Write what is proposed, and note the tasks that it changes."""
+    task, rows = state.task, state.rows
+    count = 0
     for index in range(tasks.size):
         each, duration, resources = tasks[index], durations[index], resource_sets[index]
         if duration == task[each, PLAYED_DURATION] and resources == task[each, PLAYED_SET]:
             continue
         task[each, DURATION] = duration
         task[each, SET] = resources
-        state.rows[DURATIONS, each] = duration
-        state.rows[SETS, each] = resources
-        push_task(heap_ready, heap_task, size, effect_position(state, each), each)
-        size += 1
-    state.numbers[CHANGES] = size
-    for index in range(size):
-        state.rows[EFFECT, index] = heap_ready[0]
-        state.rows[CHANGED, index] = heap_task[0]
-        pop_task(heap_ready, heap_task, size - index)
+        rows[DURATIONS, each] = duration
+        rows[SETS, each] = resources
+        rows[CHANGED, count] = each
+        count += 1
+    state.numbers[CHANGES] = count
+
+
+@njit(forceinline=True)
+def sort_changes(state: DeltaState) -> None:
+    """Put the changes in the order of their effect positions."""
+    rows, heap_ready, heap_task = state.rows, state.heap_ready, state.heap_task
+    count = state.numbers[CHANGES]
+    for index in range(count):
+        each = rows[CHANGED, index]
+        push_task(heap_ready, heap_task, index, effect_position(state, each), each)
+    for index in range(count):
+        rows[EFFECT, index] = heap_ready[0]
+        rows[CHANGED, index] = heap_task[0]
+        pop_task(heap_ready, heap_task, count - index)
 
 
 @njit
@@ -383,7 +393,8 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     numbers[WINDOWS] = 0
     if numbers[CHANGES] == 0:
         makespan = numbers[MAKESPAN]
-    elif numbers[CHANGES] <= numbers[LIMIT]:
+    elif 2 * numbers[CHANGES] <= numbers[LIMIT] + 1:
+        sort_changes(state)
         makespan = replay(state)
     if makespan >= 0:
         numbers[PENDING] = REPLAY
