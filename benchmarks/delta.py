@@ -4,8 +4,8 @@
 
 Prints one JSON object a line: the case, its tasks, the mean number of tasks replayed a proposal,
 nanoseconds a proposal and its rejection take inside numba, the ratio of a full simulation of the
-same changes to that, nanoseconds that an acceptance takes on top, and how many proposals were checked against full
-simulation and how many were equal to it, every time of every task included.
+same changes to that, nanoseconds that an acceptance takes on top, and how many proposals were
+checked against full simulation and how many were equal to it, every time of every task included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_CHECKED = 40
 REPEATS = 7
 
 
-@njit
+@njit()
 def reject_all(
     state: DeltaState, rounds: int, starts: Ints, tasks: Ints, durations: Ints, sets: Ints
 ) -> int:
@@ -50,7 +50,7 @@ def reject_all(
     return replayed
 
 
-@njit
+@njit()
 def accept_all(
     state: DeltaState, starts: Ints, tasks: Ints, durations: Ints, sets: Ints, accept: bool
 ) -> None:
@@ -62,7 +62,7 @@ def accept_all(
             accept_changes(state)
 
 
-@njit
+@njit()
 def full_all(
     state: DeltaState, rounds: int, starts: Ints, tasks: Ints, durations: Ints, sets: Ints
 ) -> int:

@@ -104,8 +104,8 @@ def block_case(
 ) -> tuple[TaskGraph, Proposals]:
     """A block in which operators change their choice.
 
-    It may be laid on several cells, or several times in a row. Base choices may be drawn at random.
-    Operators may change together with their likes in all layers.
+    It may be laid on several cells, or several times in a row. Base choices may be drawn at
+    random. Operators may change together with their likes in all layers.
     """
     model_graph, blocks, base, counts = priced(model, size)
     names = [re.sub(r"\d+", "", operator.name) for operator in model_graph.operators]

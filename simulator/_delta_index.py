@@ -114,7 +114,7 @@ def highest_bit(word: int) -> int:
     return bit
 
 
-@njit
+@njit()
 def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position holds a resource."""
     for level in range(LEVELS, numbers.size):
@@ -122,7 +122,7 @@ def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None
         position >>= 5
 
 
-@njit
+@njit()
 def unmark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position does not hold a resource."""
     for level in range(LEVELS, numbers.size):
@@ -158,7 +158,7 @@ def chunk_shift(latest: Ints, chunk: int) -> int:
     return shift
 
 
-@njit
+@njit()
 def refresh_chunk(latest: Ints, rows: Ints, chunk: int) -> None:
     """Bring the latest end of a chunk, and of all nodes above it, up to date."""
     node = (latest.shape[1] >> 1) + chunk
@@ -171,7 +171,7 @@ def refresh_chunk(latest: Ints, rows: Ints, chunk: int) -> None:
         latest[0, node] = max(latest[0, 2 * node], latest[0, 2 * node + 1]) + latest[1, node]
 
 
-@njit
+@njit()
 def shift_from(latest: Ints, rows: Ints, position: int, shift: int) -> None:
     """Add ``shift`` to all times from a position on."""
     chunk = (position + (1 << CHUNK_BITS) - 1) >> CHUNK_BITS
@@ -206,7 +206,7 @@ def latest_of_chunks(latest: Ints, first: int, last: int) -> int:
         right >>= 1
         top_left += latest[1, left]
         top_right += latest[1, right]
-    top = max(top_left, top_right)
+    top: int = max(top_left, top_right)
     while left > 1:
         left >>= 1
         top += latest[1, left]
@@ -235,7 +235,7 @@ def latest_end(latest: Ints, rows: Ints, begin: int, stop: int) -> int:
     return top
 
 
-@njit
+@njit()
 def record_play(state: DeltaState) -> int:
     """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle."""
     task, rows, links = state.task, state.rows, state.links

@@ -86,7 +86,7 @@ def effect_position(state: DeltaState, changed: int) -> int:
     That is its own, unless it becomes idle: then it goes before all busy tasks of its instant.
     """
     task, rows, latest = state.task, state.rows, state.latest
-    place = task[changed, POSITION]
+    place: int = task[changed, POSITION]
     if task[changed, DURATION] > 0 or task[changed, PLAYED_DURATION] == 0:
         return place
     instant = rows[READY, place] + chunk_shift(latest, place >> CHUNK_BITS)
@@ -110,7 +110,8 @@ def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
                 state.rows[END, holder] + chunk_shift(state.latest, holder >> CHUNK_BITS) + shift
             )
         state.free[1, resource] = time
-    return state.free[1, resource]
+    known: int = state.free[1, resource]
+    return known
 
 
 @njit(forceinline=True)
@@ -377,7 +378,7 @@ def sort_changes(state: DeltaState) -> None:
         pop_task(heap_ready, heap_task, count - index)
 
 
-@njit
+@njit()
 def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> int:
     """See `propose_changes`."""
     numbers = state.numbers
@@ -386,7 +387,7 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     note_changes(state, tasks, durations, resource_sets)
     most = max(state.rows.shape[1] // REPLAY_SHARE, 1)
     numbers[CALLS] += 1
-    if numbers[CALLS] & 31 == 0:
+    if numbers[CALLS] & 127 == 0:
         numbers[LIMIT] = most
     makespan = -1
     numbers[REPLAYED] = 0
@@ -402,13 +403,13 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     else:
         numbers[PENDING] = FULL
         numbers[REPLAYED] += state.rows.shape[1]
-        numbers[LIMIT] = max(numbers[LIMIT] >> 1, max(most >> 4, 1))
+        numbers[LIMIT] = max(numbers[LIMIT] >> 1, max(most >> 5, 1))
         makespan = play_in_full(state)
     numbers[PROPOSED] = makespan
     return makespan
 
 
-@njit
+@njit()
 def play_in_full(state: DeltaState) -> int:
     """Play what is proposed from the beginning; return the makespan in ns."""
     rows, links, numbers = state.rows, state.links, state.numbers
@@ -431,7 +432,7 @@ def play_in_full(state: DeltaState) -> int:
     )
 
 
-@njit
+@njit()
 def reject(state: DeltaState) -> None:
     """See `reject_changes`."""
     task = state.task
@@ -444,7 +445,7 @@ def reject(state: DeltaState) -> None:
     state.numbers[PENDING] = NONE
 
 
-@njit
+@njit()
 def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
     """Write a replayed window over the played one; both hold the same tasks."""
     task = state.task
@@ -472,7 +473,7 @@ def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
                 task[after, RELEASED] = place
 
 
-@njit
+@njit()
 def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
     """Note whether the task at a position holds the resources of a set."""
     first = state.numbers[SET_LINKS] + resources
@@ -484,7 +485,7 @@ def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
             unmark_holder(state.held, state.numbers, resource, place)
 
 
-@njit
+@njit()
 def accept(state: DeltaState) -> None:
     """See `accept_changes`."""
     numbers, task, rows = state.numbers, state.task, state.rows
@@ -512,7 +513,7 @@ def accept(state: DeltaState) -> None:
     numbers[MAKESPAN] = numbers[PROPOSED]
 
 
-@njit
+@njit()
 def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
     """See `fill_times`."""
     rows = state.rows
