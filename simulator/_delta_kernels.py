@@ -209,6 +209,8 @@ def replay_window(
         Where the replay ended, or -1 if there was no credit left; the shift from there on; the
         first change from there on; and the latest ends so far, as replayed and as played.
     """
+    # One long function: with step 1 in one of its own a proposal took 1.4 to 1.8 times as long,
+    # because numba then counts references to the arrays at every task.
     task, rows, latest = state.task, state.rows, state.latest
     heap_ready, heap_task, numbers = state.heap_ready, state.heap_task, state.numbers
     num_changes, num_tasks = numbers[CHANGES], rows.shape[1]
