@@ -32,7 +32,7 @@ from stratagem.simulator.engine import simulate
 from stratagem.simulator.taskgraph import Ints, TaskGraph
 
 NUM_CHECKED = 40
-REPEATS = 7
+REPEATS = 9
 
 
 @njit()
@@ -80,14 +80,18 @@ def full_all(
     return total
 
 
-def best_ns(call: Callable[[], object], count: int) -> float:
-    """Time the fastest of several calls that each do `count` things; ns a thing."""
-    best = float("inf")
+def best_ns(*calls: tuple[Callable[[], object], int]) -> list[float]:
+    """Time the fastest of several calls, each of which does that many things; ns a thing.
+
+    The calls take turns, so that all see the same moods of the machine.
+    """
+    best = [float("inf")] * len(calls)
     for _ in range(REPEATS):
-        begin = time.perf_counter_ns()
-        call()
-        best = min(best, time.perf_counter_ns() - begin)
-    return best / count
+        for k, (call, count) in enumerate(calls):
+            begin = time.perf_counter_ns()
+            call()
+            best[k] = min(best[k], (time.perf_counter_ns() - begin) / count)
+    return best
 
 
 def count_equal(graph: TaskGraph, proposals: Proposals) -> tuple[int, int]:
@@ -123,15 +127,20 @@ def measure(case: Case) -> dict[str, object]:
     engine = DeltaEngine(graph)
     flat = (proposals.starts, proposals.tasks, proposals.durations, proposals.sets)
     reject_all(engine.state, 1, *flat)
-    rounds = max(1, 2_000_000 // (300 * graph.num_tasks))
-    replayed = reject_all(engine.state, rounds, *flat) / (rounds * proposals.count)
-    delta = best_ns(lambda: reject_all(engine.state, rounds, *flat), rounds * proposals.count)
+    replayed = reject_all(engine.state, 1, *flat) / proposals.count
+    (once,) = best_ns((lambda: reject_all(engine.state, 1, *flat), 1))
+    rounds = max(1, round(20e6 / once))  # 20 ms, longer than it takes to warm the caches up
     first = (proposals.starts[: 1 + max(20, 1_000_000 // graph.num_tasks)], *flat[1:])
     full_all(engine.state, 1, *first)
-    full = best_ns(lambda: full_all(engine.state, 1, *first), first[0].size - 1)
+    delta, full = best_ns(
+        (lambda: reject_all(engine.state, rounds, *flat), rounds * proposals.count),
+        (lambda: full_all(engine.state, 1, *first), first[0].size - 1),
+    )
     accept_all(DeltaEngine(graph).state, *flat, True)
-    accepted = best_ns(lambda: accept_all(engine.state, *flat, True), proposals.count)
-    proposed = best_ns(lambda: accept_all(engine.state, *flat, False), proposals.count)
+    accepted, proposed = best_ns(
+        (lambda: accept_all(engine.state, *flat, True), proposals.count),
+        (lambda: accept_all(engine.state, *flat, False), proposals.count),
+    )
     checked, equal = count_equal(graph, proposals)
     return {
         "case": case.name,

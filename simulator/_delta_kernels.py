@@ -389,7 +389,7 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     note_changes(state, tasks, durations, resource_sets)
     most = max(state.rows.shape[1] // REPLAY_SHARE, 1)
     numbers[CALLS] += 1
-    if numbers[CALLS] & 127 == 0:
+    if numbers[CALLS] & 255 == 0:
         numbers[LIMIT] = most
     makespan = -1
     numbers[REPLAYED] = 0
@@ -401,11 +401,13 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
         makespan = replay(state)
     if makespan >= 0:
         numbers[PENDING] = REPLAY
-        numbers[LIMIT] = min(most, max(numbers[LIMIT], 4 * numbers[REPLAYED]))
+        # Six successes in seven keep the limit up: then replaying is worth a few that fail.
+        grown = numbers[LIMIT] + (numbers[LIMIT] >> 3)
+        numbers[LIMIT] = min(most, max(grown, 4 * numbers[REPLAYED]))
     else:
         numbers[PENDING] = FULL
         numbers[REPLAYED] += state.rows.shape[1]
-        numbers[LIMIT] = max(numbers[LIMIT] >> 1, max(most >> 5, 1))
+        numbers[LIMIT] = max(numbers[LIMIT] >> 1, max(most >> 6, 1))
         makespan = play_in_full(state)
     numbers[PROPOSED] = makespan
     return makespan

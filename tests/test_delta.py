@@ -328,7 +328,7 @@ def test_a_hopeless_replay_is_given_up():
         if k % 2:
             twin.accept()
     assert played[0] == 1250
-    assert played[-1] == 1000 + 1000 // 4 // 32
+    assert played[-1] == 1000 + 1000 // 4 // 64
 
 
 def test_shifts_that_add_up_are_written_out():
