@@ -1,0 +1,168 @@
+"""How much does replaying a change save over playing the whole task graph again?
+
+    python -m benchmarks.delta
+
+Prints one JSON object a line: the case, its tasks, the mean number of tasks replayed a proposal,
+nanoseconds a proposal and its rejection take inside numba, the ratio of a full simulation of the
+same changes to that, nanoseconds that an acceptance takes on top, and how many proposals were
+checked against full simulation and how many were equal to it, every time of every task included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numba import njit
+
+from benchmarks.delta_cases import CASES, Case, Proposals
+from stratagem.simulator._delta_index import DURATION, DURATIONS, REPLAYED, SET, SETS, DeltaState
+from stratagem.simulator._delta_kernels import (
+    accept_changes,
+    play_in_full,
+    propose_changes,
+    reject_changes,
+)
+from stratagem.simulator.delta import DeltaEngine
+from stratagem.simulator.engine import simulate
+from stratagem.simulator.taskgraph import Ints, TaskGraph
+
+NUM_CHECKED = 40
+REPEATS = 9
+
+
+@njit()
+def reject_all(
+    state: DeltaState, rounds: int, starts: Ints, tasks: Ints, durations: Ints, sets: Ints
+) -> int:
+    """Propose and reject everything some times over; return how many tasks were replayed."""
+    replayed = 0
+    for _ in range(rounds):
+        for k in range(starts.size - 1):
+            lo, hi = starts[k], starts[k + 1]
+            propose_changes(state, tasks[lo:hi], durations[lo:hi], sets[lo:hi])
+            replayed += state.numbers[REPLAYED]
+            reject_changes(state)
+    return replayed
+
+
+@njit()
+def accept_all(
+    state: DeltaState, starts: Ints, tasks: Ints, durations: Ints, sets: Ints, accept: bool
+) -> None:
+    """Propose everything once and accept it, or leave that out."""
+    for k in range(starts.size - 1):
+        lo, hi = starts[k], starts[k + 1]
+        propose_changes(state, tasks[lo:hi], durations[lo:hi], sets[lo:hi])
+        if accept:
+            accept_changes(state)
+
+
+@njit()
+def full_all(
+    state: DeltaState, rounds: int, starts: Ints, tasks: Ints, durations: Ints, sets: Ints
+) -> int:
+    """Play the graph in full with every proposal, some times over."""
+    total = 0
+    for _ in range(rounds):
+        for k in range(starts.size - 1):
+            for j in range(starts[k], starts[k + 1]):
+                state.rows[DURATIONS, tasks[j]] = durations[j]
+                state.rows[SETS, tasks[j]] = sets[j]
+            total += play_in_full(state)
+            for j in range(starts[k], starts[k + 1]):
+                state.rows[DURATIONS, tasks[j]] = state.task[tasks[j], DURATION]
+                state.rows[SETS, tasks[j]] = state.task[tasks[j], SET]
+    return total
+
+
+def best_ns(*calls: tuple[Callable[[], object], int]) -> list[float]:
+    """Time the fastest of several calls, each of which does that many things; ns a thing.
+
+    The calls take turns, so that all see the same moods of the machine.
+    """
+    best = [float("inf")] * len(calls)
+    for _ in range(REPEATS):
+        for k, (call, count) in enumerate(calls):
+            begin = time.perf_counter_ns()
+            call()
+            best[k] = min(best[k], (time.perf_counter_ns() - begin) / count)
+    return best
+
+
+def count_equal(graph: TaskGraph, proposals: Proposals) -> tuple[int, int]:
+    """Compare proposals, every other one accepted, with full simulation."""
+    engine = DeltaEngine(graph)
+    durations, sets = graph.durations.copy(), graph.resource_sets.copy()
+    num_equal = 0
+    count = min(NUM_CHECKED, proposals.count)
+    for k in range(count):
+        tasks, *new = proposals.proposal(k)
+        before = durations[tasks], sets[tasks]
+        makespan = engine.propose(tasks, *new)
+        durations[tasks], sets[tasks] = new
+        expected = simulate(
+            dataclasses.replace(graph, durations=durations.copy(), resource_sets=sets.copy())
+        )
+        times = engine.times()
+        num_equal += makespan == expected.makespan and all(
+            np.array_equal(getattr(times, name), getattr(expected, name))
+            for name in ("ready", "start", "end")
+        )
+        if k % 2:
+            engine.accept()
+        else:
+            engine.reject()
+            durations[tasks], sets[tasks] = before
+    return count, num_equal
+
+
+def measure(case: Case) -> dict[str, object]:
+    """Time and check one case."""
+    graph, proposals = case.build()
+    engine = DeltaEngine(graph)
+    flat = (proposals.starts, proposals.tasks, proposals.durations, proposals.sets)
+    reject_all(engine.state, 1, *flat)
+    replayed = reject_all(engine.state, 1, *flat) / proposals.count
+    (once,) = best_ns((lambda: reject_all(engine.state, 1, *flat), 1))
+    rounds = max(1, round(20e6 / once))  # 20 ms, longer than it takes to warm the caches up
+    first = (proposals.starts[: 1 + max(20, 1_000_000 // graph.num_tasks)], *flat[1:])
+    full_all(engine.state, 1, *first)
+    delta, full = best_ns(
+        (lambda: reject_all(engine.state, rounds, *flat), rounds * proposals.count),
+        (lambda: full_all(engine.state, 1, *first), first[0].size - 1),
+    )
+    accept_all(DeltaEngine(graph).state, *flat, True)
+    accepted, proposed = best_ns(
+        (lambda: accept_all(engine.state, *flat, True), proposals.count),
+        (lambda: accept_all(engine.state, *flat, False), proposals.count),
+    )
+    checked, equal = count_equal(graph, proposals)
+    return {
+        "case": case.name,
+        "tasks": graph.num_tasks,
+        "replayed": round(replayed, 1),
+        "ns_per_proposal": round(delta),
+        "speedup_full": round(full / delta, 2),
+        "ns_per_acceptance": round(max(accepted - proposed, 0)),
+        "checked": checked,
+        "equal": equal,
+    }
+
+
+def main() -> None:
+    """Print one line a case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    only = parser.parse_args().only
+    for case in CASES:
+        if only in case.name:
+            print(json.dumps(measure(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

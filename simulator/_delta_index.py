@@ -1,0 +1,296 @@
+"""What delta re-simulation keeps of a played graph, and how it looks things up, in numba.
+
+`simulator.delta` says what it is for. Kernels here are compiled into those of `_delta_kernels`,
+which alone are cached: a cached kernel does not see that one in another file has changed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from numba import njit
+
+from stratagem.simulator._kernels import Ints, pop_task, push_task
+
+CHUNK_BITS = 5
+"""Positions of the played order are kept in chunks of 32; so many bits fit a word of `held`."""
+NEVER = -(1 << 62)
+"""Before any time."""
+MAX_DRIFT = 1 << 60
+"""Shifts may add up to this many ns before the index is made anew, so that no sum overflows."""
+MIN_GAP = 4
+"""So many tasks or more must lie before the next change for a jump to be worth it."""
+REPLAY_SHARE = 4
+"""A replay is given up for a full simulation after one task in so many."""
+
+(
+    DURATION,
+    SET,
+    PLAYED_DURATION,
+    PLAYED_SET,
+    POSITION,
+    RELEASED,
+    SUCCESSORS,
+    PREDECESSORS,
+    SEEN,
+    WAITING,
+    HEARD,
+    TAKEN,
+) = range(12)
+"""Columns of `DeltaState.task`: the graph and how it was played; and workspace of a replay.
+
+Duration and set, as proposed and as played; the position of the task and of its last predecessor;
+where its neighbours begin in ``links``. Then the generation in which the task was first told of an
+ended predecessor that counts, how many it waits for, the latest end of the others (its own once it
+was taken), and the generation in which it was taken.
+"""
+NUM_COLUMNS = 16
+"""Two cache lines a task."""
+
+ORDER, READY, END, NEW_ORDER, NEW_READY, NEW_END, OLD_END = range(7)
+CHANGED, EFFECT, BEGIN, STOP, SHIFT = range(7, 12)
+DURATIONS, SETS, NUM_PREDECESSORS, REMAINING, STACK, FULL_READY, FULL_START, FULL_END = range(
+    12, 20
+)
+"""Rows of `DeltaState.rows`.
+
+By position, how the graph was played and is replayed: task, ready time,
+end, and when the task that was replayed ended as played. Of each change, the
+task and its effect position, in the order of these. Of each replayed window, its first position,
+the one behind it, and the shift from there on. By task, what `simulate_tasks` reads and fills.
+"""
+NUM_ROWS = 20
+
+MAKESPAN, PENDING, PROPOSED, CHANGES, WINDOWS, GENERATION, LIMIT, DRIFT, REPLAYED, CALLS = range(
+    10
+)
+SET_LINKS, OFFSET_LINKS, LEVELS = range(10, 13)
+"""Entries of `DeltaState.numbers`."""
+
+NONE, REPLAY, FULL = range(3)
+"""Values of `numbers[PENDING]`: no proposal, one replayed, one played in full."""
+
+
+class DeltaState(NamedTuple):
+    """A played graph and the workspace to replay parts of it: few arrays, for cheap calls.
+
+    A *position* is a place in the order in which tasks were taken, idle ones at the instant that
+    they pass on. Times by position are in ns and lack the shift of their chunk.
+
+    Attributes:
+        task: [T + 1, 16], by task: see `DURATION`, ...
+        rows: [20, T]: see `ORDER`, ...
+        latest: [2, 2 P], a tree over P chunks: the latest end below a node, and the shift of all
+            that is below it. Node 1 is the root, node P + c is chunk c.
+        held: [R, words], a bitmap over positions for every resource; bit b of word w of a level
+            says that word 32 w + b of the level below is not 0.
+        numbers: see `MAKESPAN`, ...; from `LEVELS` on, where each level begins in ``held``.
+        links: successors; predecessors; then, from `SET_LINKS` on, where each resource set begins
+            in this array, and the sets; from `OFFSET_LINKS` on, where successors begin.
+        free: [2, R], generation, and ns at which a resource becomes free in a replay.
+        heap_ready: [T], the queue.
+        heap_task: [T], a task, or a task - T if it is idle: idle ones go first.
+    """
+
+    task: Ints
+    rows: Ints
+    latest: Ints
+    held: Ints
+    numbers: Ints
+    links: Ints
+    free: Ints
+    heap_ready: Ints
+    heap_task: Ints
+
+
+@njit(forceinline=True)
+def highest_bit(word: int) -> int:
+    """Return the number of the highest bit of a word of 32 bits that is not 0."""
+    bit = 0
+    for step in (16, 8, 4, 2, 1):
+        if word >> step:
+            word >>= step
+            bit += step
+    return bit
+
+
+@njit()
+def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
+    """Note that the task at a position holds a resource."""
+    for level in range(LEVELS, numbers.size):
+        held[resource, numbers[level] + (position >> 5)] |= 1 << (position & 31)
+        position >>= 5
+
+
+@njit()
+def unmark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
+    """Note that the task at a position does not hold a resource."""
+    for level in range(LEVELS, numbers.size):
+        word = numbers[level] + (position >> 5)
+        held[resource, word] &= ~(1 << (position & 31))
+        if held[resource, word]:
+            break
+        position >>= 5
+
+
+@njit(forceinline=True)
+def last_holder(held: Ints, numbers: Ints, resource: int, before: int) -> int:
+    """Return the last position before another that holds a resource, or -1."""
+    for level in range(LEVELS, numbers.size):
+        word = held[resource, numbers[level] + (before >> 5)] & ((1 << (before & 31)) - 1)
+        before >>= 5
+        if word:
+            found = (before << 5) + highest_bit(word)
+            for below in range(level - 1, LEVELS - 1, -1):
+                found = (found << 5) + highest_bit(held[resource, numbers[below] + found])
+            return found
+    return -1
+
+
+@njit(forceinline=True)
+def chunk_shift(latest: Ints, chunk: int) -> int:
+    """Return the ns to add to the times of a chunk: the sum from its leaf to the root."""
+    node = (latest.shape[1] >> 1) + chunk
+    shift = 0
+    while node:
+        shift += latest[1, node]
+        node >>= 1
+    return shift
+
+
+@njit()
+def refresh_chunk(latest: Ints, rows: Ints, chunk: int) -> None:
+    """Bring the latest end of a chunk, and of all nodes above it, up to date."""
+    node = (latest.shape[1] >> 1) + chunk
+    top = NEVER
+    for place in range(chunk << CHUNK_BITS, min((chunk + 1) << CHUNK_BITS, rows.shape[1])):
+        top = max(top, rows[END, place])
+    latest[0, node] = top + latest[1, node]
+    while node > 1:
+        node >>= 1
+        latest[0, node] = max(latest[0, 2 * node], latest[0, 2 * node + 1]) + latest[1, node]
+
+
+@njit()
+def shift_from(latest: Ints, rows: Ints, position: int, shift: int) -> None:
+    """Add ``shift`` to all times from a position on."""
+    chunk = (position + (1 << CHUNK_BITS) - 1) >> CHUNK_BITS
+    for place in range(position, min(chunk << CHUNK_BITS, rows.shape[1])):
+        rows[READY, place] += shift
+        rows[END, place] += shift
+    if chunk << CHUNK_BITS >= rows.shape[1]:
+        return
+    node = (latest.shape[1] >> 1) + chunk
+    latest[0, node] += shift
+    latest[1, node] += shift
+    while node > 1:
+        if node & 1 == 0:
+            latest[0, node + 1] += shift
+            latest[1, node + 1] += shift
+        node >>= 1
+        latest[0, node] = max(latest[0, 2 * node], latest[0, 2 * node + 1]) + latest[1, node]
+
+
+@njit(forceinline=True)
+def latest_of_chunks(latest: Ints, first: int, last: int) -> int:
+    """Return the latest end in the chunks from ``first`` to ``last``, both included."""
+    left = (latest.shape[1] >> 1) + first
+    right = (latest.shape[1] >> 1) + last
+    top_left, top_right = latest[0, left], latest[0, right]
+    while left >> 1 < right >> 1:
+        if left & 1 == 0:
+            top_left = max(top_left, latest[0, left + 1])
+        if right & 1:
+            top_right = max(top_right, latest[0, right - 1])
+        left >>= 1
+        right >>= 1
+        top_left += latest[1, left]
+        top_right += latest[1, right]
+    top: int = max(top_left, top_right)
+    while left > 1:
+        left >>= 1
+        top += latest[1, left]
+    return top
+
+
+@njit(forceinline=True)
+def latest_end(latest: Ints, rows: Ints, begin: int, stop: int) -> int:
+    """Return the latest end at the positions from ``begin`` to before ``stop``."""
+    first, last = begin >> CHUNK_BITS, stop >> CHUNK_BITS
+    top = NEVER
+    if first << CHUNK_BITS < begin:
+        for place in range(begin, min((first + 1) << CHUNK_BITS, stop)):
+            top = max(top, rows[END, place])
+        top += chunk_shift(latest, first)
+        first += 1
+    if stop == rows.shape[1]:
+        last = (stop - 1 >> CHUNK_BITS) + 1
+    elif first <= last and last << CHUNK_BITS < stop:
+        part = NEVER
+        for place in range(last << CHUNK_BITS, stop):
+            part = max(part, rows[END, place])
+        top = max(top, part + chunk_shift(latest, last))
+    if first < last:
+        top = max(top, latest_of_chunks(latest, first, last - 1))
+    return top
+
+
+@njit()
+def record_play(state: DeltaState) -> int:
+    """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle."""
+    task, rows, links = state.task, state.rows, state.links
+    num_tasks = rows.shape[1]
+    state.free[:] = 0
+    state.held[:] = 0
+    state.latest[0, :] = NEVER
+    state.latest[1, :] = 0
+    size = 0
+    for each in range(num_tasks):
+        task[each, WAITING] = rows[NUM_PREDECESSORS, each]
+        task[each, HEARD] = 0
+        task[each, RELEASED] = -1
+        task[each, PLAYED_DURATION] = task[each, DURATION]
+        task[each, PLAYED_SET] = task[each, SET]
+        if task[each, WAITING] == 0:
+            key = each if task[each, DURATION] else each - num_tasks
+            push_task(state.heap_ready, state.heap_task, size, 0, key)
+            size += 1
+    makespan = 0
+    place = 0
+    while size > 0:
+        time = state.heap_ready[0]
+        taken = state.heap_task[0]
+        taken += num_tasks if taken < 0 else 0
+        pop_task(state.heap_ready, state.heap_task, size)
+        size -= 1
+        rows[ORDER, place] = taken
+        rows[READY, place] = time
+        task[taken, POSITION] = place
+        first = state.numbers[SET_LINKS] + task[taken, SET]
+        for index in range(links[first], links[first + 1]):
+            time = max(time, state.free[1, links[index]])
+        time += task[taken, DURATION]
+        for index in range(links[first], links[first + 1]):
+            state.free[1, links[index]] = time
+            mark_holder(state.held, state.numbers, links[index], place)
+        rows[END, place] = time
+        makespan = max(makespan, time)
+        for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
+            after = links[edge]
+            task[after, WAITING] -= 1
+            task[after, HEARD] = max(task[after, HEARD], time)
+            if task[after, WAITING] == 0:
+                task[after, RELEASED] = place
+                key = after if task[after, DURATION] else after - num_tasks
+                push_task(state.heap_ready, state.heap_task, size, task[after, HEARD], key)
+                size += 1
+        place += 1
+    if place < num_tasks:
+        return -1
+    for chunk in range((num_tasks - 1 >> CHUNK_BITS) + 1):
+        refresh_chunk(state.latest, state.rows, chunk)
+    numbers = state.numbers
+    numbers[MAKESPAN] = makespan
+    numbers[PENDING] = NONE
+    numbers[DRIFT] = 0
+    return makespan
