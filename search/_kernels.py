@@ -28,7 +28,7 @@ OVER_MEMORY = 4.0
 _fingerprint = int.from_bytes(hashlib.sha256(Path(engine.__file__).read_bytes()).digest()[:6])
 
 
-@numba.njit
+@numba.njit()
 def play_block(
     block: int,
     use_inner: int,
@@ -84,7 +84,7 @@ def play_block(
     )
 
 
-@numba.njit
+@numba.njit()
 def stage_peak(
     stage: int,
     choice: Ints,
@@ -113,7 +113,7 @@ def stage_peak(
     return state + in_flight * kept + working
 
 
-@numba.njit
+@numba.njit()
 def score(
     dirty: Ints,
     choice: Ints,
@@ -166,7 +166,7 @@ def score(
     return seconds * (1.0 + OVER_MEMORY * excess)
 
 
-@numba.njit
+@numba.njit()
 def play_macro(
     table: Ints,
     successor_offsets: Ints,
@@ -204,7 +204,7 @@ def play_macro(
     )
 
 
-@numba.njit
+@numba.njit()
 def propose(
     rng: np.random.Generator,
     choice: Ints,
