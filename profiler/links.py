@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -84,7 +85,7 @@ def time_collectives(
     sizes: Sequence[int] = SIZES,
     *,
     kinds: Sequence[Collective] = KINDS,
-    repeats: int = 10,
+    repeats: int = 24,
 ) -> list[CollectiveTiming]:
     """Time collectives over all ranks; every rank calls this and gets the same list.
 
@@ -201,9 +202,10 @@ def _time(peers: Peers, run: Callable[[], object], repeats: int) -> float:
 
     In a step, collectives stand between computations: ranks come a little apart, and what carries
     the bytes was asleep and finds other data in its caches. Back to back they are up to 4 × faster
-    between processes of one machine.
+    between processes of one machine. The mean counts, not the median: now and then a rank waits
+    for the scheduler, and a step of many collectives pays for that too.
     """
-    compute = _computation(peers.device)
+    compute = _computation(peers)
 
     def loop(*works: Callable[[], object]) -> float:
         peers.barrier()
@@ -220,14 +222,24 @@ def _time(peers: Peers, run: Callable[[], object], repeats: int) -> float:
     everyone = tuple(range(peers.world_size))
     mine = torch.tensor(rounds, dtype=torch.float64, device=peers.device)
     slowest: list[list[float]] = peers.all_reduce(mine, everyone, "max").tolist()
-    added = statistics.median(both - alone for alone, both in slowest)
+    added = statistics.mean(both - alone for alone, both in slowest)
     return max(added / repeats, LEAST_SECONDS)
 
 
-def _computation(device: torch.device) -> Callable[[], object]:
-    """Some milliseconds of work for a core, as between two collectives of a step."""
-    factor = torch.rand(COMPUTE_SIZE, COMPUTE_SIZE, device=device)
-    return lambda: factor @ factor
+def _computation(peers: Peers) -> Callable[[], object]:
+    """Some milliseconds of work for a core, as between two collectives of a step.
+
+    Every call takes from half to one and a half of the mean, another share on every rank: ranks
+    that come at the same instant find each other awake, which they are not in a step.
+    """
+    factor = torch.rand(COMPUTE_SIZE, COMPUTE_SIZE, device=peers.device)
+    shares = itertools.cycle([(peers.rank + k) % 3 + 1 for k in (0, 2, 1, 1, 0, 2)])
+
+    def compute() -> None:
+        for _ in range(next(shares)):
+            factor @ factor
+
+    return compute
 
 
 def _finish(device: torch.device) -> None:

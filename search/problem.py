@@ -9,7 +9,7 @@ import numpy as np
 
 from stratagem.search.space import Skeleton, operator_choices
 from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks, stage_blocks
-from stratagem.simulator.boundary import BoundaryRow, price_boundary, price_tie
+from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, Timed
 from stratagem.simulator.costs import CostModel
@@ -128,7 +128,13 @@ def make_problem(
     crossing.sort(key=lambda c: (c.kind == TIE, repr(c.group)))
     schedule = schedule_by_name(skeleton.schedule, len(tables), skeleton.num_microbatches)
     flat_blocks, crossings, arrivals = _flat_blocks(blocks, crossing)
-    macro = macro_graph(schedule, pairs, [_stages(stage_of, small, i, j) for i, j, _ in ties])
+    meshes = skeleton.meshes
+    macro = macro_graph(
+        schedule,
+        pairs,
+        [_stages(stage_of, small, i, j) for i, j, _ in ties],
+        [blocks_compute(meshes[a], meshes[b], cluster) for a, b in pairs],
+    )
     graph_arrays = macro.graph.arrays()
     return Problem(
         graph=small,

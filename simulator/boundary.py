@@ -74,6 +74,12 @@ def transfer_mask(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> i
     return INTRA_NODE if len(nodes) == 1 else INTER_NODE
 
 
+def blocks_compute(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> bool:
+    """Whether a transfer between two meshes keeps the cores of their devices busy."""
+    inside = transfer_mask(source, target, cluster) == INTRA_NODE
+    return (cluster.intra_node if inside else cluster.inter_node).shares_compute
+
+
 def price_boundary(
     edge: Edge,
     source: TableBuilder,

@@ -65,6 +65,7 @@ def macro_graph(
     schedule: Schedule,
     pairs: Sequence[tuple[int, int]],
     ties: Sequence[tuple[int, int]] = (),
+    blocking: Sequence[bool] = (),
 ) -> MacroGraph:
     """The macro tasks of a schedule.
 
@@ -72,6 +73,7 @@ def macro_graph(
         schedule: its actions, one list a stage.
         pairs: (stage, later stage) between which activations travel.
         ties: (owner's stage, user's stage) of every parameter tied across stages.
+        blocking: per pair whether a transfer keeps the cores of both stages busy (CPU processes).
     """
     number, kind, item, microbatch = _block_tasks(schedule)
     edges = [(number[a], number[b]) for order in schedule.orders for a, b in pairwise(order)]
@@ -89,7 +91,9 @@ def macro_graph(
                 kind.append(code)
                 item.append(p)
                 microbatch.append(m)
-                sets.append((schedule.num_stages + 2 * p + (code == SEND_BACK),))
+                link = schedule.num_stages + 2 * p + (code == SEND_BACK)
+                held = (source, target) if blocking and blocking[p] else ()
+                sets.append((*held, link))
     for t, stages in enumerate(ties):
         for stage in stages:
             edges.append((number[_last_backward(schedule, stage)], len(kind)))

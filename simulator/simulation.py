@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.simulator.block import RESOURCE_NAMES, Block, StageBlocks, stage_blocks
-from stratagem.simulator.boundary import BoundaryRow, price_boundary, price_tie
+from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, Timed
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
@@ -170,10 +170,13 @@ def plan_model(
         for edge in crossing_edges(plan.stage_of, small)
     )
     ties = _ties(plan, small, stages)
+    pairs = stage_pairs([e for e, _ in boundaries], plan.stage_of, small)
+    meshes = [stage.mesh for stage in plan.stages]
     macro = macro_graph(
         plan.make_schedule(),
-        stage_pairs([e for e, _ in boundaries], plan.stage_of, small),
+        pairs,
         [_stages_of((i, j), plan, small) for i, j, _ in ties],
+        [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
     )
     return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
 

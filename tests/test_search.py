@@ -58,6 +58,19 @@ def test_the_kernels_score_is_the_simulators_step_time(build, schedule) -> None:
     assert checked > 20
 
 
+def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
+    graph, cluster = tiny_gpt(), Cluster.preset("local-cpu")
+    rng = np.random.default_rng(2)
+    for skeleton in skeletons(graph, cluster, max_microbatches=4):
+        problem = make_problem(graph, skeleton, cluster, Training(), COSTS, (0, 2))
+        number = rng.integers(0, [len(options) for options in problem.choices])
+        plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
+        score = Chain(problem, number, total=1, seed=0).score()
+        assert score == pytest.approx(
+            situation(graph, cluster).simulate(plan).step_time, rel=1e-12
+        )
+
+
 def test_the_kernels_memory_is_the_simulators() -> None:
     graph = tiny_gpt()
     skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 2)

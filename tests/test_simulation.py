@@ -289,3 +289,15 @@ def test_activations_of_a_layer_are_the_published_formula() -> None:
         )
         kept.append(simulate_plan(plan, graph, COSTS).memory[0].activations)
     assert kept[1] - kept[0] == 32 * sequence * batch * hidden
+
+
+def test_transfers_between_processes_hold_their_cores() -> None:
+    """On a CPU nobody computes while a pipeline's tensors travel; on GPUs they travel aside."""
+    graph = mlp([64] * 9, batch=32)
+    steps = []
+    for shares in (False, True):
+        link = replace(CLUSTER.intra_node, bandwidth_gb_s=0.01, shares_compute=shares)
+        cluster = replace(CLUSTER, intra_node=link)
+        plan = replace(pipeline(graph, 2, 8, "1f1b"), cluster=cluster)
+        steps.append(simulate_plan(plan, graph, COSTS).step_time)
+    assert steps[1] > steps[0]
