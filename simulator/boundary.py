@@ -75,7 +75,7 @@ def transfer_mask(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> i
 
 
 def blocks_compute(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> bool:
-    """Whether a transfer between two meshes keeps the receiver's cores busy."""
+    """Whether a transfer between two meshes keeps the cores of their devices busy."""
     inside = transfer_mask(source, target, cluster) == INTRA_NODE
     return (cluster.intra_node if inside else cluster.inter_node).shares_compute
 

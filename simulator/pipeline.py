@@ -73,7 +73,7 @@ def macro_graph(
         schedule: its actions, one list a stage.
         pairs: (stage, later stage) between which activations travel.
         ties: (owner's stage, user's stage) of every parameter tied across stages.
-        blocking: per pair whether a transfer keeps the cores of the receiver busy (CPU processes).
+        blocking: per pair whether a transfer keeps the cores of both stages busy (CPU processes).
     """
     number, kind, item, microbatch = _block_tasks(schedule)
     edges = [(number[a], number[b]) for order in schedule.orders for a, b in pairwise(order)]
@@ -92,7 +92,7 @@ def macro_graph(
                 item.append(p)
                 microbatch.append(m)
                 link = schedule.num_stages + 2 * p + (code == SEND_BACK)
-                held = (stages[1],) if blocking and blocking[p] else ()
+                held = (source, target) if blocking and blocking[p] else ()
                 sets.append((*held, link))
     for t, stages in enumerate(ties):
         for stage in stages:

@@ -291,8 +291,8 @@ def test_activations_of_a_layer_are_the_published_formula() -> None:
     assert kept[1] - kept[0] == 32 * sequence * batch * hidden
 
 
-def test_transfers_between_processes_hold_the_receivers_cores() -> None:
-    """A CPU process that receives does not compute; between GPUs tensors travel aside."""
+def test_transfers_between_processes_hold_their_cores() -> None:
+    """On a CPU nobody computes while a pipeline's tensors travel; on GPUs they travel aside."""
     graph = mlp([64] * 9, batch=32)
     steps = []
     for shares in (False, True):
