@@ -339,40 +339,9 @@ def _make_score_plan(fingerprint: int):  # type: ignore[no-untyped-def]
     """`score` as an entry from Python, cached under `fingerprint` like the annealing kernel."""
 
     @numba.njit(cache=True)
-    def score_plan(
-        dirty: Ints,
-        choice: Ints,
-        block_ns: Ints,
-        peaks: Ints,
-        capacities: Ints,
-        in_flight: Ints,
-        blocks: tuple[Ints, ...],
-        memory: tuple[Ints, ...],
-        crossings: Ints,
-        arrivals: Ints,
-        macro: tuple[Ints, ...],
-        macro_work: Ints,
-        table: Ints,
-        num_microbatches: int,
-    ) -> float:
-        """See `score`."""
+    def score_plan(*arguments):  # type: ignore[no-untyped-def]
         _ = fingerprint
-        return score(
-            dirty,
-            choice,
-            block_ns,
-            peaks,
-            capacities,
-            in_flight,
-            blocks,
-            memory,
-            crossings,
-            arrivals,
-            macro,
-            macro_work,
-            table,
-            num_microbatches,
-        )
+        return score(*arguments)
 
     return score_plan
 
