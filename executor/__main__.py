@@ -6,47 +6,22 @@ torchrun --nproc-per-node N -m stratagem.executor plan.json --model module:funct
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.models import make_model
 from stratagem.executor.reference import errors_against
 from stratagem.executor.report import report_of
 from stratagem.executor.run import check_batch, check_world, prepare, train
 from stratagem.executor.states import model_state
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
-
-
-def make_model(spec: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Call the function that ``module:function`` names, which returns (model, example inputs).
-
-    Every rank calls it after seeding torch alike, so that all start from the same parameters.
-
-    Raises:
-        ValueError: when there is no such function, or it returns something else.
-    """
-    module, _, function = spec.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"--model {spec!r} is not module:function of something importable: {error}"
-        ) from error
-    torch.manual_seed(seed)
-    made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"--model {spec!r} must return (model, dict of example inputs)")
-    return made[0], dict(made[1])
 
 
 def run_rank(arguments: argparse.Namespace, comm: Communicator) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from stratagem.executor.launch import run_ranks
 from stratagem.executor.optimizers import make_optimizer
 from stratagem.profiler.links import CollectiveTiming, fit_link
 from stratagem.simulator.cluster import Link
 from stratagem.simulator.files import decode, read_text
 from stratagem.simulator.training import Training
-
-STOP_SECONDS = 15.0
-"""How long torchrun gets to stop its ranks."""
 
 
 def executor_update(
@@ -59,45 +54,5 @@ def _launch(num_processes: int, timeout: float) -> list[CollectiveTiming]:
         raise ValueError(f"num_processes is {num_processes}; a link is between at least 2")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timings.json"
-        _run([*_torchrun(num_processes), "-m", "stratagem.link_worker", str(path)], timeout)
+        run_ranks(["stratagem.link_worker", str(path)], num_processes, timeout=timeout)
         return decode(read_text(path, "link timings"), list[CollectiveTiming], "link timings")
-
-
-def _torchrun(num_processes: int) -> list[str]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
-    ]
-
-
-def _run(command: list[str], timeout: float) -> None:
-    """Run torchrun to its end; whatever happens, none of its processes stays."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(
-            f"measuring links took longer than {timeout:g} s; raise the timeout"
-        ) from None
-    finally:
-        _stop(process)
-    if process.returncode:
-        raise RuntimeError(f"measuring links failed:\n{output.strip()[-2000:]}")
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Ask torchrun to stop, which stops its ranks; insist if it does not."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.communicate(timeout=STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
