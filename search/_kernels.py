@@ -85,32 +85,70 @@ def play_block(
 
 
 @numba.njit()
-def stage_peak(
+def measure_stage(
     stage: int,
     choice: Ints,
-    in_flight: int,
-    stage_operators: Ints,
-    stage_starts: Ints,
-    memory_base: Ints,
-    state_bytes: Ints,
-    activation_bytes: Ints,
-    working_bytes: Ints,
-    copy_starts: Ints,
-    copies: Ints,
-    copy_pool: Ints,
+    profile: Ints,
+    starts: Ints,
+    num_operators: Ints,
+    base: Ints,
+    first: Ints,
+    stride: Ints,
+    second: Ints,
+    second_stride: Ints,
+    birth: Ints,
+    death: Ints,
+    pool: Ints,
+    change: Ints,
+) -> None:
+    """Fill `profile` of a stage: state, held between passes (2), peaks of the three passes (3).
+
+    Tensors are those of `simulator.lifetimes`; `change` is work space of 3n + 1.
+    """
+    n = num_operators[stage]
+    change[: 3 * n + 1] = 0
+    profile[:] = 0
+    for k in range(starts[stage], starts[stage + 1]):
+        nbytes = pool[
+            base[k] + choice[first[k]] * stride[k] + choice[second[k]] * second_stride[k]
+        ]
+        if birth[k] < 0:
+            profile[0] += nbytes
+            continue
+        change[birth[k]] += nbytes
+        change[death[k] + 1] -= nbytes
+        for which in range(1, 3):
+            if birth[k] < which * n and which * n <= death[k]:
+                profile[which] += nbytes
+    alive = 0
+    for which in range(3):
+        for place in range(which * n, (which + 1) * n):
+            alive += change[place]
+            profile[3 + which] = max(profile[3 + which], alive)
+
+
+@numba.njit()
+def rank_peak(
+    rank: int,
+    profiles: Ints,
+    rank_stages: Ints,
+    situation_starts: Ints,
+    situations: Ints,
+    held_starts: Ints,
+    held: Ints,
 ) -> int:
-    """Bytes per device at the peak: state + microbatches in flight × activations + working."""
-    state, kept, working = 0, 0, 0
-    for k in range(stage_starts[stage], stage_starts[stage + 1]):
-        operator = stage_operators[k]
-        where = memory_base[operator] + choice[operator]
-        state += state_bytes[where]
-        kept += activation_bytes[where]
-        working = max(working, working_bytes[where])
-    for k in range(copy_starts[stage], copy_starts[stage + 1]):
-        where = copies[k, 0] + choice[copies[k, 1]] * copies[k, 2] + choice[copies[k, 3]]
-        kept += copy_pool[where]
-    return state + in_flight * kept + working
+    """Bytes per device of a rank at its peak: its worst situation (see `simulator.memory`)."""
+    state = 0
+    for stage in range(rank_stages.shape[1]):
+        state += profiles[stage, 0] * rank_stages[rank, stage]
+    peak = 0
+    for k in range(situation_starts[rank], situation_starts[rank + 1]):
+        total = profiles[situations[k, 0], 3 + situations[k, 1]]
+        for h in range(held_starts[k], held_starts[k + 1]):
+            stage = held[h, 0]
+            total += held[h, 1] * profiles[stage, 1] + held[h, 2] * profiles[stage, 2]
+        peak = max(peak, total)
+    return state + peak
 
 
 @numba.njit()
@@ -118,11 +156,11 @@ def score(
     dirty: Ints,
     choice: Ints,
     block_ns: Ints,
-    peaks: Ints,
+    profiles: Ints,
     capacities: Ints,
-    in_flight: Ints,
     blocks: tuple[Ints, ...],
-    memory: tuple[Ints, ...],
+    tensors: tuple[Ints, ...],
+    ranks: tuple[Ints, ...],
     crossings: Ints,
     arrivals: Ints,
     macro: tuple[Ints, ...],
@@ -130,12 +168,12 @@ def score(
     table: Ints,
     num_microbatches: int,
 ) -> float:
-    """Score of a plan: seconds of its step, times more than 1 when a stage is over its memory.
+    """Score of a plan: seconds of its step, times more than 1 when a rank is over its memory.
 
     Replays the blocks of the stages marked in `dirty`, then the macro graph. `block_ns` and
-    `peaks` are updated for those stages.
+    `profiles` are updated for those stages.
     """
-    num_stages = capacities.size
+    num_stages = dirty.size
     pool_ns = blocks[0]
     for s in range(num_stages):
         if dirty[s]:
@@ -143,7 +181,7 @@ def score(
             block_ns[LAST_BACKWARD, s] = play_block(2 * s + 1, 0, choice, 3, *blocks)
             if num_microbatches > 1:
                 block_ns[BACKWARD, s] = play_block(2 * s + 1, 1, choice, 3, *blocks)
-            peaks[s] = stage_peak(s, choice, in_flight[s], *memory)
+            measure_stage(s, choice, profiles[s], *tensors)
     for kind in range(3):
         for s in range(num_stages):
             table[kind, s] = block_ns[kind, s]
@@ -161,8 +199,9 @@ def score(
     played: int = play_macro(table, *macro, macro_work)  # type: ignore[call-arg]
     seconds = played * 1e-9
     excess = 0.0
-    for s in range(num_stages):
-        excess = max(excess, (peaks[s] - capacities[s]) / capacities[s])
+    for rank in range(capacities.size):
+        over = rank_peak(rank, profiles, *ranks) - capacities[rank]
+        excess = max(excess, over / capacities[rank])
     return seconds * (1.0 + OVER_MEMORY * excess)
 
 
@@ -267,16 +306,16 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
         stage_of: Ints,
         moves: tuple[Ints, ...],
         block_ns: Ints,
-        peaks: Ints,
+        profiles: Ints,
         saved_ns: Ints,
-        saved_peaks: Ints,
+        saved_profiles: Ints,
         changed: Ints,
         before: Ints,
         dirty: Ints,
         capacities: Ints,
-        in_flight: Ints,
         blocks: tuple[Ints, ...],
-        memory: tuple[Ints, ...],
+        tensors: tuple[Ints, ...],
+        ranks: tuple[Ints, ...],
         crossings: Ints,
         arrivals: Ints,
         macro: tuple[Ints, ...],
@@ -302,16 +341,16 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
             if same:
                 continue
             saved_ns[:] = block_ns
-            saved_peaks[:] = peaks
+            saved_profiles[:] = profiles
             new = score(
                 dirty,
                 choice,
                 block_ns,
-                peaks,
+                profiles,
                 capacities,
-                in_flight,
                 blocks,
-                memory,
+                tensors,
+                ranks,
                 crossings,
                 arrivals,
                 macro,
@@ -329,7 +368,7 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
                 for k in range(count):
                     choice[changed[k]] = before[k]
                 block_ns[:] = saved_ns
-                peaks[:] = saved_peaks
+                profiles[:] = saved_profiles
         return accepted
 
     return anneal

@@ -34,10 +34,10 @@ class Chain:
     best: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
-        stages = self.problem.capacities.size
+        stages = self.problem.num_stages
         self._rng = np.random.default_rng(self.seed)
         self._block_ns = np.zeros((3, stages), dtype=np.int64)
-        self._peaks = np.zeros(stages, dtype=np.int64)
+        self._profiles = np.zeros((stages, 6), dtype=np.int64)
         self.choice = self.choice.copy()
         self.best = self.choice.copy()
         self.scores = np.full(2, self.score())
@@ -47,19 +47,25 @@ class Chain:
         p = self.problem
         return float(
             _kernels.score_plan(
-                np.ones(p.capacities.size, dtype=np.int64),
+                np.ones(p.num_stages, dtype=np.int64),
                 self.choice,
                 self._block_ns,
-                self._peaks,
+                self._profiles,
                 *_arguments(p),
             )
         )
+
+    def peaks(self) -> list[int]:
+        """Bytes per device of each rank at its peak, under the present choices."""
+        ranks = range(self.problem.capacities.size)
+        found = (_kernels.rank_peak(r, self._profiles, *self.problem.ranks) for r in ranks)
+        return [int(peak) for peak in found]
 
     def advance(self, num_evaluations: int) -> None:
         """Run the next proposals (fewer when the chain ends before)."""
         count = min(num_evaluations, self.total - self.done)
         p = self.problem
-        operators, stages = self.choice.size, p.capacities.size
+        operators, stages = self.choice.size, p.num_stages
         self.accepted += _kernels.anneal(
             self._rng,
             count,
@@ -73,9 +79,9 @@ class Chain:
             p.stage_of,
             p.moves,
             self._block_ns,
-            self._peaks,
+            self._profiles,
             np.empty((3, stages), dtype=np.int64),
-            np.empty(stages, dtype=np.int64),
+            np.empty((stages, 6), dtype=np.int64),
             np.empty(operators, dtype=np.int64),
             np.empty(operators, dtype=np.int64),
             np.empty(stages, dtype=np.int64),
@@ -87,9 +93,9 @@ class Chain:
 def _arguments(p: Problem) -> tuple[Any, ...]:
     return (
         p.capacities,
-        p.in_flight,
         p.blocks,
-        p.memory,
+        p.tensors,
+        p.ranks,
         p.crossings,
         p.arrivals,
         p.macro,

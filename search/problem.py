@@ -8,17 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.search.space import Skeleton, operator_choices
-from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks, stage_blocks
+from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks
+from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, Timed
+from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.lifetimes import stage_lifetimes
+from stratagem.simulator.memory import situations
 from stratagem.simulator.pipeline import SEND, SEND_BACK, TIE, macro_graph
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.schedule import peak_in_flight, schedule_by_name
+from stratagem.simulator.rows import Timed
+from stratagem.simulator.schedule import Schedule, schedule_by_name
 from stratagem.simulator.simulation import crossing_edges, crossing_ties, stage_pairs
 from stratagem.simulator.training import Training
 
@@ -38,14 +42,19 @@ class Problem:
     stage_of: IntArray
     moves: tuple[IntArray, ...]
     capacities: IntArray
-    in_flight: IntArray
     blocks: tuple[IntArray, ...]
-    memory: tuple[IntArray, ...]
+    tensors: tuple[IntArray, ...]
+    ranks: tuple[IntArray, ...]
     crossings: IntArray
     arrivals: IntArray
     macro: tuple[IntArray, ...]
     macro_work: IntArray
     table: IntArray
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the skeleton."""
+        return len(self.skeleton.stages)
 
     @property
     def num_plans(self) -> float:
@@ -136,6 +145,7 @@ def make_problem(
         [blocks_compute(meshes[a], meshes[b], cluster) for a, b in pairs],
     )
     graph_arrays = macro.graph.arrays()
+    capacities, ranks = _flat_situations(schedule, skeleton, cluster)
     return Problem(
         graph=small,
         skeleton=skeleton,
@@ -144,13 +154,10 @@ def make_problem(
         choices=choices,
         stage_of=np.array([stage_of[op.name] for op in small.operators], dtype=np.int64),
         moves=_moves(tables, small, choices),
-        capacities=np.array(
-            [min(cluster.device_type(d).memory_bytes for d in m.devices) for m in skeleton.meshes],
-            dtype=np.int64,
-        ),
-        in_flight=np.array(peak_in_flight(schedule), dtype=np.int64),
+        capacities=capacities,
         blocks=flat_blocks,
-        memory=_flat_memory(tables, edges, stage_of, small, choices),
+        tensors=_flat_tensors(tables, edges, stage_of, small),
+        ranks=ranks,
         crossings=crossings,
         arrivals=arrivals,
         macro=(
@@ -277,48 +284,57 @@ def _flat_blocks(
     return arrays, flat_crossings, np.array(arrivals, dtype=np.int64)
 
 
-def _flat_memory(
+def _flat_tensors(
     tables: Sequence[CostTable],
     crossing: Sequence[tuple[Edge, BoundaryRow]],
     stage_of: Mapping[str, int],
     graph: OperatorGraph,
-    choices: Sequence[Sequence[Choice]],
 ) -> tuple[IntArray, ...]:
-    """Bytes by operator and choice, and of kept copies by edge and pair of choices, per stage."""
-    base = np.zeros(len(graph.operators), dtype=np.int64)
-    parts: list[tuple[IntArray, IntArray, IntArray]] = []
+    """The tensors of all stages as the kernels take them."""
+    columns: list[tuple[IntArray, ...]] = []
+    pool: list[IntArray] = []
     size = 0
-    copies: list[list[tuple[int, int, int, int]]] = [[] for _ in tables]
-    pool: list[IntArray] = [np.zeros(1, dtype=np.int64)]
-    kept = 1
-
-    def add_copy(stage: int, edge: Edge, nbytes: IntArray) -> None:
-        nonlocal kept
-        if nbytes.any():
-            copies[stage].append((kept, edge.producer, nbytes.shape[1], edge.consumer))
-            pool.append(nbytes.ravel())
-            kept += nbytes.size
-
     for s, table in enumerate(tables):
-        for i in table.operators:
-            row = table.row(i)
-            base[i] = size
-            parts.append((row.state_bytes, row.activation_bytes, row.working_bytes))
-            size += row.state_bytes.size
-        for k, edge in enumerate(table.edges):
-            add_copy(s, edge, table.edge_rows[table.edge_row_of[k]].copy_bytes)
-    for edge, boundary in crossing:
-        stage = stage_of[graph.operators[edge.consumer].name]
-        add_copy(stage, edge, boundary.received_bytes)
-    operators = [np.array(table.operators, dtype=np.int64) for table in tables]
+        arriving = {
+            edge: boundary.received_bytes
+            for edge, boundary in crossing
+            if stage_of[graph.operators[edge.consumer].name] == s
+        }
+        lifetimes = stage_lifetimes(table, arriving)
+        base, *others = lifetimes.columns()
+        columns.append((base + size, *others))
+        pool.append(lifetimes.pool)
+        size += lifetimes.pool.size
+    sizes = [len(table.operators) for table in tables]
     return (
-        np.concatenate(operators),
-        np.cumsum([0, *(o.size for o in operators)]).astype(np.int64),
-        base,
-        *(np.concatenate([part[k] for part in parts]) for k in range(3)),
-        np.cumsum([0, *(len(c) for c in copies)]).astype(np.int64),
-        np.array([c for stage in copies for c in stage], dtype=np.int64).reshape(-1, 4),
+        np.cumsum([0, *(stage[0].size for stage in columns)]).astype(np.int64),
+        np.array(sizes, dtype=np.int64),
+        *(np.concatenate([stage[k] for stage in columns]) for k in range(7)),
         np.concatenate(pool),
+        np.zeros(3 * max(sizes) + 1, dtype=np.int64),
+    )
+
+
+def _flat_situations(
+    schedule: Schedule, skeleton: Skeleton, cluster: Cluster
+) -> tuple[IntArray, tuple[IntArray, ...]]:
+    """Per rank the bytes of its device; and which stages it has and its situations, flat."""
+    ranks = situations(schedule)
+    flat = [situation for rank in ranks for situation in rank]
+    stages = np.zeros((len(ranks), schedule.num_stages), dtype=np.int64)
+    capacities = np.zeros(len(ranks), dtype=np.int64)
+    for rank, found in enumerate(ranks):
+        for situation in found:
+            stages[rank, situation.stage] = 1
+            devices = skeleton.meshes[situation.stage].devices
+            capacities[rank] = min(cluster.device_type(d).memory_bytes for d in devices)
+    held = [each for situation in flat for each in situation.held]
+    return capacities, (
+        stages,
+        np.cumsum([0, *(len(found) for found in ranks)]).astype(np.int64),
+        np.array([s[:2] for s in flat], dtype=np.int64),
+        np.cumsum([0, *(len(s.held) for s in flat)]).astype(np.int64),
+        np.array(held, dtype=np.int64).reshape(-1, 3),
     )
 
 
@@ -369,7 +385,13 @@ def _one_apart(options: Sequence[Choice]) -> list[list[int]]:
     holes: dict[tuple[object, ...], list[int]] = {}
     keys: list[list[tuple[object, ...]]] = []
     for number, choice in enumerate(options):
-        parts: tuple[object, ...] = (*choice.config, choice.zero)
+        parts: tuple[object, ...] = (
+            *choice.config,
+            choice.zero,
+            choice.recompute,
+            choice.chunks,
+            choice.fused,
+        )
         mine: list[tuple[object, ...]] = [
             (k, *parts[:k], *parts[k + 1 :]) for k in range(len(parts))
         ]
@@ -390,12 +412,12 @@ def _answers(table: CostTable) -> list[list[int]]:
     found: list[list[int]] = []
     for k, edge in enumerate(table.edges):
         row = table.edge_rows[table.edge_row_of[k]]
-        both = row.forward.ns + row.backward.ns
+        both = row.both_ns
         for asks, answers, cost in (
             (edge.producer, edge.consumer, both),
             (edge.consumer, edge.producer, both.T),
         ):
             own = table.row(answers)
-            total = cost + (own.forward.ns + own.backward.ns)[None, :]
+            total = cost + (own.passes_ns + own.recompute.ns)[None, :]
             found.append([asks, answers, *(int(c) for c in np.argmin(total, axis=1))])
     return found

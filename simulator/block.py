@@ -6,16 +6,8 @@ is idle. A task's duration and resources are one look-up in the stage's *pool*, 
 
     base + choice of its first operator · stride + choice of its second operator
 
-so a change of choice is a change of a few durations. Forward tasks of operator v reading u:
-
-    [gather v] ──▶ forward v        forward u ──▶ [u → v] ──▶ forward v
-
-Backward runs along the same edges the other way round, and ends in the parameters:
-
-    [gather v] ──▶ backward v ──▶ [u ← v] ──▶ backward u ──▶ [sync u] ──▶ [update u] ──▶ [publish
-    u]
-
-Gathers of sharded parameters are prefetched while the operators before run, two ahead.
+so a change of choice is a change of a few durations. Which tasks there are is said in
+`block_tasks`.
 """
 
 from __future__ import annotations
@@ -25,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stratagem.simulator.cost_table import CostTable, OperatorRow, Timed
 from stratagem.simulator.resharding import COMPUTE, INTER_NODE, INTRA_NODE, IntArray
+from stratagem.simulator.rows import Timed
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import TaskKind
 
@@ -74,10 +66,16 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class StageBlocks:
-    """The two blocks of a stage and the pool of durations (ns) and masks that they share."""
+    """The blocks of a stage and the pool of durations (ns) and masks that they share.
+
+    `input_backward` and `weight_backward` are `backward` in two parts, for schedules that run the
+    gradients of parameters later; None where the schedule does not.
+    """
 
     forward: Block
     backward: Block
+    input_backward: Block | None
+    weight_backward: Block | None
     pool_ns: IntArray
     pool_mask: IntArray
 
@@ -99,54 +97,35 @@ class StageBlocks:
         )
 
 
-def stage_blocks(table: CostTable) -> StageBlocks:
-    """The blocks of the stage that `table` prices."""
-    pool = _Pool()
-    rows = [_RowBases(pool, row) for row in table.rows]
-    edges = [(pool.add(e.forward), pool.add(e.backward)) for e in table.edge_rows]
-    ties = [(pool.add(t.gradient), pool.add(t.publish)) for t in table.tie_rows]
-    forward = _forward_block(table, rows, edges)
-    backward = _backward_block(table, rows, edges, ties)
-    return StageBlocks(forward, backward, *pool.arrays())
-
-
-class _Pool:
+class Pool:
     """Concatenated durations and masks; entry 0 is idle."""
 
     def __init__(self) -> None:
         self._ns: list[IntArray] = [np.zeros(1, dtype=np.int64)]
         self._mask: list[IntArray] = [np.zeros(1, dtype=np.int64)]
         self._size = 1
+        self._seen: dict[int, tuple[Timed, int]] = {}
 
     def add(self, timed: Timed) -> int:
         """Append a row and return where it begins; 0 when it never has anything to do."""
         if not timed.ns.any():
             return 0
         base = self._size
+        if id(timed) in self._seen:
+            return self._seen[id(timed)][1]
+        self._seen[id(timed)] = (timed, base)
         self._ns.append(timed.ns.ravel())
         self._mask.append(timed.mask.ravel())
         self._size += timed.ns.size
         return base
 
     def arrays(self) -> tuple[IntArray, IntArray]:
+        """Durations in ns and masks."""
         return np.concatenate(self._ns), np.concatenate(self._mask)
 
 
-class _RowBases:
-    """Where the parts of an operator row begin in the pool."""
-
-    def __init__(self, pool: _Pool, row: OperatorRow) -> None:
-        self.forward = pool.add(row.forward)
-        self.backward = pool.add(row.backward)
-        self.gather = pool.add(row.gather)
-        self.sync = pool.add(row.sync)
-        self.each_sync = pool.add(row.each_sync)
-        self.update = pool.add(row.update)
-        self.publish = pool.add(row.publish)
-
-
 @dataclass
-class _Draft:
+class Draft:
     """A block while it is being built: tasks in order, and their predecessors."""
 
     base: list[int] = field(default_factory=list)
@@ -230,140 +209,3 @@ class _Draft:
 
 def _int64(values: Sequence[int]) -> IntArray:
     return np.array(values, dtype=np.int64)
-
-
-def _forward_block(
-    table: CostTable, rows: Sequence[_RowBases], edges: Sequence[tuple[int, int]]
-) -> Block:
-    draft = _Draft()
-    done: dict[int, int] = {}
-    gathers = _Prefetch(draft)
-    incoming = _incoming(table)
-    for i in table.operators:
-        name = table.graph.operators[i].name
-        row = rows[table.row_of[i]]
-        weighted = bool(table.graph.operators[i].weights)
-        before = [gathers.task(i, name, row.gather)] if weighted else []
-        for k in incoming.get(i, ()):
-            edge = table.edges[k]
-            width = len(table.row(edge.consumer).choices)
-            source = table.graph.operators[edge.producer].name
-            before.append(
-                draft.pair_task(
-                    f"{source} → {name}",
-                    TaskKind.COMMUNICATION,
-                    (edge.producer, edge.consumer),
-                    width,
-                    edges[table.edge_row_of[k]][0],
-                    [done[edge.producer]],
-                )
-            )
-        done[i] = draft.operator_task(f"{name} forward", TaskKind.FORWARD, i, row.forward, before)
-        if weighted:
-            gathers.ran(done[i])
-    return draft.finish()
-
-
-def _backward_block(
-    table: CostTable,
-    rows: Sequence[_RowBases],
-    edges: Sequence[tuple[int, int]],
-    ties: Sequence[tuple[int, int]],
-) -> Block:
-    draft = _Draft()
-    returned: dict[int, list[int]] = {}
-    done: dict[int, int] = {}
-    gathers = _Prefetch(draft)
-    incoming = _incoming(table)
-    for i in reversed(table.operators):
-        name = table.graph.operators[i].name
-        row = rows[table.row_of[i]]
-        weighted = bool(table.graph.operators[i].weights)
-        before = [gathers.task(i, name, row.gather)] if weighted else []
-        before += returned.get(i, ())
-        done[i] = draft.operator_task(
-            f"{name} backward", TaskKind.BACKWARD, i, row.backward, before
-        )
-        if weighted:
-            gathers.ran(done[i])
-        for k in incoming.get(i, ()):
-            edge = table.edges[k]
-            source = table.graph.operators[edge.producer].name
-            task = draft.pair_task(
-                f"{source} ← {name}",
-                TaskKind.COMMUNICATION,
-                (edge.producer, edge.consumer),
-                len(table.row(edge.consumer).choices),
-                edges[table.edge_row_of[k]][1],
-                [done[i]],
-            )
-            returned.setdefault(edge.producer, []).append(task)
-    _parameter_tasks(table, rows, ties, draft, done)
-    return draft.finish()
-
-
-def _parameter_tasks(
-    table: CostTable,
-    rows: Sequence[_RowBases],
-    ties: Sequence[tuple[int, int]],
-    draft: _Draft,
-    done: dict[int, int],
-) -> None:
-    """Sync, update and publish of each operator's parameters, tied ones joined at their owner."""
-    for i in reversed(table.operators):
-        name = table.graph.operators[i].name
-        row = rows[table.row_of[i]]
-        tied = [k for k, (owner, _) in enumerate(table.ties) if owner == i]
-        arrived = [_tie_task(table, k, draft, ties[k][0], [done[table.ties[k][1]]]) for k in tied]
-        added = [done[table.ties[k][1]] for k in tied]
-        sync = draft.operator_task(
-            f"{name} sync", TaskKind.GRADIENT_SYNC, i, row.sync, [done[i], *added], row.each_sync
-        )
-        update = draft.operator_task(
-            f"{name} update", TaskKind.UPDATE, i, row.update, [sync, *arrived], 0
-        )
-        draft.operator_task(f"{name} publish", TaskKind.GRADIENT_SYNC, i, row.publish, [update], 0)
-        for k in tied:
-            _tie_task(table, k, draft, ties[k][1], [update])
-
-
-def _tie_task(
-    table: CostTable, k: int, draft: _Draft, base: int, predecessors: Sequence[int]
-) -> int:
-    owner, user = table.ties[k]
-    names = [table.graph.operators[i].name for i in (owner, user)]
-    return draft.pair_task(
-        f"{names[0]} ↔ {names[1]}",
-        TaskKind.GRADIENT_SYNC,
-        (owner, user),
-        len(table.row(user).choices),
-        base,
-        predecessors,
-        0,
-    )
-
-
-class _Prefetch:
-    """Gathers of parameters: each is released by the operator `PREFETCH` before its own."""
-
-    def __init__(self, draft: _Draft) -> None:
-        self._draft = draft
-        self._ran: list[int] = []
-
-    def task(self, operator: int, name: str, base: int) -> int:
-        """Add the gather of an operator with parameters."""
-        released = self._ran[-PREFETCH:][:1] if len(self._ran) >= PREFETCH else []
-        return self._draft.operator_task(
-            f"{name} gather", TaskKind.GRADIENT_SYNC, operator, base, released
-        )
-
-    def ran(self, task: int) -> None:
-        """Note that an operator with parameters has its pass at `task`."""
-        self._ran.append(task)
-
-
-def _incoming(table: CostTable) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for k, edge in enumerate(table.edges):
-        found.setdefault(edge.consumer, []).append(k)
-    return found

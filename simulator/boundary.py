@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import TableBuilder, Timed, to_ns
+from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.graph import Edge, Weight, factor_sizes
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import (
@@ -27,6 +27,7 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE
+from stratagem.simulator.rows import Timed, to_ns
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,20 +11,28 @@ baselines.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from stratagem.simulator.cluster import Cluster, DeviceType
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.costs import CostModel, Direction
-from stratagem.simulator.footprint import Footprint, conversion_bytes, operator_footprint
-from stratagem.simulator.graph import Edge, Operator, OperatorGraph, Weight, factor_sizes
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.footprint import conversion_bytes
+from stratagem.simulator.graph import (
+    Edge,
+    Layout,
+    Operator,
+    OperatorGraph,
+    Weight,
+    factor_sizes,
+    factors,
+)
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.operator_rows import OperatorPricer
+from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import (
-    Use,
     home_placements,
     owners,
     trainable_weights,
@@ -33,10 +41,8 @@ from stratagem.simulator.parameters import (
 from stratagem.simulator.placement import (
     Pin,
     Placements,
-    Shard,
     input_gradient_placements,
     input_placements,
-    local_elements,
     local_sizes,
     output_gradient_placements,
     output_placements,
@@ -46,66 +52,11 @@ from stratagem.simulator.placement import (
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import (
     COMPUTE,
-    FloatArray,
     IntArray,
-    link_mask,
     shared_resharder,
 )
-from stratagem.simulator.rules import rule_of, saved_slots
+from stratagem.simulator.rows import EdgeRow, OperatorRow, TieRow, Timed, timed, to_ns
 from stratagem.simulator.training import Training
-
-
-@dataclass(frozen=True, eq=False)
-class Timed:
-    """Times in ns and the resources they occupy (bit masks), by choice or pair of choices."""
-
-    ns: IntArray
-    mask: IntArray
-
-
-@dataclass(frozen=True, eq=False)
-class OperatorRow:
-    """What each choice of one operator costs: arrays over `choices`, bytes per device.
-
-    `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
-    `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
-    optimizer, `publish` brings updated parameters back (ZeRO-1 and 2). `relative_error` is that of
-    forward and backward.
-    """
-
-    choices: tuple[Choice, ...]
-    forward: Timed
-    backward: Timed
-    gather: Timed
-    sync: Timed
-    each_sync: Timed
-    update: Timed
-    publish: Timed
-    relative_error: FloatArray
-    sources: tuple[str, ...]
-    state_bytes: IntArray
-    activation_bytes: IntArray
-    working_bytes: IntArray
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeRow:
-    """What an edge costs by (producer choice, consumer choice).
-
-    `copy_bytes` of the converted tensor are kept for backward.
-    """
-
-    forward: Timed
-    backward: Timed
-    copy_bytes: IntArray
-
-
-@dataclass(frozen=True, eq=False)
-class TieRow:
-    """A tied parameter by (owner choice, user choice): gradient to its home, value back."""
-
-    gradient: Timed
-    publish: Timed
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,8 +134,11 @@ class TableBuilder:
         self.graph, self.mesh, self.training, self.costs = graph, mesh, training, costs
         self.links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
         self.resharder = shared_resharder(mesh.shape, self.links)
-        self.devices = _slowest_types(mesh, cluster)
+        self.devices = _device_types(mesh, cluster)
         self.owner = owners(graph)
+        self._pricer = OperatorPricer(
+            graph, mesh, self.links, self.resharder, self.devices, training, costs
+        )
         self._memory = rows = memory or RowMemory()
         types = tuple(device.name for device in self.devices)
         alike = (mesh.shape, self.links, types)
@@ -238,152 +192,20 @@ class TableBuilder:
         uses = tuple(
             use_of(self.graph, self.owner, operator, weight, inside) for weight in operator.weights
         )
-        saved = self._saved_outputs(i)
         number = self._memory.number
         needed = self.graph.needs_gradient[i]
-        key = (number(operator.signature), number(choices), uses, saved, needed)
+        flows = any(self.graph.edge_needs_gradient(edge) for edge in self._reads[i])
+        key = (number(operator.signature), number(choices), uses, needed, flows)
         if key not in self._rows:
-            self._rows[key] = self._price_operator(i, choices, uses, saved)
+            self._rows[key] = self._pricer.row(i, choices, uses)
         return key, self._rows[key]
 
-    def _saved_outputs(self, i: int) -> tuple[bool, ...]:
-        """Which outputs some backward pass needs: the operator's own or that of a reader."""
-        needed = [rule_of(self.graph.operators[i]).saved_output] * len(
-            self.graph.operators[i].outputs
-        )
-        for edge in self._readers[i]:
-            if edge.slot in saved_slots(self.graph.operators[edge.consumer]):
-                needed[edge.output] = True
-        return tuple(needed)
-
     @cached_property
-    def _readers(self) -> list[list[Edge]]:
-        readers: list[list[Edge]] = [[] for _ in self.graph.operators]
+    def _reads(self) -> list[list[Edge]]:
+        reads: list[list[Edge]] = [[] for _ in self.graph.operators]
         for edge in self.graph.edges:
-            if self.graph.needs_gradient[edge.consumer]:
-                readers[edge.producer].append(edge)
-        return readers
-
-    def _price_operator(
-        self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...], saved: tuple[bool, ...]
-    ) -> OperatorRow:
-        operator = self.graph.operators[i]
-        timed: dict[str, list[tuple[float, int]]] = {name: [] for name in _TIMED}
-        passes: list[tuple[float, str]] = []
-        footprints: list[Footprint] = []
-        for choice in choices:
-            sizes = local_sizes(operator, choice.config, self.mesh.shape)
-            passes.append(self._price_passes(i, choice, sizes, timed))
-            self._price_parameters(operator, uses, choice, timed)
-            footprints.append(
-                operator_footprint(
-                    operator, choice, sizes, uses, saved, self.mesh.shape, self.training
-                )
-            )
-        return OperatorRow(
-            choices=choices,
-            **{name: _timed(values) for name, values in timed.items()},
-            relative_error=np.array([error for error, _ in passes]),
-            sources=tuple(source for _, source in passes),
-            state_bytes=np.array([f.state for f in footprints], dtype=np.int64),
-            activation_bytes=np.array([f.activation for f in footprints], dtype=np.int64),
-            working_bytes=np.array([f.working for f in footprints], dtype=np.int64),
-        )
-
-    def _price_passes(
-        self,
-        i: int,
-        choice: Choice,
-        sizes: Mapping[str, int],
-        timed: dict[str, list[tuple[float, int]]],
-    ) -> tuple[float, str]:
-        operator = self.graph.operators[i]
-        if operator.kind == "source":
-            timed["forward"].append((0.0, 0))
-            timed["backward"].append((0.0, 0))
-            return 0.0, "none"
-        forward = self._slowest(operator, sizes, Direction.FORWARD)
-        comm, mask, back_comm = self._inner_reductions(operator, choice)
-        timed["forward"].append((forward[0] + comm, COMPUTE | mask))
-        if self.graph.needs_gradient[i]:
-            backward = self._slowest(operator, sizes, Direction.BACKWARD)
-            timed["backward"].append((backward[0] + back_comm, COMPUTE | mask))
-        else:
-            timed["backward"].append((0.0, 0))
-        return forward[1], forward[2]
-
-    def _slowest(
-        self, operator: Operator, sizes: Mapping[str, int], direction: Direction
-    ) -> tuple[float, float, str]:
-        """The cost on the slowest of the stage's device types: all devices wait for it."""
-        costs = [
-            self.costs.operator_cost(operator, sizes, direction, self.training, device)
-            for device in self.devices
-        ]
-        worst = max(costs, key=lambda cost: cost.seconds)
-        return worst.seconds, worst.relative_error, worst.source.value
-
-    def _inner_reductions(self, operator: Operator, choice: Choice) -> tuple[float, int, float]:
-        """All-reduces inside the kernels: seconds forward, link mask, seconds backward."""
-        forward, backward, mask = 0.0, 0.0, 0
-        sizes = local_sizes(operator, choice.config, self.mesh.shape)
-        for inner in rule_of(operator).inner(operator, sizes):
-            for axis, placement in enumerate(choice.config):
-                if isinstance(placement, Shard) and placement.dim in inner.dims:
-                    once = collective_time(
-                        Collective.ALL_REDUCE,
-                        inner.elements * 4,
-                        self.mesh.shape[axis],
-                        self.links[axis],
-                    )
-                    forward += inner.forward * once
-                    backward += inner.backward * once
-                    mask |= link_mask(self.links[axis])
-        return forward, mask, backward
-
-    # -- parameters -----------------------------------------------------------------------------
-
-    def _price_parameters(
-        self,
-        operator: Operator,
-        uses: tuple[Use, ...],
-        choice: Choice,
-        timed: dict[str, list[tuple[float, int]]],
-    ) -> None:
-        sync, gather, updated = (0.0, 0), (0.0, 0), 0
-        for weight, use in zip(operator.weights, uses, strict=True):
-            if use in (Use.BUFFER, Use.TIED_HERE):
-                continue
-            own = choice if use is Use.OWNED else replace(choice, zero=0)
-            home = home_placements(weight, operator.sizes, own, self.mesh.shape)
-            made = weight_gradient_placements(weight, choice.config)
-            used = weight_placements(weight, choice.config)
-            sync = _add(sync, self._convert(operator, weight, made, home))
-            gather = _add(gather, self._convert(operator, weight, home, used))
-            if use is Use.OWNED:
-                whole = factor_sizes(weight.layout, operator.sizes)
-                updated += local_elements(whole, home, self.mesh.shape)
-        idle = (0.0, 0)
-        timed["sync"].append(sync)
-        timed["each_sync"].append(sync if choice.zero >= 2 else idle)
-        timed["gather"].append(gather if choice.zero == 3 else idle)
-        timed["publish"].append(gather if choice.zero in (1, 2) else idle)
-        timed["update"].append((self._update_seconds(updated), COMPUTE) if updated else idle)
-
-    def _update_seconds(self, num_parameters: int) -> float:
-        return max(
-            self.costs.update_cost(num_parameters, self.training, device).seconds
-            for device in self.devices
-        )
-
-    def _convert(
-        self, operator: Operator, weight: Weight, source: Placements, target: Placements
-    ) -> tuple[float, int]:
-        """Seconds and link mask of moving a parameter or its gradient."""
-        itemsize = self.training.parameter_bytes
-        sizes = factor_sizes(weight.layout, operator.sizes)
-        steps = self.resharder.path(sizes, itemsize, source, target)
-        return self.resharder.seconds(steps, itemsize), self.resharder.mask(steps)
+            reads[edge.consumer].append(edge)
+        return reads
 
     def _ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
         """(owner, user, owner's weight, user's weight) of all parameters tied in the stage."""
@@ -433,40 +255,102 @@ class TableBuilder:
     ) -> tuple[Any, EdgeRow]:
         producer = self.graph.operators[edge.producer]
         consumer = self.graph.operators[edge.consumer]
-        kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved_slots(consumer)
         flows = self.graph.edge_needs_gradient(edge)
         ours, theirs = tuple(choices[edge.producer]), tuple(choices[edge.consumer])
         number = self._memory.number
         ends = (number(producer.signature), edge.output, number(ours))
-        key = (*ends, number(consumer.signature), edge.slot, number(theirs), kept, flows)
+        key = (*ends, number(consumer.signature), edge.slot, number(theirs), flows)
         if key not in self._edge_rows:
-            self._edge_rows[key] = self._price_edge(edge, ours, theirs, kept, flows)
+            self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows)
         return key, self._edge_rows[key]
 
     def _price_edge(
-        self,
-        edge: Edge,
-        ours: tuple[Choice, ...],
-        theirs: tuple[Choice, ...],
-        kept: bool,
-        flows: bool,
+        self, edge: Edge, ours: tuple[Choice, ...], theirs: tuple[Choice, ...], flows: bool
     ) -> EdgeRow:
         producer = self.graph.operators[edge.producer]
-        made = producer.outputs[edge.output]
-        read = self.graph.operators[edge.consumer].inputs[edge.slot]
+        consumer = self.graph.operators[edge.consumer]
+        made, read = producer.outputs[edge.output], consumer.inputs[edge.slot]
         sizes = factor_sizes(made.layout, producer.sizes)
         itemsize = self.training.bytes_of(made.dtype)
         sources = [output_placements(made, c.config) for c in ours]
         targets = [input_placements(read, c.config) for c in theirs]
         forward = self._conversions(sizes, itemsize, sources, targets)
         backward = Timed(np.zeros_like(forward.ns), np.zeros_like(forward.mask))
+        grads = [input_gradient_placements(read, c.config) for c in theirs]
+        needed = [output_gradient_placements(made, c.config) for c in ours]
         if flows:
-            grads = [input_gradient_placements(read, c.config) for c in theirs]
-            needed = [output_gradient_placements(made, c.config) for c in ours]
             back = self._conversions(sizes, itemsize, grads, needed)
             backward = Timed(back.ns.T.copy(), back.mask.T.copy())
-        copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape, kept)
-        return EdgeRow(forward, backward, copies)
+        copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape)
+        recomputed = np.array([choice.recompute for choice in theirs])
+        makes = self._pieces(producer, ours, made.layout)
+        reads = self._pieces(consumer, theirs, read.layout)
+        whole = forward
+        if max(makes.max(), reads.max()) > 1:
+            pieces = np.where(makes[:, None] > 1, makes[:, None], reads[None, :])
+            forward = self._in_pieces(forward, pieces, sizes, itemsize, (sources, targets))
+            pieces = np.where(reads[None, :] > 1, reads[None, :], makes[:, None])
+            if flows:
+                backward = self._in_pieces(
+                    backward, pieces, sizes, itemsize, (grads, needed), transposed=True
+                )
+        if edge.slot == 0 and fuses_forward(consumer):
+            forward = self._fused(forward, consumer, theirs)
+        made_pieces = np.broadcast_to(makes[:, None], copies.shape)
+        read_pieces = np.broadcast_to(reads[None, :], copies.shape)
+        by_reader = (made_pieces == 1) & (read_pieces > 1)
+        by_producer = (made_pieces > 1) & (read_pieces == 1)
+        return EdgeRow(
+            forward=forward,
+            backward=backward,
+            made_forward=np.where(by_reader, 0, made_pieces),
+            read_forward=np.where(by_reader, read_pieces, 0),
+            made_backward=np.where(by_producer, 0, read_pieces),
+            read_backward=np.where(by_producer, made_pieces, 0),
+            recompute=whole.where(np.broadcast_to(recomputed[None, :], copies.shape)),
+            copy_bytes=copies,
+        )
+
+    def _pieces(self, operator: Operator, choices: Sequence[Choice], layout: Layout) -> IntArray:
+        """In how many pieces a tensor of an operator is converted, by choice."""
+        there = set(factors(layout))
+        pieces = []
+        for choice in choices:
+            dim = None
+            if choice.chunks > 1:
+                sizes = local_sizes(operator, choice.config, self.mesh.shape)
+                dim = piece_dim(operator, sizes, choice.chunks)
+            pieces.append(choice.chunks if dim in there else 1)
+        return np.array(pieces, dtype=np.int64)
+
+    def _in_pieces(
+        self,
+        whole: Timed,
+        pieces: IntArray,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        ends: tuple[Sequence[Placements], Sequence[Placements]],
+        *,
+        transposed: bool = False,
+    ) -> Timed:
+        """The time of one of `pieces`: each pays the latency of the whole path."""
+        ns = whole.ns.copy()
+        for a, b in zip(*np.nonzero((pieces > 1) & (ns > 0)), strict=True):
+            source, target = (ends[0][b], ends[1][a]) if transposed else (ends[0][a], ends[1][b])
+            path = self.resharder.path(sizes, itemsize, source, target)
+            latency = self.resharder.seconds(path, 0) * 1e9
+            ns[a, b] = max(1, round(latency + (ns[a, b] - latency) / pieces[a, b]))
+        return Timed(ns, whole.mask)
+
+    def _fused(self, forward: Timed, consumer: Operator, theirs: Sequence[Choice]) -> Timed:
+        """The conversions with the forward pass of a fused consumer inside them."""
+        ns, mask = forward.ns.copy(), forward.mask.copy()
+        for b, choice in enumerate(theirs):
+            if choice.fused:
+                own = to_ns(np.array(self._pricer.forward_seconds(consumer, choice)))
+                mask[:, b] = np.where(ns[:, b] > 0, mask[:, b], COMPUTE)
+                ns[:, b] = np.maximum(ns[:, b], own)
+        return Timed(ns, mask)
 
     def _conversions(
         self,
@@ -478,32 +362,13 @@ class TableBuilder:
         if any(isinstance(p, Pin) for placements in (*sources, *targets) for p in placements):
             paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
             pairs = [(self.resharder.seconds(p, itemsize), self.resharder.mask(p)) for p in paths]
-            return _timed(pairs, (len(sources), len(targets)))
+            return timed(pairs, (len(sources), len(targets)))
         if len(sources) == len(targets) == 1 and sources[0] == targets[0]:
-            return _timed([(0.0, 0)], (1, 1))
+            return timed([(0.0, 0)], (1, 1))
         seconds, mask = self.resharder.matrix(sizes, itemsize, sources, targets)
         return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))
 
 
-_TIMED = ("forward", "backward", "gather", "sync", "each_sync", "update", "publish")
-
-
-def to_ns(seconds: FloatArray) -> IntArray:
-    """Whole nanoseconds; whatever takes time takes at least one."""
-    ns = np.rint(seconds * 1e9).astype(np.int64)
-    return np.where(seconds > 0, np.maximum(ns, 1), 0)
-
-
-def _timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> Timed:
-    seconds = np.array([value for value, _ in values], dtype=np.float64).reshape(shape)
-    masks = np.array([mask for _, mask in values], dtype=np.int64).reshape(shape)
-    return Timed(to_ns(seconds), np.where(seconds > 0, masks, 0))
-
-
-def _add(total: tuple[float, int], more: tuple[float, int]) -> tuple[float, int]:
-    return total[0] + more[0], total[1] | more[1]
-
-
-def _slowest_types(mesh: DeviceMesh, cluster: Cluster) -> list[DeviceType]:
+def _device_types(mesh: DeviceMesh, cluster: Cluster) -> tuple[DeviceType, ...]:
     """The distinct device types of a mesh."""
-    return list({d.name: d for d in map(cluster.device_type, mesh.devices)}.values())
+    return tuple({d.name: d for d in map(cluster.device_type, mesh.devices)}.values())

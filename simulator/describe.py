@@ -8,9 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.memory import DeviceMemory
 from stratagem.simulator.placement import Pin, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
-from stratagem.simulator.simulation import Simulation, StageMemory
+from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.timeline import (
     TaskKind,
     Timeline,
@@ -135,7 +136,11 @@ def _devices_phrase(plan: Plan, stage: Stage) -> str:
 def _operator_seconds(timeline: Timeline, number: int) -> dict[str, float]:
     """Time of each operator on a stage's compute lane, both passes of all microbatches."""
     wanted = lane_name(f"stage {number}", "compute")
-    suffixes = {TaskKind.FORWARD: " forward", TaskKind.BACKWARD: " backward"}
+    suffixes = {
+        TaskKind.FORWARD: " forward",
+        TaskKind.BACKWARD: " backward",
+        TaskKind.RECOMPUTE: " recompute",
+    }
     seconds: defaultdict[str, float] = defaultdict(float)
     rows = zip(timeline.names, timeline.kinds, timeline.lane, strict=True)
     lengths = (timeline.end - timeline.start) * 1e-9
@@ -182,7 +187,7 @@ def _collapse(names: Iterable[str]) -> str:
     return ", ".join(shown[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _memory_phrase(memory: StageMemory) -> str:
+def _memory_phrase(memory: DeviceMemory) -> str:
     over = memory.peak - memory.capacity
     verdict = "it fits" if memory.fits else f"too much by {format_bytes(over)}"
     phrase = (
@@ -192,7 +197,10 @@ def _memory_phrase(memory: StageMemory) -> str:
         f"{memory.in_flight}), {format_bytes(memory.working)} to work in."
     )
     if not memory.fits:
-        largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.largest[:3])
+        largest = ", ".join(
+            f"{each.operator} ({each.use.value}) {format_bytes(each.total)}"
+            for each in memory.alive[:3]
+        )
         phrase += f" Most is held by {largest}."
     return phrase
 

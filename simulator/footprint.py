@@ -1,4 +1,7 @@
-"""Bytes per device that one operator or edge of a plan keeps, by what they are for."""
+"""Bytes per device that one operator or edge of a plan needs, by what they are for.
+
+When they are allocated and freed is said by `lifetimes`.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,20 @@ from stratagem.simulator.training import Training
 class Footprint:
     """Bytes per device of one operator under one choice.
 
-    `state` lives through the step: parameters, gradients, optimizer state. `activation` lives from
-    an operator's forward to its backward, once per microbatch in flight. `working` lives while the
-    operator runs: outputs, gradients of its inputs, gathered parameters.
+    `parameters`, `gradients` and `optimizer` live through the step. `outputs` are those of each
+    result, `own` what a pass keeps for its backward beside them. `input_gradients` is what
+    backward makes, `gathered` parameters that ZeRO-3 brings together for a pass and
+    `whole_gradients` those that ZeRO-2 and 3 have before they are scattered.
     """
 
-    state: int
-    activation: int
-    working: int
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    outputs: tuple[int, ...] = ()
+    own: int = 0
+    input_gradients: int = 0
+    gathered: int = 0
+    whole_gradients: int = 0
 
 
 def operator_footprint(
@@ -40,27 +49,31 @@ def operator_footprint(
     choice: Choice,
     sizes: Mapping[str, int],
     uses: tuple[Use, ...],
-    saved: tuple[bool, ...],
     shape: Sequence[int],
     training: Training,
 ) -> Footprint:
-    """What one choice keeps, `sizes` being the local sizes of its dims on a mesh of `shape`.
+    """What one choice needs, `sizes` being the local sizes of its dims on a mesh of `shape`.
 
-    `uses` says what it is to each of its weights, `saved` which outputs some backward pass needs.
+    `uses` says what the operator is to each of its weights. Sources need nothing: every rank has
+    them from the batch.
     """
-    outputs = [math.prod(shape_of(out.layout, sizes)) for out in operator.outputs]
+    if operator.kind == "source":
+        return Footprint(outputs=(0,) * len(operator.outputs))
+    elements = [math.prod(shape_of(out.layout, sizes)) for out in operator.outputs]
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]
-    kept = sum(n * b for n, b, keep in zip(outputs, itemsize, saved, strict=True) if keep)
-    own = saved_intermediates(operator) * outputs[0] * itemsize[0]
+    own = saved_intermediates(operator) * elements[0] * itemsize[0]
     if operator.kind == "cross_entropy":
         own = 4 * math.prod(shape_of(operator.inputs[0].layout, sizes))
-    inputs = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
-    working = sum(n * b for n, b in zip(outputs, itemsize, strict=True))
-    working += inputs * training.bytes_of("float32")
-    if operator.kind == "source":
-        return Footprint(0, 0, 0)
-    state, gathered = _state_bytes(operator, choice, uses, shape, training)
-    return Footprint(state, kept + own, working + gathered)
+    read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
+    state = _state_bytes(operator, choice, uses, shape, training)
+    return Footprint(
+        *state[:3],
+        outputs=tuple(n * b for n, b in zip(elements, itemsize, strict=True)),
+        own=own,
+        input_gradients=read * training.bytes_of("float32"),
+        gathered=state[3],
+        whole_gradients=state[4],
+    )
 
 
 def _state_bytes(
@@ -69,27 +82,29 @@ def _state_bytes(
     uses: tuple[Use, ...],
     shape: Sequence[int],
     training: Training,
-) -> tuple[int, int]:
-    """Bytes of parameters, gradients and optimizer state, and of parameters gathered by ZeRO-3."""
-    state, gathered = 0, 0
+) -> tuple[int, int, int, int, int]:
+    """Parameters, gradients, optimizer state; parameters gathered, gradients before scattering."""
+    parameters = gradients = optimizer = gathered = scattered = 0
     for weight, use in zip(operator.weights, uses, strict=True):
         whole = factor_sizes(weight.layout, operator.sizes)
         used = local_elements(whole, weight_placements(weight, choice.config), shape)
         home = local_elements(whole, home_placements(weight, operator.sizes, choice, shape), shape)
         match use:
             case Use.BUFFER:
-                state += used * training.parameter_bytes
+                parameters += used
             case Use.TIED_ELSEWHERE:
-                state += 2 * used * training.parameter_bytes
+                parameters += used
+                gradients += used
             case Use.OWNED:
-                parameter = home if choice.zero == 3 else used
-                gradient = home if choice.zero >= 2 else used
-                gathered += used - parameter + used - gradient
-                state += (parameter + gradient) * training.parameter_bytes
-                state += home * training.optimizer_bytes
+                parameters += home if choice.zero == 3 else used
+                gradients += home if choice.zero >= 2 else used
+                gathered += used - home if choice.zero == 3 else 0
+                scattered += used if choice.zero >= 2 and used > home else 0
+                optimizer += home * training.optimizer_bytes
             case Use.TIED_HERE:
                 pass
-    return state, gathered * training.parameter_bytes
+    each = training.parameter_bytes
+    return parameters * each, gradients * each, optimizer, gathered * each, scattered * each
 
 
 def conversion_bytes(
@@ -98,11 +113,8 @@ def conversion_bytes(
     sources: Sequence[Placements],
     targets: Sequence[Placements],
     shape: Sequence[int],
-    kept: bool,
 ) -> npt.NDArray[np.int64]:
-    """Bytes of the converted copy of a tensor that backward keeps, sources × targets."""
-    if not kept:
-        return np.zeros((len(sources), len(targets)), dtype=np.int64)
+    """Bytes of the converted copy of a tensor, sources × targets; 0 where nothing is converted."""
     copies = np.array(
         [local_elements(sizes, t, shape) * itemsize for t in targets], dtype=np.int64
     )

@@ -11,6 +11,7 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.files import decode, encode, read_text, write_text
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.overlap import check_fusion, check_pieces
 from stratagem.simulator.placement import REPLICATE, Config, check_config, parse_placement
 from stratagem.simulator.schedule import Schedule, schedule_by_name
 from stratagem.simulator.training import Training
@@ -22,18 +23,39 @@ PLAN_VERSION = 1
 class Choice:
     """What a strategy decides for one operator.
 
-    `config` says what each mesh axis does to it. `zero` is the ZeRO stage of its parameters
-    (Rajbhandari et al. 2020): 0 keeps everything on every data-parallel rank; 1 shards the
-    optimizer state; 2 also the gradients, reduce-scattered after every microbatch; 3 also the
-    parameters, gathered before every use.
+    Example:
+        >>> Choice((REPLICATE,), zero=1, chunks=4).fused
+        False
+
+    Attributes:
+        config: what each mesh axis does to it.
+        zero: the ZeRO stage of its parameters (Rajbhandari et al. 2020): 0 keeps everything on
+            every data-parallel rank; 1 shards the optimizer state; 2 also the gradients,
+            reduce-scattered after every microbatch; 3 also the parameters, gathered before every
+            use.
+        recompute: what it makes for its own segment is dropped after the forward pass and made
+            again in the backward pass, with the conversions of its inputs (see `segments`).
+        chunks: in how many pieces its passes run, so that a piece's conversion to or from its
+            neighbours overlaps with the next piece (CoCoNet, Jangda et al. 2022).
+        fused: its elementwise work runs inside the kernel of the collective that feeds it
+            (CoCoNet): the update of an operator with parameters in their gradient sync, the
+            forward pass of an elementwise one in the conversion of its first input.
+
+    Raises:
+        ValueError: if the ZeRO stage is not 0 to 3, or `chunks` is below 1.
     """
 
     config: Config
     zero: int = 0
+    recompute: bool = False
+    chunks: int = 1
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {self.zero}; it must be 0, 1, 2 or 3")
+        if self.chunks < 1:
+            raise ValueError(f"{self.chunks} chunks; there must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,8 @@ class Prediction:
 class Plan:
     """Stages, their meshes and choices, the schedule: everything the executor needs.
 
+    Gradients are reduced in buckets of at least `bucket_bytes`; 0 reduces each operator's alone.
+
     Raises:
         ValueError: when stages share a device or an operator, a device is not in the cluster, or
             the schedule is unknown.
@@ -71,10 +95,15 @@ class Plan:
     stages: tuple[Stage, ...]
     num_microbatches: int = 1
     schedule: str = "1f1b"
+    bucket_bytes: int = 0
     seed: int = 0
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
+        if self.bucket_bytes < 0:
+            raise ValueError(
+                f"plan {self.name!r}: bucket_bytes is {self.bucket_bytes}; it must be 0 or more"
+            )
         if not self.stages:
             raise ValueError(f"plan {self.name!r} has no stages")
         owner: dict[int, int] = {}
@@ -123,8 +152,12 @@ class Plan:
         self._check_stages(graph)
         for operator in graph.microbatch(self.num_microbatches).operators:
             stage = self.stages[self.stage_of[operator.name]]
-            config = stage.choices[operator.name].config
+            choice = stage.choices[operator.name]
+            config = choice.config
             check_config(operator, config, stage.mesh.shape)
+            check_pieces(operator, config, stage.mesh.shape, choice.chunks)
+            if choice.fused:
+                check_fusion(operator)
             if operator.kind == "source" and any(p != REPLICATE for p in config):
                 raise ValueError(
                     f"source {operator.name!r} must be replicated: every rank computes it in full"
@@ -187,7 +220,10 @@ class Plan:
 @dataclass(frozen=True)
 class _ChoiceFile:
     config: tuple[str, ...]
-    zero: int
+    zero: int = 0
+    recompute: bool = False
+    chunks: int = 1
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +245,7 @@ class _PlanFile:
     num_microbatches: int
     schedule: str
     stages: tuple[_StageFile, ...]
+    bucket_bytes: int = 0
     seed: int = 0
     prediction: Prediction | None = field(default=None)
 
@@ -221,9 +258,14 @@ def _to_file(plan: Plan) -> _PlanFile:
             operators=stage.operators,
             choices={
                 name: _ChoiceFile(
-                    tuple(str(p) for p in stage.choices[name].config), stage.choices[name].zero
+                    config=tuple(str(p) for p in choice.config),
+                    zero=choice.zero,
+                    recompute=choice.recompute,
+                    chunks=choice.chunks,
+                    fused=choice.fused,
                 )
                 for name in stage.operators
+                for choice in [stage.choices[name]]
             },
         )
         for stage in plan.stages
@@ -238,6 +280,7 @@ def _to_file(plan: Plan) -> _PlanFile:
         num_microbatches=plan.num_microbatches,
         schedule=plan.schedule,
         stages=stages,
+        bucket_bytes=plan.bucket_bytes,
         seed=plan.seed,
         prediction=plan.prediction,
     )
@@ -249,7 +292,13 @@ def _from_file(file: _PlanFile) -> Plan:
             operators=stage.operators,
             mesh=DeviceMesh(stage.axes, stage.devices),
             choices={
-                name: Choice(tuple(parse_placement(p) for p in choice.config), choice.zero)
+                name: Choice(
+                    config=tuple(parse_placement(p) for p in choice.config),
+                    zero=choice.zero,
+                    recompute=choice.recompute,
+                    chunks=choice.chunks,
+                    fused=choice.fused,
+                )
                 for name, choice in stage.choices.items()
             },
         )
@@ -264,6 +313,7 @@ def _from_file(file: _PlanFile) -> Plan:
         stages=stages,
         num_microbatches=file.num_microbatches,
         schedule=file.schedule,
+        bucket_bytes=file.bucket_bytes,
         seed=file.seed,
         prediction=file.prediction,
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COLOURS = {
     TaskKind.FORWARD: "#7fb2dd",
     TaskKind.BACKWARD: "#2f6aa3",
+    TaskKind.RECOMPUTE: "#9a86c6",
     TaskKind.UPDATE: "#58a55c",
     TaskKind.COMMUNICATION: "#f2a23a",
     TaskKind.GRADIENT_SYNC: "#cf4f4a",

@@ -88,7 +88,8 @@ class Rule:
     `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run
     on matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward
     moves its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors
-    backward needs; `inner` the collectives inside the kernel.
+    backward needs; `inner` the collectives inside the kernel; `weight_share` the part of backward
+    that makes the gradients of parameters, which may run later than that of the inputs.
     """
 
     flops: Callable[[Operator, Sizes], float]
@@ -98,6 +99,7 @@ class Rule:
     saved_inputs: tuple[int, ...] = (0,)
     saved_output: bool = False
     inner: Callable[[Operator, Sizes], tuple[InnerReduction, ...]] = lambda operator, sizes: ()
+    weight_share: float = 0.0
 
 
 def _product(sizes: Sizes, names: tuple[str, ...]) -> int:
@@ -166,10 +168,10 @@ def _token_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction,
 
 RULES: dict[str, Rule] = {
     "source": Rule(_no_flops, saved_inputs=()),
-    "linear": Rule(_contraction_flops, matmul=True),
+    "linear": Rule(_contraction_flops, matmul=True, weight_share=0.5),
     "matmul": Rule(_contraction_flops, matmul=True, saved_inputs=(0, 1)),
-    "conv2d": Rule(_contraction_flops, matmul=True),
-    "embedding": Rule(_no_flops),
+    "conv2d": Rule(_contraction_flops, matmul=True, weight_share=0.5),
+    "embedding": Rule(_no_flops, weight_share=1.0),
     "layer_norm": Rule(_per_input(8.0), passes=1.5),
     "rms_norm": Rule(_per_input(5.0), passes=1.5),
     "batch_norm": Rule(_per_input(8.0), passes=1.5, inner=_batch_statistics),

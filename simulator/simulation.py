@@ -8,12 +8,24 @@ from functools import cached_property
 
 import numpy as np
 
-from stratagem.simulator.block import RESOURCE_NAMES, Block, StageBlocks, stage_blocks
+from stratagem.simulator.block import RESOURCE_NAMES, Block, StageBlocks
+from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
-from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, Timed
+from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.lifetimes import stage_lifetimes
+from stratagem.simulator.memory import (
+    PASS_OF,
+    DeviceMemory,
+    MemoryTimeline,
+    Played,
+    StageTensors,
+    device_memory,
+    memory_over_time,
+    situations,
+)
 from stratagem.simulator.parameters import owners, trainable_weights
 from stratagem.simulator.pipeline import (
     BACKWARD,
@@ -28,44 +40,19 @@ from stratagem.simulator.pipeline import (
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.schedule import peak_in_flight
+from stratagem.simulator.rows import Timed
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes per device of one stage at its peak, and the operators that hold most of them.
-
-    `state` is parameters, gradients and optimizer state; `activations` are those of all
-    microbatches in flight; `working` is the most that one operator needs while it runs.
-    """
-
-    state: int
-    activations: int
-    working: int
-    in_flight: int
-    capacity: int
-    largest: tuple[tuple[str, int], ...]
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the peak."""
-        return self.state + self.activations + self.working
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.peak <= self.capacity
-
-
 @dataclass(frozen=True, eq=False)
 class StageModel:
-    """One stage: its builder (prices on its mesh), table and blocks."""
+    """One stage: its builder (prices on its mesh), table, blocks and tensors."""
 
     builder: TableBuilder
     table: CostTable
     blocks: StageBlocks
+    tensors: StageTensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,26 +77,30 @@ class Simulation:
 
     Attributes:
         step_time: seconds from the first task to the last.
-        memory: the peak of each stage.
+        memory: the peak of each rank (the devices of one stage, or of several that share them).
         relative_error: of the step time, from the errors of the costs in it.
     """
 
     plan: Plan
     step_time: float
-    memory: tuple[StageMemory, ...]
+    memory: tuple[DeviceMemory, ...]
     relative_error: float
     _model: PlanModel
     _macro_times: Times
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its devices."""
-        return all(stage.fits for stage in self.memory)
+        """Whether every rank fits its devices."""
+        return all(rank.fits for rank in self.memory)
 
     @property
     def peak_memory(self) -> int:
-        """Bytes per device of the fullest stage."""
-        return max(stage.peak for stage in self.memory)
+        """Bytes per device of the fullest rank."""
+        return max(rank.peak for rank in self.memory)
+
+    def memory_timeline(self, rank: int) -> MemoryTimeline:
+        """The memory of one device of a rank over the step."""
+        return _memory_timeline(self._model, self._macro_times, rank)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -146,7 +137,7 @@ def simulate_plan(
     return Simulation(
         plan=plan,
         step_time=times.makespan * 1e-9,
-        memory=tuple(_memory(model, s) for s in range(len(plan.stages))),
+        memory=rank_memory(model),
         relative_error=_relative_error(model),
         _model=model,
         _macro_times=times,
@@ -158,18 +149,16 @@ def plan_model(
 ) -> PlanModel:
     """Price everything that a plan does, and nothing else."""
     small = graph.microbatch(plan.num_microbatches)
-    stages = []
-    for stage in plan.stages:
-        builder = TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs, memory)
-        operators = sorted(small.index[name] for name in stage.operators)
-        choices = {i: (stage.choices[small.operators[i].name],) for i in operators}
-        table = builder.build(operators, choices)
-        stages.append(StageModel(builder, table, stage_blocks(table)))
+    builders = [
+        TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs, memory)
+        for stage in plan.stages
+    ]
     boundaries = tuple(
-        (edge, _boundary(edge, plan, small, stages))
+        (edge, _boundary(edge, plan, small, builders))
         for edge in crossing_edges(plan.stage_of, small)
     )
-    ties = _ties(plan, small, stages)
+    stages = [_stage(s, plan, small, builders[s], boundaries) for s in range(len(builders))]
+    ties = _ties(plan, small, builders)
     pairs = stage_pairs([e for e, _ in boundaries], plan.stage_of, small)
     meshes = [stage.mesh for stage in plan.stages]
     macro = macro_graph(
@@ -179,6 +168,29 @@ def plan_model(
         [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
     )
     return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
+
+
+def _stage(
+    s: int,
+    plan: Plan,
+    graph: OperatorGraph,
+    builder: TableBuilder,
+    boundaries: Sequence[tuple[Edge, BoundaryRow]],
+) -> StageModel:
+    """One stage under the plan's choices."""
+    stage = plan.stages[s]
+    operators = sorted(graph.index[name] for name in stage.operators)
+    choices = {i: (stage.choices[graph.operators[i].name],) for i in operators}
+    table = builder.build(operators, choices)
+    arriving = {e: row.received_bytes for e, row in boundaries if e.consumer in table.row_of}
+    lifetimes = stage_lifetimes(table, arriving)
+    tensors = StageTensors(
+        s,
+        lifetimes,
+        lifetimes.bytes_under(np.zeros(len(graph.operators), dtype=np.int64)),
+        tuple(operator.name for operator in graph.operators),
+    )
+    return StageModel(builder, table, stage_blocks(table, bucket_bytes=plan.bucket_bytes), tensors)
 
 
 def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[Edge, ...]:
@@ -235,26 +247,24 @@ def block_times(stage: StageModel, num_operators: int) -> tuple[Times, Times, Ti
 
 
 def _boundary(
-    edge: Edge, plan: Plan, graph: OperatorGraph, stages: Sequence[StageModel]
+    edge: Edge, plan: Plan, graph: OperatorGraph, builders: Sequence[TableBuilder]
 ) -> BoundaryRow:
     source, target = _stages_of((edge.producer, edge.consumer), plan, graph)
     names = [graph.operators[i].name for i in (edge.producer, edge.consumer)]
     ours, theirs = (plan.choice(name) for name in names)
-    return price_boundary(
-        edge, stages[source].builder, stages[target].builder, [ours], [theirs], plan.cluster
-    )
+    return price_boundary(edge, builders[source], builders[target], [ours], [theirs], plan.cluster)
 
 
 def _ties(
-    plan: Plan, graph: OperatorGraph, stages: Sequence[StageModel]
+    plan: Plan, graph: OperatorGraph, builders: Sequence[TableBuilder]
 ) -> tuple[tuple[int, int, Timed], ...]:
     return tuple(
         (
             i,
             j,
             price_tie(
-                (stages[ours].builder, i, [plan.choice(graph.operators[i].name)]),
-                (stages[theirs].builder, j, [plan.choice(graph.operators[j].name)]),
+                (builders[ours], i, [plan.choice(graph.operators[i].name)]),
+                (builders[theirs], j, [plan.choice(graph.operators[j].name)]),
                 parameter,
                 plan.cluster,
             ),
@@ -284,31 +294,54 @@ def _stages_of(pair: tuple[int, int], plan: Plan, graph: OperatorGraph) -> tuple
     )
 
 
-def _memory(model: PlanModel, s: int) -> StageMemory:
-    stage = model.stages[s]
-    graph, table = model.graph, stage.table
-    in_flight = peak_in_flight(model.plan.make_schedule())[s]
-    held: dict[str, int] = {}
-    state = activations = working = 0
-    for i in table.operators:
-        row = table.row(i)
-        state += int(row.state_bytes[0])
-        activations += int(row.activation_bytes[0])
-        working = max(working, int(row.working_bytes[0]))
-        name = graph.operators[i].name
-        held[name] = int(row.state_bytes[0] + in_flight * row.activation_bytes[0])
-    for k, edge in enumerate(table.edges):
-        copied = int(table.edge_rows[table.edge_row_of[k]].copy_bytes[0, 0])
-        activations += copied
-        held[graph.operators[edge.consumer].name] += in_flight * copied
-    for edge, boundary in model.boundaries:
-        if edge.consumer in table.row_of:
-            activations += int(boundary.received_bytes[0, 0])
-    capacity = min(model.plan.cluster.device_type(d).memory_bytes for d in table.mesh.devices)
-    largest = sorted(held.items(), key=lambda pair: -pair[1])[:5]
-    return StageMemory(
-        state, in_flight * activations, working, in_flight, capacity, tuple(largest)
+def rank_memory(model: PlanModel) -> tuple[DeviceMemory, ...]:
+    """The peak of each rank."""
+    return tuple(
+        device_memory(
+            {stage: model.stages[stage].tensors for stage in {s.stage for s in found}},
+            found,
+            _capacity(model.plan, found[0].stage),
+        )
+        for found in situations(model.plan.make_schedule())
     )
+
+
+def _capacity(plan: Plan, stage: int) -> int:
+    return min(plan.cluster.device_type(d).memory_bytes for d in plan.stages[stage].mesh.devices)
+
+
+def _memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline:
+    order = model.plan.make_schedule().orders[rank]
+    first = sum(len(each) for each in model.plan.make_schedule().orders[:rank])
+    tensors = {s: model.stages[s].tensors for s in sorted({action.stage for action in order})}
+    places = {s: _place_times(model.stages[s], len(model.graph.operators)) for s in tensors}
+    played: list[Played] = []
+    for task, action in enumerate(order, start=first):
+        kind = int(model.macro.kind[task])
+        start, end = places[action.stage][kind]
+        offset = int(macro.start[task])
+        played.append(Played(action.stage, PASS_OF[action.kind], start + offset, end + offset))
+    capacity = _capacity(model.plan, order[0].stage)
+    return memory_over_time(f"rank {rank}", tensors, played, macro.makespan, capacity)
+
+
+def _place_times(stage: StageModel, num_operators: int) -> dict[int, tuple[IntArray, IntArray]]:
+    """Per kind of block when each place of its pass starts and ends, ns from the block's start."""
+    blocks = (stage.blocks.forward, stage.blocks.backward, stage.blocks.backward)
+    found: dict[int, tuple[IntArray, IntArray]] = {}
+    kinds = (FORWARD, BACKWARD, LAST_BACKWARD)
+    for kind, block, times in zip(kinds, blocks, block_times(stage, num_operators), strict=True):
+        what = TaskKind.FORWARD if kind == FORWARD else TaskKind.BACKWARD
+        tasks = np.flatnonzero([each is what for each in block.kinds])
+        order = stage.table.operators if kind == FORWARD else stage.table.operators[::-1]
+        place = {operator: p for p, operator in enumerate(order)}
+        places = np.array([place[int(block.first[task])] for task in tasks], dtype=np.int64)
+        start = np.full(len(order), np.iinfo(np.int64).max)
+        end = np.zeros(len(order), dtype=np.int64)
+        np.minimum.at(start, places, times.start[tasks])
+        np.maximum.at(end, places, times.end[tasks])
+        found[kind] = np.maximum.accumulate(start), np.maximum.accumulate(end)
+    return found
 
 
 def _relative_error(model: PlanModel) -> float:
@@ -317,7 +350,7 @@ def _relative_error(model: PlanModel) -> float:
     for stage in model.stages:
         for i in stage.table.operators:
             row = stage.table.row(i)
-            ns = float(row.forward.ns[0] + row.backward.ns[0])
+            ns = float(row.passes_ns[0])
             weighted += ns * float(row.relative_error[0])
             total += ns
     return weighted / total if total else 0.0

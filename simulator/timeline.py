@@ -32,10 +32,11 @@ MAX_TABLE_LANES = 16
 
 
 class TaskKind(Enum):
-    """What a task does. The first three and the last compute; the other two communicate."""
+    """What a task does. Communication and gradient sync move data, the others compute."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    RECOMPUTE = "recompute"
     UPDATE = "update"
     COMMUNICATION = "communication"
     GRADIENT_SYNC = "gradient sync"

@@ -81,7 +81,7 @@ def test_the_kernels_memory_is_the_simulators() -> None:
         chain = Chain(problem, number, total=1, seed=0)
         plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
         peaks = [stage.peak for stage in situation(graph).simulate(plan).memory]
-        assert chain._peaks.tolist() == peaks
+        assert chain.peaks() == peaks
 
 
 def test_annealing_keeps_its_books_straight() -> None:

@@ -1,0 +1,383 @@
+"""The tasks of a stage's blocks.
+
+Forward tasks of operator v reading u:
+
+    [gather v] ──▶ forward v        forward u ──▶ [u → v] ──▶ forward v
+
+Backward runs along the same edges the other way round, and ends in the parameters:
+
+    [gather v] ──▶ backward v ──▶ [u ← v] ──▶ backward u ──▶ [sync u] ──▶ [update u] ──▶ [publish
+    u]
+
+Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
+recomputed is made again when backward comes to the first operator that may need it. An operator
+that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
+operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Syncs of a
+bucket wait for its last gradient, and a path of collectives that two of them share pays its
+latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stratagem.simulator.block import PREFETCH, Block, Draft, Pool, StageBlocks
+from stratagem.simulator.cost_table import CostTable
+from stratagem.simulator.recompute import recompute_triggers
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, Timed
+from stratagem.simulator.timeline import TaskKind
+
+
+def stage_blocks(table: CostTable, *, split: bool = False, bucket_bytes: int = 0) -> StageBlocks:
+    """The blocks of the stage that `table` prices.
+
+    Args:
+        table: all choices of the stage's operators.
+        split: whether the schedule runs the gradients of parameters apart.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes per device; 0
+            reduces each operator's alone.
+    """
+    writer = _Writer(table, bucket_bytes)
+    forward = writer.forward()
+    backward = writer.backward(lambda row: row.backward, parameters=True)
+    parts: tuple[Block | None, Block | None] = (None, None)
+    if split:
+        inputs = writer.backward(lambda row: row.input_gradient, parameters=False)
+        parts = inputs, writer.weight_backward()
+    return StageBlocks(forward, backward, *parts, *writer.pool.arrays())
+
+
+@dataclass(eq=False)
+class _Writer:
+    """Writes the blocks of one stage into one pool."""
+
+    table: CostTable
+    bucket_bytes: int
+    pool: Pool = field(default_factory=Pool)
+    _parts: dict[tuple[int, int, str], Timed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.table.graph
+        self.names = [operator.name for operator in graph.operators]
+        self.incoming: dict[int, list[int]] = {}
+        for k, edge in enumerate(self.table.edges):
+            self.incoming.setdefault(edge.consumer, []).append(k)
+        self.triggers = recompute_triggers(self.table)
+
+    def forward(self) -> Block:
+        """Every operator's forward pass, conversions between, gathers ahead."""
+        draft = Draft()
+        done: dict[int, list[int]] = {}
+        gathers = _Prefetch(self, draft)
+        for i in self.table.operators:
+            first, pieces = gathers.before(i), self._num_pieces(i)
+            arrivals: list[list[int]] = [[] for _ in range(pieces)]
+            for k in self.incoming.get(i, ()):
+                edge, row = self.table.edges[k], self._edge_row(k)
+                name = f"{self.names[edge.producer]} → {self.names[i]}"
+                made = row.made_forward, row.read_forward
+                tasks = self._conversion(draft, k, name, row.forward, made, done[edge.producer])
+                _arrive(arrivals, first, tasks)
+            done[i] = self._passes(
+                draft, i, "forward", TaskKind.FORWARD, self._row(i).forward, first, arrivals
+            )
+            gathers.ran(i, done[i][-1])
+        return draft.finish()
+
+    def backward(self, passes: Callable[[OperatorRow], Timed], *, parameters: bool) -> Block:
+        """Every operator's backward pass, what it recomputes, and what `parameters` end in."""
+        draft = Draft()
+        done: dict[int, list[int]] = {}
+        again: dict[int, int] = {}
+        returned: dict[int, list[tuple[list[int], list[int]]]] = {}
+        gathers = _Prefetch(self, draft)
+        order = list(reversed(self.table.operators))
+        for place, i in enumerate(order):
+            gate = [done[order[place - 1]][-1]] if place else []
+            for j in self.triggers.at.get(place, ()):
+                again[j] = self._again(draft, j, again, gate, gathers)
+            first = [again[i]] if i in again else gathers.before(i)
+            first += [
+                again[edge.producer]
+                for k in self.incoming.get(i, ())
+                for edge in [self.table.edges[k]]
+                if edge.producer in again
+            ]
+            arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
+            for tasks in returned.get(i, ()):
+                _arrive(arrivals, first, tasks)
+            done[i] = self._passes(
+                draft, i, "backward", TaskKind.BACKWARD, passes(self._row(i)), first, arrivals
+            )
+            gathers.ran(i, done[i][-1])
+            for k in self.incoming.get(i, ()):
+                edge, row = self.table.edges[k], self._edge_row(k)
+                name = f"{self.names[edge.producer]} ← {self.names[i]}"
+                made = row.made_backward, row.read_backward
+                tasks = self._conversion(draft, k, name, row.backward, made, done[i])
+                returned.setdefault(edge.producer, []).append(tasks)
+        if parameters:
+            self._parameters(draft, {i: tasks[-1] for i, tasks in done.items()})
+        return draft.finish()
+
+    def weight_backward(self) -> Block:
+        """The gradients of parameters, and what they end in."""
+        draft = Draft()
+        done: dict[int, int] = {}
+        for i in reversed(self.table.operators):
+            row = self._row(i)
+            whole = self._whole(i, row.weight_gradient, row.pieces)
+            done[i] = draft.operator_task(
+                f"{self.names[i]} weight gradient",
+                TaskKind.BACKWARD,
+                i,
+                self.pool.add(whole),
+                [],
+            )
+        self._parameters(draft, done)
+        return draft.finish()
+
+    # -- passes and conversions -----------------------------------------------------------------
+
+    def _passes(
+        self,
+        draft: Draft,
+        i: int,
+        what: str,
+        kind: TaskKind,
+        timed: Timed,
+        first: Sequence[int],
+        arrivals: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """A task for each piece that an operator's pass may have, one after the other."""
+        tasks: list[int] = []
+        pieces = self._row(i).pieces
+        for j, arrived in enumerate(arrivals):
+            part = self._part(timed, j, pieces, pieces > j)
+            before = [*(first if j == 0 else tasks[-1:]), *arrived]
+            name = f"{self.names[i]} {what}" + (f", piece {j + 1}" if j else "")
+            tasks.append(draft.operator_task(name, kind, i, self.pool.add(part), before))
+        return tasks
+
+    def _conversion(
+        self,
+        draft: Draft,
+        k: int,
+        name: str,
+        timed: Timed,
+        pieces: tuple[IntArray, IntArray],
+        made: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """Tasks of a conversion: in the pieces of what makes the tensor, and of what reads it."""
+        by_maker, by_reader = pieces
+        last = len(made) - 1
+        ours: list[int] = []
+        for j, task in enumerate(made):
+            active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
+            part = self._part(timed, j - len(made), by_maker, active)
+            ours.append(self._pair(draft, k, name, j, part, [task]))
+        theirs: list[int] = []
+        for j in range(int(by_reader.max())):
+            part = self._part(timed, j, by_reader, by_reader > j)
+            theirs.append(self._pair(draft, k, name, j, part, ours[-1:]))
+        return ours, theirs
+
+    def _pair(
+        self, draft: Draft, k: int, name: str, j: int, timed: Timed, before: Sequence[int]
+    ) -> int:
+        edge = self.table.edges[k]
+        return draft.pair_task(
+            name + (f", piece {j + 1}" if j else ""),
+            TaskKind.COMMUNICATION,
+            (edge.producer, edge.consumer),
+            len(self._row(edge.consumer).choices),
+            self.pool.add(timed),
+            before,
+        )
+
+    def _again(
+        self,
+        draft: Draft,
+        i: int,
+        again: Mapping[int, int],
+        gate: Sequence[int],
+        gathers: _Prefetch,
+    ) -> int:
+        """Recompute an operator, its inputs converted again, not before `gate`."""
+        before = [*gathers.before(i), *gate]
+        for k in self.incoming.get(i, ()):
+            edge, row = self.table.edges[k], self._edge_row(k)
+            made = [again[edge.producer]] if edge.producer in again else []
+            name = f"{self.names[edge.producer]} → {self.names[i]} again"
+            before.append(self._pair(draft, k, name, 0, row.recompute, [*made, *gate]))
+        return draft.operator_task(
+            f"{self.names[i]} recompute",
+            TaskKind.RECOMPUTE,
+            i,
+            self.pool.add(self._row(i).recompute),
+            before,
+        )
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _parameters(self, draft: Draft, done: Mapping[int, int]) -> None:
+        """Sync, update and publish of parameters; tied ones are joined at their owner."""
+        for bucket in self._buckets():
+            full = [done[i] for i in bucket]
+            if len(full) > 1:
+                full = [draft.operator_task("bucket", TaskKind.GRADIENT_SYNC, bucket[0], 0, full)]
+            for place, i in enumerate(bucket):
+                before = bucket[place - 1] if place else None
+                self._parameter(draft, i, before, full, done)
+
+    def _parameter(
+        self,
+        draft: Draft,
+        i: int,
+        before: int | None,
+        full: Sequence[int],
+        done: Mapping[int, int],
+    ) -> None:
+        name, row, ties = self.names[i], self._row(i), self.table.ties
+        tied = [k for k, (owner, _) in enumerate(ties) if owner == i]
+        added = [done[ties[k][1]] for k in tied]
+        arrived = [
+            self._tie(draft, k, self.table.tie_rows[k].gradient, [done[ties[k][1]]]) for k in tied
+        ]
+        sync = self._sync(draft, i, before, [*full, *added])
+        update = draft.operator_task(
+            f"{name} update", TaskKind.UPDATE, i, self.pool.add(row.update), [sync, *arrived], 0
+        )
+        publish = self.pool.add(row.publish)
+        draft.operator_task(f"{name} publish", TaskKind.GRADIENT_SYNC, i, publish, [update], 0)
+        for k in tied:
+            self._tie(draft, k, self.table.tie_rows[k].publish, [update])
+
+    def _sync(self, draft: Draft, i: int, before: int | None, after: Sequence[int]) -> int:
+        name, kind, row = f"{self.names[i]} sync", TaskKind.GRADIENT_SYNC, self._row(i)
+        if self.bucket_bytes:
+            row_before = None if before is None else self._row(before)
+            saved = _shared_latency(row_before, row)
+            sync, each = (_shortened(timed, saved) for timed in (row.sync, row.each_sync))
+        else:
+            sync, each = row.sync, row.each_sync
+        bases = self.pool.add(sync), self.pool.add(each)
+        if before is None or not self.bucket_bytes:
+            return draft.operator_task(name, kind, i, bases[0], after, bases[1])
+        width = len(row.choices)
+        return draft.pair_task(name, kind, (before, i), width, bases[0], after, bases[1])
+
+    def _buckets(self) -> list[list[int]]:
+        """The operators by bucket, in the order in which their gradients are made."""
+        buckets: list[list[int]] = []
+        filling: list[int] = []
+        filled = self.bucket_bytes
+        for i in reversed(self.table.operators):
+            nbytes = int(self._row(i).gradient_bytes.max())
+            if nbytes == 0:
+                buckets.append([i])
+                continue
+            if filled >= self.bucket_bytes:
+                filling, filled = [], 0
+                buckets.append(filling)
+            filling.append(i)
+            filled += nbytes
+        return buckets
+
+    def _tie(self, draft: Draft, k: int, timed: Timed, before: Sequence[int]) -> int:
+        owner, user = self.table.ties[k]
+        return draft.pair_task(
+            f"{self.names[owner]} ↔ {self.names[user]}",
+            TaskKind.GRADIENT_SYNC,
+            (owner, user),
+            len(self._row(user).choices),
+            self.pool.add(timed),
+            before,
+            0,
+        )
+
+    # -- look-ups -------------------------------------------------------------------------------
+
+    def _row(self, i: int) -> OperatorRow:
+        return self.table.row(i)
+
+    def _edge_row(self, k: int) -> EdgeRow:
+        return self.table.edge_rows[self.table.edge_row_of[k]]
+
+    def _num_pieces(self, i: int) -> int:
+        return int(self._row(i).pieces.max())
+
+    def _part(self, timed: Timed, j: int, pieces: IntArray, active: BoolArray) -> Timed:
+        """One piece of a row: `timed` where it is `active`; rows in one piece as they are."""
+        if pieces.min() == pieces.max() == 1:
+            return timed
+        key = (id(timed), j, "part")
+        if key not in self._parts:
+            self._parts[key] = timed.where(active)
+        return self._parts[key]
+
+    def _whole(self, i: int, timed: Timed, pieces: IntArray) -> Timed:
+        key = (id(timed), 0, "whole")
+        if key not in self._parts:
+            self._parts[key] = Timed(timed.ns * pieces, timed.mask)
+        return self._parts[key]
+
+
+class _Prefetch:
+    """Gathers of parameters: each is released by the operator `PREFETCH` before its own."""
+
+    def __init__(self, writer: _Writer, draft: Draft) -> None:
+        self._writer, self._draft = writer, draft
+        self._ran: list[int] = []
+        self._made: set[int] = set()
+
+    def before(self, i: int) -> list[int]:
+        """The gather of an operator, if it has parameters and was not asked before."""
+        writer = self._writer
+        if i in self._made or not writer.table.graph.operators[i].weights:
+            return []
+        self._made.add(i)
+        released = self._ran[-PREFETCH:][:1] if len(self._ran) >= PREFETCH else []
+        base = writer.pool.add(writer.table.row(i).gather)
+        name = f"{writer.names[i]} gather"
+        return [self._draft.operator_task(name, TaskKind.GRADIENT_SYNC, i, base, released)]
+
+    def ran(self, i: int, task: int) -> None:
+        """Note that an operator has its pass at `task`."""
+        if self._writer.table.graph.operators[i].weights:
+            self._ran.append(task)
+
+
+def _arrive(
+    arrivals: Sequence[list[int]], first: list[int], tasks: tuple[list[int], list[int]]
+) -> None:
+    """What a pass waits for: all pieces of whoever made its tensor, its own piece by piece."""
+    ours, theirs = tasks
+    first.append(ours[-1])
+    for arrived, task in zip(arrivals, theirs, strict=False):
+        arrived.append(task)
+
+
+def _shared_latency(before: OperatorRow | None, row: OperatorRow) -> IntArray:
+    """ns that a sync saves behind that of `before` (rows; one if None) in the same bucket."""
+    ours = [None] if before is None else list(before.sync_latency)
+    saved = [
+        [
+            sum(
+                (count - (0 if there is not None and name in there else 1)) * seconds
+                for name, (count, seconds) in here.items()
+            )
+            for here in row.sync_latency
+        ]
+        for there in ours
+    ]
+    return np.rint(np.array(saved) * 1e9).astype(np.int64)
+
+
+def _shortened(timed: Timed, saved: IntArray) -> Timed:
+    ns = np.where(timed.ns > 0, np.maximum(timed.ns[None, :] - saved, 1), 0)
+    return Timed(ns, np.broadcast_to(timed.mask, ns.shape))

@@ -1,0 +1,354 @@
+"""When each tensor of a block is allocated and freed, in the order in which a stage runs.
+
+The places of a stage with n operators are counted through both passes, and a third time where the
+gradients of parameters run apart from those of inputs:
+
+    0 … n−1       forward, in graph order
+    n … 2n−1      backward, the other way round
+    2n … 3n−1     gradients of parameters, the other way round
+
+A tensor lives from the place that makes it to the last that needs it. One that lives across n is
+an *activation*: it is held for every microbatch whose forward pass is over and whose backward pass
+is not. Its bytes are one look-up by the choices of at most two operators, like a task's duration,
+so that the search reads the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+
+from stratagem.simulator.block import PREFETCH
+from stratagem.simulator.cost_table import CostTable
+from stratagem.simulator.graph import Edge
+from stratagem.simulator.recompute import recompute_triggers
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import BoolArray
+from stratagem.simulator.rules import rule_of, saved_slots
+from stratagem.simulator.segments import segments_of
+
+
+class Use(Enum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    ACTIVATIONS = "activations"
+    RECOMPUTED = "recomputed activations"
+    TENSORS = "tensors in use"
+    BUFFERS = "communication buffers"
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """The tensors of a stage as columns; tensor k takes, from `birth[k]` to `death[k]` inclusive,
+
+        pool[base[k] + choice[first[k]]·stride[k] + choice[second[k]]·second_stride[k]]   bytes
+
+    Parameters, gradients and optimizer state live from −1 to 3n: through the step.
+    """
+
+    num_operators: int
+    base: IntArray
+    first: IntArray
+    stride: IntArray
+    second: IntArray
+    second_stride: IntArray
+    birth: IntArray
+    death: IntArray
+    owner: IntArray
+    uses: tuple[Use, ...]
+    pool: IntArray
+
+    def bytes_under(self, choices: IntArray) -> IntArray:
+        """Bytes of each tensor under `choices` (per operator of the graph)."""
+        where = self.base + choices[self.first] * self.stride
+        found: IntArray = self.pool[where + choices[self.second] * self.second_stride]
+        return found
+
+    def columns(self) -> tuple[IntArray, ...]:
+        """The arrays in the order in which the kernels of the search take them."""
+        return (
+            self.base,
+            self.first,
+            self.stride,
+            self.second,
+            self.second_stride,
+            self.birth,
+            self.death,
+        )
+
+
+def stage_lifetimes(
+    table: CostTable, arriving: Mapping[Edge, IntArray], *, split: bool = False
+) -> Lifetimes:
+    """The tensors of the stage that `table` prices.
+
+    Args:
+        table: all choices of the stage's operators.
+        arriving: per edge from another stage the bytes that one device receives, by (producer
+            choice, consumer choice).
+        split: whether gradients of parameters run apart.
+    """
+    writer = _Writer(table, split)
+    for i in table.operators:
+        writer.state(i)
+        writer.operator(i)
+    for k, edge in enumerate(table.edges):
+        writer.copy(edge, table.edge_rows[table.edge_row_of[k]].copy_bytes)
+        writer.checkpoint(edge)
+    for edge, nbytes in arriving.items():
+        writer.arrival(edge, nbytes)
+    return writer.finish()
+
+
+@dataclass(eq=False)
+class _Writer:
+    """Collects the tensors of one stage."""
+
+    table: CostTable
+    split: bool
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    pool: list[IntArray] = field(default_factory=list)
+    _size: int = 0
+    _seen: dict[bytes, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        table = self.table
+        self.n = len(table.operators)
+        self.place = {i: p for p, i in enumerate(table.operators)}
+        self.triggers = recompute_triggers(table).of
+        self.segment = segments_of(table.graph) if self.triggers else None
+        self.readers: dict[int, list[Edge]] = {}
+        for edge in table.edges:
+            self.readers.setdefault(edge.producer, []).append(edge)
+
+    def state(self, i: int) -> None:
+        """Parameters, gradients and optimizer state: all the time."""
+        row, always = self.table.row(i), (-1, 3 * self.n)
+        self._add(Use.PARAMETERS, i, row.parameter_bytes, *always)
+        self._add(Use.GRADIENTS, i, row.gradient_bytes, *always)
+        self._add(Use.OPTIMIZER, i, row.optimizer_bytes, *always)
+
+    def operator(self, i: int) -> None:
+        """Results, what is kept inside, gradients, gathered parameters."""
+        row, place, back = self.table.row(i), self.place[i], self._back(i)
+        keeps = self._keeps(i)
+        for output, nbytes in enumerate(row.output_bytes):
+            self._output(i, output, nbytes)
+        self._add(Use.ACTIVATIONS, i, np.where(keeps, row.own_bytes, 0), place, back)
+        if i in self.triggers:
+            again = np.where(keeps, 0, row.own_bytes)
+            self._add(Use.RECOMPUTED, i, again, self._trigger(i), back)
+        self._add(Use.BUFFERS, i, row.gathered_bytes, max(0, place - PREFETCH), place)
+        if self.table.graph.needs_gradient[i]:
+            self._add(Use.TENSORS, i, row.input_gradient_bytes, back, back)
+            asked = min(back - PREFETCH, self._trigger(i) if i in self.triggers else back)
+            self._add(Use.BUFFERS, i, row.gathered_bytes, max(self.n, asked), back)
+            late = self._weight_place(i)
+            self._add(Use.GRADIENTS, i, row.whole_gradient_bytes, late, late)
+
+    def copy(self, edge: Edge, nbytes: IntArray) -> None:
+        """The converted copy of an input."""
+        place, back = self.place[edge.consumer], self._needed_until(edge)
+        if back is None:
+            self._add_pair(Use.BUFFERS, edge, nbytes, place, place)
+            return
+        keeps = self._keeps(edge.consumer)[None, :]
+        self._add_pair(Use.ACTIVATIONS, edge, np.where(keeps, nbytes, 0), place, back)
+        if edge.consumer in self.triggers:
+            self._add_pair(Use.BUFFERS, edge, np.where(keeps, 0, nbytes), place, place)
+            again = self._trigger(edge.consumer)
+            self._add_pair(Use.RECOMPUTED, edge, np.where(keeps, 0, nbytes), again, back)
+
+    def checkpoint(self, edge: Edge) -> None:
+        """A result that no backward pass needs, but a reader that runs again."""
+        if edge.consumer not in self.triggers or self._kept_until(edge.producer, edge.output):
+            return
+        keeps: BoolArray = np.ones(1, dtype=np.bool_)
+        if self._is_dropped(edge.producer, edge.output):
+            keeps = self._keeps(edge.producer)
+        again = ~self._keeps(edge.consumer)
+        nbytes = self.table.row(edge.producer).output_bytes[edge.output]
+        held = np.where(keeps[:, None] & again[None, :], nbytes[:, None], 0)
+        place, back = self.place[edge.producer], self._trigger(edge.consumer)
+        self._add_pair(Use.ACTIVATIONS, edge, held, place, back)
+
+    def arrival(self, edge: Edge, nbytes: IntArray) -> None:
+        """What another stage sends: kept for backward or for running again, else used at once."""
+        place, back = self.place[edge.consumer], self._needed_until(edge)
+        if back is None and edge.consumer in self.triggers:
+            keeps = self._keeps(edge.consumer)[None, :]
+            until = self._trigger(edge.consumer)
+            self._add_pair(Use.ACTIVATIONS, edge, np.where(keeps, 0, nbytes), 0, until)
+            nbytes = np.where(keeps, nbytes, 0)
+        self._add_pair(
+            Use.BUFFERS if back is None else Use.ACTIVATIONS,
+            edge,
+            nbytes,
+            0,
+            place if back is None else back,
+        )
+
+    def finish(self) -> Lifetimes:
+        """All tensors as columns."""
+        columns = np.array(self.rows, dtype=np.int64).reshape(-1, 8).T.copy()
+        base, first, stride, second, second_stride, birth, death, owner = columns
+        return Lifetimes(
+            num_operators=self.n,
+            base=base,
+            first=first,
+            stride=stride,
+            second=second,
+            second_stride=second_stride,
+            birth=birth,
+            death=death,
+            owner=owner,
+            uses=tuple(self.uses),
+            pool=np.concatenate([np.zeros(0, dtype=np.int64), *self.pool]),
+        )
+
+    # -- one result -----------------------------------------------------------------------------
+
+    def _output(self, i: int, output: int, nbytes: IntArray) -> None:
+        place, back = self.place[i], self._back(i)
+        reads = [e for e in self.readers.get(i, ()) if e.output == output]
+        inside = len(reads) == len(self._all_reads(i, output))
+        last = max([place, *(self.place[e.consumer] for e in reads)])
+        last = last if inside else self.n - 1
+        kept = self._kept_until(i, output)
+        if kept is None:
+            self._add(Use.TENSORS, i, nbytes, place, last)
+        elif (alone := self._only_need(i, output)) is None:
+            self._kept(i, None, nbytes, (place, last, kept), self._is_dropped(i, output))
+        else:
+            converted = self.table.edge_rows[self._row_of[alone]].copy_bytes > 0
+            whole = np.broadcast_to(nbytes[:, None], converted.shape)
+            used = np.where(converted, whole, 0)
+            self._add_pair(Use.TENSORS, alone, used, place, last)
+            held = np.where(converted, 0, whole)
+            self._kept(i, alone, held, (place, last, kept), self._is_dropped(i, output))
+        if self.table.graph.needs_gradient[i]:
+            born = 2 * self.n - 1 - last
+            late = self._weight_place(i) if self._weighs(i) else back
+            self._add(Use.TENSORS, i, nbytes, born, late)
+
+    def _kept(
+        self,
+        i: int,
+        edge: Edge | None,
+        nbytes: IntArray,
+        when: tuple[int, int, int],
+        dropped: bool,
+    ) -> None:
+        """A result that backward needs: held, or dropped behind its last reader and made again."""
+        place, last, kept = when
+        keeps = self._keeps(i) if edge is None else self._keeps(i)[:, None]
+        parts = [(Use.ACTIVATIONS, nbytes, place, kept)]
+        if dropped:
+            again = np.where(keeps, 0, nbytes)
+            parts = [
+                (Use.ACTIVATIONS, np.where(keeps, nbytes, 0), place, kept),
+                (Use.TENSORS, again, place, last),
+                (Use.RECOMPUTED, again, self._trigger(i), kept),
+            ]
+        for use, amount, birth, death in parts:
+            if edge is None:
+                self._add(use, i, amount, birth, death)
+            else:
+                self._add_pair(use, edge, amount, birth, death)
+
+    def _only_need(self, i: int, output: int) -> Edge | None:
+        """The edge of the only operator whose backward needs a result, if it is but one."""
+        operator = self.table.graph.operators[i]
+        if rule_of(operator).saved_output and self.table.graph.needs_gradient[i]:
+            return None
+        reads = [e for e in self.readers.get(i, ()) if e.output == output]
+        needs = [e for e in reads if self._needed_until(e) is not None]
+        return needs[0] if len(needs) == 1 else None
+
+    @cached_property
+    def _row_of(self) -> dict[Edge, int]:
+        return dict(zip(self.table.edges, self.table.edge_row_of, strict=True))
+
+    def _kept_until(self, i: int, output: int) -> int | None:
+        """The last place whose backward needs a result; None if none does."""
+        needed = [self._back(i)] if rule_of(self.table.graph.operators[i]).saved_output else []
+        if not self.table.graph.needs_gradient[i]:
+            needed = []
+        for edge in self.readers.get(i, ()):
+            until = self._needed_until(edge) if edge.output == output else None
+            needed += [] if until is None else [until]
+        return max(needed, default=None)
+
+    def _needed_until(self, edge: Edge) -> int | None:
+        """The place at which backward needs an input; None if it does not."""
+        consumer = self.table.graph.operators[edge.consumer]
+        if not self.table.graph.needs_gradient[edge.consumer]:
+            return None
+        if edge.slot not in saved_slots(consumer):
+            return None
+        weighs = self._weighs(edge.consumer) and edge.slot == 0
+        return self._weight_place(edge.consumer) if weighs else self._back(edge.consumer)
+
+    def _is_dropped(self, i: int, output: int) -> bool:
+        """Whether recomputing an operator drops a result: read in its own segment only."""
+        if i not in self.triggers or self.segment is None:
+            return False
+        reads = self._all_reads(i, output)
+        return all(self.segment[edge.consumer] == self.segment[i] for edge in reads)
+
+    def _all_reads(self, i: int, output: int) -> list[Edge]:
+        return [e for e in self._graph_reads[i] if e.output == output]
+
+    @cached_property
+    def _graph_reads(self) -> list[list[Edge]]:
+        reads: list[list[Edge]] = [[] for _ in self.table.graph.operators]
+        for edge in self.table.graph.edges:
+            reads[edge.producer].append(edge)
+        return reads
+
+    # -- places ---------------------------------------------------------------------------------
+
+    def _back(self, i: int) -> int:
+        return 2 * self.n - 1 - self.place[i]
+
+    def _trigger(self, i: int) -> int:
+        return self.n + self.triggers[i]
+
+    def _weighs(self, i: int) -> bool:
+        return bool(self.table.row(i).weight_gradient.ns.any())
+
+    def _weight_place(self, i: int) -> int:
+        """Where an operator's gradients of parameters are made."""
+        return self._back(i) + (self.n if self.split else 0)
+
+    # -- columns --------------------------------------------------------------------------------
+
+    def _keeps(self, i: int) -> BoolArray:
+        return ~self.table.row(i).recomputes
+
+    def _add(self, use: Use, i: int, nbytes: IntArray, birth: int, death: int) -> None:
+        if nbytes.any():
+            self.uses.append(use)
+            self.rows.append((self._base(nbytes), i, 1, i, 0, birth, death, i))
+
+    def _add_pair(self, use: Use, edge: Edge, nbytes: IntArray, birth: int, death: int) -> None:
+        if nbytes.any():
+            self.uses.append(use)
+            ends = (edge.producer, nbytes.shape[1], edge.consumer, 1)
+            self.rows.append((self._base(nbytes), *ends, birth, death, edge.consumer))
+
+    def _base(self, nbytes: IntArray) -> int:
+        key = nbytes.tobytes()
+        if key not in self._seen:
+            self._seen[key] = self._size
+            self.pool.append(nbytes.ravel())
+            self._size += nbytes.size
+        return self._seen[key]

@@ -1,0 +1,329 @@
+"""Memory of a device: its peak, what is alive then, and how it changes over a step.
+
+A rank (the devices of one stage, or of several that share them) runs its actions one at a time, so
+its memory is that of the block it runs, at the place where it is, plus the activations of every
+other microbatch that waits for its backward pass:
+
+    parameters, gradients, optimizer │ held microbatches × activations │ the running block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from stratagem.simulator.lifetimes import Lifetimes, Use
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import BoolArray
+from stratagem.simulator.schedule import Action, ActionKind, Schedule
+
+PASS_OF = {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1}
+"""Which pass over its places (see `lifetimes`) an action makes."""
+
+
+class Held(NamedTuple):
+    """Microbatches of a stage whose activations wait, beside the one that runs.
+
+    `late` wait for the gradients of parameters only, `waiting` for the whole backward pass.
+    """
+
+    stage: int
+    waiting: int
+    late: int
+
+
+class Situation(NamedTuple):
+    """A stage runs a pass (0 forward, 1 backward, 2 gradients of parameters); others wait."""
+
+    stage: int
+    which: int
+    held: tuple[Held, ...]
+
+
+def situations(schedule: Schedule) -> tuple[tuple[Situation, ...], ...]:
+    """Per rank what it does while most is held: no situation holds no more than another.
+
+    Example:
+        >>> from stratagem.simulator.schedule import one_f_one_b
+        >>> [s.held[0].waiting for s in situations(one_f_one_b(2, 4))[0]]
+        [1, 1]
+    """
+    return tuple(_largest(_all_situations(order)) for order in schedule.orders)
+
+
+def _all_situations(order: Sequence[Action]) -> set[Situation]:
+    count: dict[int, int] = {}
+    late: dict[int, int] = {}
+    found: set[Situation] = set()
+    for action in order:
+        stage, which = action.stage, PASS_OF[action.kind]
+        if which == 1:
+            count[stage] -= 1
+        elif which == 2:
+            late[stage] -= 1
+        stages = sorted({*count, stage})
+        held = tuple(Held(s, count.get(s, 0), late.get(s, 0)) for s in stages)
+        found.add(Situation(stage, which, held))
+        if which == 0:
+            count[stage] = count.get(stage, 0) + 1
+    return found
+
+
+def _largest(found: set[Situation]) -> tuple[Situation, ...]:
+    kept: list[Situation] = []
+    for one in sorted(found):
+        others = (s for s in found if s[:2] == one[:2] and s != one)
+        if not any(_covers(other, one) for other in others):
+            kept.append(one)
+    return tuple(kept)
+
+
+def _covers(large: Situation, small: Situation) -> bool:
+    there = {held.stage: held for held in large.held}
+    return all(
+        held.stage in there
+        and there[held.stage].waiting >= held.waiting
+        and there[held.stage].late >= held.late
+        for held in small.held
+    )
+
+
+class Alive(NamedTuple):
+    """Something in memory at the peak: `copies` microbatches of `nbytes` each."""
+
+    use: Use
+    stage: int
+    operator: str
+    nbytes: int
+    copies: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all copies."""
+        return self.nbytes * self.copies
+
+
+@dataclass(frozen=True, eq=False)
+class StageTensors:
+    """The tensors of a stage under its choices: bytes, births and deaths (see `Lifetimes`)."""
+
+    stage: int
+    lifetimes: Lifetimes
+    nbytes: IntArray
+    names: tuple[str, ...]
+
+    @cached_property
+    def is_state(self) -> BoolArray:
+        """Which tensors live through the whole step."""
+        return self.lifetimes.birth < 0
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        return int(self.nbytes[self.is_state].sum())
+
+    def crosses(self, which: int) -> BoolArray:
+        """Which tensors wait between pass `which` − 1 and pass `which`."""
+        edge = which * self.lifetimes.num_operators
+        lives = (self.lifetimes.birth < edge) & (edge <= self.lifetimes.death)
+        return lives & ~self.is_state
+
+    @cached_property
+    def held(self) -> tuple[int, int]:
+        """Bytes that a microbatch holds between forward and backward, and behind backward."""
+        first, second = (int(self.nbytes[self.crosses(which)].sum()) for which in (1, 2))
+        return first, second
+
+    @cached_property
+    def at_place(self) -> IntArray:
+        """Bytes alive at each place of the three passes, without what lives all the time."""
+        n = self.lifetimes.num_operators
+        change = np.zeros(3 * n + 1, dtype=np.int64)
+        moving = ~self.is_state
+        np.add.at(change, self.lifetimes.birth[moving], self.nbytes[moving])
+        np.add.at(change, self.lifetimes.death[moving] + 1, -self.nbytes[moving])
+        alive: IntArray = np.cumsum(change)[: 3 * n]
+        return alive
+
+    def peak(self, which: int) -> int:
+        """The most that a pass needs, its own activations included."""
+        n = self.lifetimes.num_operators
+        return int(self.at_place[which * n : (which + 1) * n].max())
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes per device of one rank at its peak.
+
+    `state` is parameters, gradients and optimizer state; `activations` are those of all
+    microbatches in flight, as many as `in_flight`; `working` is what comes on top while an
+    operator runs. `alive` lists everything, largest first.
+    """
+
+    state: int
+    activations: int
+    working: int
+    in_flight: int
+    capacity: int
+    alive: tuple[Alive, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return self.state + self.activations + self.working
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak <= self.capacity
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{each.operator}</td><td>{each.use.value}</td><td>{each.copies}</td>"
+            f"<td>{each.total / 2**20:,.1f} MiB</td></tr>"
+            for each in self.alive[:12]
+        )
+        head = f"{self.peak / 2**30:.2f} of {self.capacity / 2**30:.0f} GiB at the peak"
+        return (
+            f"<table><caption>{head}</caption><tr><th>operator</th><th>what</th>"
+            f"<th>copies</th><th>size</th></tr>{rows}</table>"
+        )
+
+
+def device_memory(
+    tensors: Mapping[int, StageTensors], found: Sequence[Situation], capacity: int
+) -> DeviceMemory:
+    """The peak of a rank that runs the stages of `tensors` in the situations `found`."""
+    state = sum(stage.state for stage in tensors.values())
+    totals = [
+        tensors[s.stage].peak(s.which) + sum(_held_bytes(tensors[h.stage], h) for h in s.held)
+        for s in found
+    ]
+    worst = max(range(len(found)), key=lambda k: totals[k])
+    situation = found[worst]
+    running = Held(situation.stage, int(situation.which < 2), int(situation.which == 2))
+    waiting = [*situation.held, running]
+    activations = min(
+        totals[worst], sum(_held_bytes(tensors[held.stage], held) for held in waiting)
+    )
+    return DeviceMemory(
+        state=state,
+        activations=activations,
+        working=totals[worst] - activations,
+        in_flight=sum(held.waiting + held.late for held in waiting),
+        capacity=capacity,
+        alive=_alive(tensors, situation),
+    )
+
+
+def _held_bytes(stage: StageTensors, held: Held) -> int:
+    return held.waiting * stage.held[0] + held.late * stage.held[1]
+
+
+def _alive(tensors: Mapping[int, StageTensors], situation: Situation) -> tuple[Alive, ...]:
+    """What is in memory at the place of the peak, by operator and use, largest first."""
+    total: dict[tuple[Use, int, str, int], int] = {}
+
+    def add(stage: StageTensors, chosen: BoolArray, copies: int) -> None:
+        for k in np.flatnonzero(chosen & (stage.nbytes > 0)) if copies else ():
+            name = stage.names[stage.lifetimes.owner[k]]
+            key = (stage.lifetimes.uses[k], stage.stage, name, copies)
+            total[key] = total.get(key, 0) + int(stage.nbytes[k])
+
+    for stage in tensors.values():
+        add(stage, stage.is_state, 1)
+    for held in situation.held:
+        add(tensors[held.stage], tensors[held.stage].crosses(1), held.waiting)
+        add(tensors[held.stage], tensors[held.stage].crosses(2), held.late)
+    runs = tensors[situation.stage]
+    n = runs.lifetimes.num_operators
+    places = runs.at_place[situation.which * n : (situation.which + 1) * n]
+    place = situation.which * n + int(places.argmax())
+    alive = (runs.lifetimes.birth <= place) & (place <= runs.lifetimes.death)
+    add(runs, alive & ~runs.is_state, 1)
+    found = [Alive(*key[:3], nbytes, key[3]) for key, nbytes in total.items()]
+    return tuple(sorted(found, key=lambda a: (-a.total, a.stage, a.operator, a.use.value)))
+
+
+class Played(NamedTuple):
+    """A block that a rank ran: which pass of which stage, when its places start and end (ns)."""
+
+    stage: int
+    which: int
+    start: IntArray
+    end: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTimeline:
+    """Bytes per device of one rank over a step.
+
+    Attributes:
+        label: of the rank.
+        times: [N], ns, never falling; the bytes hold from a time to the next.
+        nbytes: [U, N], by use in the order of `Use`.
+        capacity: bytes of the device.
+    """
+
+    label: str
+    times: IntArray
+    nbytes: IntArray
+    capacity: int
+
+    @property
+    def total(self) -> IntArray:
+        """[N], bytes of all uses."""
+        summed: IntArray = self.nbytes.sum(axis=0)
+        return summed
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at any time."""
+        return int(self.total.max())
+
+
+def memory_over_time(
+    label: str,
+    tensors: Mapping[int, StageTensors],
+    played: Sequence[Played],
+    end: int,
+    capacity: int,
+) -> MemoryTimeline:
+    """The memory of a rank whose blocks ran one after the other, as `played`.
+
+    A tensor is allocated when the operator at its birth starts and freed when the one at its death
+    ends, so the peak is the same as that of `device_memory`.
+    """
+    uses = {use: row for row, use in enumerate(Use)}
+    times, rows, changes = [0], [0], [0]
+    for stage in tensors.values():
+        for k in np.flatnonzero(stage.is_state):
+            times.append(0)
+            rows.append(uses[stage.lifetimes.uses[k]])
+            changes.append(int(stage.nbytes[k]))
+    for block in played:
+        stage = tensors[block.stage]
+        n, life = stage.lifetimes.num_operators, stage.lifetimes
+        low = block.which * n
+        born = np.flatnonzero((life.birth >= low) & (life.birth < low + n))
+        dead = np.flatnonzero((life.death >= low) & (life.death < low + n) & ~stage.is_state)
+        # At one place births come before deaths, at one time the lower place first.
+        order = np.concatenate([2 * life.birth[born], 2 * life.death[dead] + 1])
+        when = np.concatenate(
+            [block.start[life.birth[born] - low], block.end[life.death[dead] - low]]
+        )
+        which = np.concatenate([born, dead])
+        change = np.concatenate([stage.nbytes[born], -stage.nbytes[dead]])
+        for k in np.argsort(order, kind="stable"):
+            times.append(int(when[k]))
+            rows.append(uses[stage.lifetimes.uses[which[k]]])
+            changes.append(int(change[k]))
+    steps = np.zeros((len(uses), len(times) + 1), dtype=np.int64)
+    steps[rows, np.arange(len(times))] = changes
+    return MemoryTimeline(
+        label, np.array([*times, end], dtype=np.int64), np.cumsum(steps, axis=1), capacity
+    )

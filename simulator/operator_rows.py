@@ -1,0 +1,264 @@
+"""Pricing operators: what every choice of one costs on one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stratagem.simulator.cluster import DeviceType
+from stratagem.simulator.collectives import Collective, collective_time
+from stratagem.simulator.costs import CostModel, Direction
+from stratagem.simulator.footprint import Footprint, operator_footprint
+from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
+from stratagem.simulator.mesh import AxisLink, DeviceMesh
+from stratagem.simulator.overlap import fuses_forward, piece_dim
+from stratagem.simulator.parameters import Use, home_placements, trainable_weights
+from stratagem.simulator.placement import (
+    Placements,
+    Shard,
+    local_elements,
+    local_sizes,
+    weight_gradient_placements,
+    weight_placements,
+)
+from stratagem.simulator.plan import Choice
+from stratagem.simulator.resharding import COMPUTE, IntArray, Resharder, link_mask
+from stratagem.simulator.rows import OperatorRow, timed
+from stratagem.simulator.rules import rule_of
+from stratagem.simulator.training import Training
+
+Priced = tuple[float, int]
+"""Seconds, and the mask of the resources that they occupy."""
+
+IDLE: Priced = (0.0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorPricer:
+    """Prices the operators of `graph` on `mesh`, whose axes have `links`."""
+
+    graph: OperatorGraph
+    mesh: DeviceMesh
+    links: tuple[AxisLink, ...]
+    resharder: Resharder
+    devices: tuple[DeviceType, ...]
+    training: Training
+    costs: CostModel
+
+    def row(self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...]) -> OperatorRow:
+        """The row of operator `i`; `uses` says what it is to each of its weights."""
+        operator = self.graph.operators[i]
+        passes = [self._passes(i, choice) for choice in choices]
+        moved = [self._parameters(operator, uses, choice) for choice in choices]
+        footprints = [
+            operator_footprint(
+                operator,
+                choice,
+                local_sizes(operator, choice.config, self.mesh.shape),
+                uses,
+                self.mesh.shape,
+                self.training,
+            )
+            for choice in choices
+        ]
+        return OperatorRow(
+            choices=choices,
+            pieces=np.array([choice.chunks for choice in choices], dtype=np.int64),
+            forward=timed([p.forward for p in passes]),
+            backward=timed([p.backward for p in passes]),
+            input_gradient=timed([p.input_gradient for p in passes]),
+            weight_gradient=timed([p.weight_gradient for p in passes]),
+            recompute=timed([p.recompute for p in passes]),
+            gather=timed([m.gather for m in moved]),
+            sync=timed([m.sync for m in moved]),
+            each_sync=timed([m.each_sync for m in moved]),
+            update=timed([m.update for m in moved]),
+            publish=timed([m.publish for m in moved]),
+            sync_latency=tuple(m.latency for m in moved),
+            relative_error=np.array([p.relative_error for p in passes]),
+            sources=tuple(p.source for p in passes),
+            parameter_bytes=_column(footprints, "parameters"),
+            gradient_bytes=_column(footprints, "gradients"),
+            optimizer_bytes=_column(footprints, "optimizer"),
+            output_bytes=tuple(
+                np.array([f.outputs[k] for f in footprints], dtype=np.int64)
+                for k in range(len(operator.outputs))
+            ),
+            own_bytes=_column(footprints, "own"),
+            input_gradient_bytes=_column(footprints, "input_gradients"),
+            gathered_bytes=_column(footprints, "gathered"),
+            whole_gradient_bytes=_column(footprints, "whole_gradients"),
+        )
+
+    def forward_seconds(self, operator: Operator, choice: Choice) -> float:
+        """Time of the whole forward pass, without collectives inside it."""
+        sizes = local_sizes(operator, choice.config, self.mesh.shape)
+        return self._slowest(operator, sizes, Direction.FORWARD)[0]
+
+    def _passes(self, i: int, choice: Choice) -> _Passes:
+        operator = self.graph.operators[i]
+        if operator.kind == "source":
+            return _Passes()
+        sizes = local_sizes(operator, choice.config, self.mesh.shape)
+        piece = self._piece_sizes(operator, sizes, choice)
+        seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
+        comm, mask, back_comm = self._inner_reductions(operator, choice, sizes)
+        forward = (seconds + comm / choice.chunks, COMPUTE | mask)
+        backward, weight = IDLE, IDLE
+        if self.graph.needs_gradient[i]:
+            spent = self._slowest(operator, piece, Direction.BACKWARD)[0]
+            backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
+            weight = (spent * self._weight_share(i), COMPUTE)
+        whole = IDLE
+        if choice.recompute:
+            whole = (self.forward_seconds(operator, choice) + comm, COMPUTE | mask)
+        if choice.fused and fuses_forward(operator):
+            forward = IDLE
+        return _Passes(
+            forward=forward,
+            backward=backward,
+            input_gradient=(max(0.0, backward[0] - weight[0]), backward[1]),
+            weight_gradient=weight,
+            recompute=whole,
+            relative_error=error,
+            source=source,
+        )
+
+    def _weight_share(self, i: int) -> float:
+        """The part of an operator's backward pass that makes gradients of parameters."""
+        operator = self.graph.operators[i]
+        if not trainable_weights(self.graph, operator):
+            return 0.0
+        flows = any(
+            self.graph.needs_gradient[self.graph.index[read.source]] for read in operator.inputs
+        )
+        return rule_of(operator).weight_share if flows else 1.0
+
+    def _piece_sizes(
+        self, operator: Operator, sizes: Mapping[str, int], choice: Choice
+    ) -> Mapping[str, int]:
+        if choice.chunks == 1:
+            return sizes
+        dim = piece_dim(operator, sizes, choice.chunks)
+        if dim is None:
+            raise ValueError(f"operator {operator.name!r} cannot run in {choice.chunks} pieces")
+        return {**sizes, dim: sizes[dim] // choice.chunks}
+
+    def _slowest(
+        self, operator: Operator, sizes: Mapping[str, int], direction: Direction
+    ) -> tuple[float, float, str]:
+        """The cost on the slowest of the stage's device types: all devices wait for it."""
+        costs = [
+            self.costs.operator_cost(operator, sizes, direction, self.training, device)
+            for device in self.devices
+        ]
+        worst = max(costs, key=lambda cost: cost.seconds)
+        return worst.seconds, worst.relative_error, worst.source.value
+
+    def _inner_reductions(
+        self, operator: Operator, choice: Choice, sizes: Mapping[str, int]
+    ) -> tuple[float, int, float]:
+        """All-reduces inside the kernels: seconds forward, link mask, seconds backward."""
+        forward, backward, mask = 0.0, 0.0, 0
+        for inner in rule_of(operator).inner(operator, sizes):
+            for axis, placement in enumerate(choice.config):
+                if isinstance(placement, Shard) and placement.dim in inner.dims:
+                    once = collective_time(
+                        Collective.ALL_REDUCE,
+                        inner.elements * 4,
+                        self.mesh.shape[axis],
+                        self.links[axis],
+                    )
+                    forward += inner.forward * once
+                    backward += inner.backward * once
+                    mask |= link_mask(self.links[axis])
+        return forward, mask, backward
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _parameters(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> _Moved:
+        sync, gather, updated = IDLE, IDLE, 0
+        latency: dict[str, tuple[int, float]] = {}
+        for weight, use in zip(operator.weights, uses, strict=True):
+            if use in (Use.BUFFER, Use.TIED_HERE):
+                continue
+            own = choice if use is Use.OWNED else replace(choice, zero=0)
+            home = home_placements(weight, operator.sizes, own, self.mesh.shape)
+            made = weight_gradient_placements(weight, choice.config)
+            used = weight_placements(weight, choice.config)
+            sync = _add(sync, self._convert(operator, weight, made, home, latency))
+            gather = _add(gather, self._convert(operator, weight, home, used))
+            if use is Use.OWNED:
+                whole = factor_sizes(weight.layout, operator.sizes)
+                updated += local_elements(whole, home, self.mesh.shape)
+        update = (self._update_seconds(updated), COMPUTE) if updated else IDLE
+        each = sync if choice.zero >= 2 else IDLE
+        if choice.fused and sync[0] > 0:
+            sync, update = (max(sync[0], update[0]), sync[1]), IDLE
+        return _Moved(
+            sync=sync,
+            each_sync=each,
+            gather=gather if choice.zero == 3 else IDLE,
+            publish=gather if choice.zero in (1, 2) else IDLE,
+            update=update,
+            latency=latency,
+        )
+
+    def _update_seconds(self, num_parameters: int) -> float:
+        return max(
+            self.costs.update_cost(num_parameters, self.training, device).seconds
+            for device in self.devices
+        )
+
+    def _convert(
+        self,
+        operator: Operator,
+        weight: Weight,
+        source: Placements,
+        target: Placements,
+        latency: dict[str, tuple[int, float]] | None = None,
+    ) -> Priced:
+        """Seconds and link mask of moving a parameter or its gradient; notes a path's latency."""
+        itemsize = self.training.parameter_bytes
+        sizes = factor_sizes(weight.layout, operator.sizes)
+        steps = self.resharder.path(sizes, itemsize, source, target)
+        if latency is not None and steps:
+            name = " ".join(f"{step.collective.value}@{step.axis}" for step in steps)
+            count = latency.get(name, (0, 0.0))[0]
+            latency[name] = (count + 1, self.resharder.seconds(steps, 0))
+        return self.resharder.seconds(steps, itemsize), self.resharder.mask(steps)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of an operator under one choice, by piece; `recompute` is whole."""
+
+    forward: Priced = IDLE
+    backward: Priced = IDLE
+    input_gradient: Priced = IDLE
+    weight_gradient: Priced = IDLE
+    recompute: Priced = IDLE
+    relative_error: float = 0.0
+    source: str = "none"
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What happens to the parameters of an operator under one choice."""
+
+    sync: Priced
+    each_sync: Priced
+    gather: Priced
+    publish: Priced
+    update: Priced
+    latency: Mapping[str, tuple[int, float]]
+
+
+def _add(total: Priced, more: Priced) -> Priced:
+    return total[0] + more[0], total[1] | more[1]
+
+
+def _column(footprints: Sequence[Footprint], field: str) -> IntArray:
+    return np.array([getattr(f, field) for f in footprints], dtype=np.int64)

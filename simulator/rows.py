@@ -1,0 +1,133 @@
+"""The rows of a cost table: what the choices of an operator, an edge or a tied parameter cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.simulator.plan import Choice
+from stratagem.simulator.resharding import FloatArray, IntArray
+
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """Times in ns and the resources they occupy (bit masks), by choice or pair of choices."""
+
+    ns: IntArray
+    mask: IntArray
+
+    def where(self, keep: BoolArray) -> Timed:
+        """The same where `keep` is true, nothing elsewhere."""
+        return Timed(np.where(keep, self.ns, 0), np.where(keep, self.mask, 0))
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorRow:
+    """What each choice of one operator costs: arrays over `choices`, bytes per device.
+
+    `forward`, `backward`, `input_gradient` and `weight_gradient` are the times of one of `pieces`
+    equal pieces. The last two are the parts of `backward` that make the gradients of inputs and
+    of parameters. `recompute` is the whole forward pass where a choice repeats it.
+
+    `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
+    `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
+    optimizer, `publish` brings updated parameters back (ZeRO-1 and 2). `sync_latency` is, per
+    choice, how many of its parameters take each distinct path in the sync, and the latency of that
+    path in seconds.
+    `relative_error` is that of forward and backward.
+    """
+
+    choices: tuple[Choice, ...]
+    pieces: IntArray
+    forward: Timed
+    backward: Timed
+    input_gradient: Timed
+    weight_gradient: Timed
+    recompute: Timed
+    gather: Timed
+    sync: Timed
+    each_sync: Timed
+    update: Timed
+    publish: Timed
+    sync_latency: tuple[Mapping[str, tuple[int, float]], ...]
+    relative_error: FloatArray
+    sources: tuple[str, ...]
+    parameter_bytes: IntArray
+    gradient_bytes: IntArray
+    optimizer_bytes: IntArray
+    output_bytes: tuple[IntArray, ...]
+    own_bytes: IntArray
+    input_gradient_bytes: IntArray
+    gathered_bytes: IntArray
+    whole_gradient_bytes: IntArray
+
+    @property
+    def state_bytes(self) -> IntArray:
+        """Bytes of parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def passes_ns(self) -> IntArray:
+        """Whole forward and backward pass, all pieces."""
+        both: IntArray = (self.forward.ns + self.backward.ns) * self.pieces
+        return both
+
+    @property
+    def recomputes(self) -> BoolArray:
+        """Which choices recompute the operator."""
+        return np.array([choice.recompute for choice in self.choices])
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeRow:
+    """What an edge costs by (producer choice, consumer choice).
+
+    `forward` and `backward` are the times of one piece. A conversion runs in the pieces of the
+    operator that makes the tensor (backward: the consumer makes its gradient); if that one runs
+    whole, in those of the operator that reads it. The first are counted by `made_forward` and
+    `made_backward` (1 where both run whole), the others by `read_forward` and `read_backward`.
+    `recompute` is the whole forward conversion where the consumer repeats it. `copy_bytes` is the
+    size of the converted copy.
+    """
+
+    forward: Timed
+    backward: Timed
+    made_forward: IntArray
+    read_forward: IntArray
+    made_backward: IntArray
+    read_backward: IntArray
+    recompute: Timed
+    copy_bytes: IntArray
+
+    @property
+    def both_ns(self) -> IntArray:
+        """Forward and backward conversion, all pieces."""
+        there = self.forward.ns * np.maximum(self.made_forward, self.read_forward)
+        back = self.backward.ns * np.maximum(self.made_backward, self.read_backward)
+        both: IntArray = there + back
+        return both
+
+
+@dataclass(frozen=True, eq=False)
+class TieRow:
+    """A tied parameter by (owner choice, user choice): gradient to its home, value back."""
+
+    gradient: Timed
+    publish: Timed
+
+
+def to_ns(seconds: FloatArray) -> IntArray:
+    """Whole nanoseconds; whatever takes time takes at least one."""
+    ns = np.rint(seconds * 1e9).astype(np.int64)
+    return np.where(seconds > 0, np.maximum(ns, 1), 0)
+
+
+def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> Timed:
+    """(seconds, mask) pairs as an array; what takes no time occupies nothing."""
+    seconds = np.array([value for value, _ in values], dtype=np.float64).reshape(shape)
+    masks = np.array([mask for _, mask in values], dtype=np.int64).reshape(shape)
+    return Timed(to_ns(seconds), np.where(seconds > 0, masks, 0))
