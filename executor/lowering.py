@@ -25,12 +25,13 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         graph: the model at its whole batch.
 
     Raises:
-        ValueError: when the plan is not for `graph` (see `Plan.check`), its precision is not
-            executed, the loss has no gradient, or a parameter is shared in a way that is not
-            executed (see `Weights`).
+        ValueError: when the plan is not for `graph` (see `Plan.check`), its precision or one of
+            its options is not executed, the loss has no gradient, or a parameter is shared in a
+            way that is not executed (see `Weights`).
     """
     plan.check(graph)
     _check_precision(plan)
+    _check_options(plan)
     context = Context(plan, graph, graph.microbatch(plan.num_microbatches))
     _check_loss(context)
     weights = Weights(context)
@@ -48,6 +49,27 @@ def _check_precision(plan: Plan) -> None:
         raise ValueError(
             f"plan {plan.name!r} trains in {plan.training.precision}, which is simulated only; "
             f"the executor runs float32: search with Training(precision='float32')"
+        )
+
+
+def _check_options(plan: Plan) -> None:
+    """Refuse what is simulated only: nothing that a plan promises is left out in silence."""
+    for stage in plan.stages:
+        for name, choice in stage.choices.items():
+            for asked, what, remedy in (
+                (choice.recompute, "is recomputed", "recompute=('none',)"),
+                (choice.chunks > 1, f"runs in {choice.chunks} pieces", "chunks=(1,)"),
+                (choice.fused, "is fused with a collective", "fuse=False"),
+            ):
+                if asked:
+                    raise ValueError(
+                        f"plan {plan.name!r}: operator {name!r} {what}, which is simulated only; "
+                        f"search with Options({remedy})"
+                    )
+    if plan.bucket_bytes:
+        raise ValueError(
+            f"plan {plan.name!r} reduces gradients in buckets of {plan.bucket_bytes} bytes, which "
+            f"is simulated only; search with Options(bucket_bytes=0)"
         )
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stratagem.search.partition import balanced_stages
-from stratagem.search.strategies import Choices, data_parallel, tensor_dims, tensor_parallel
+from stratagem.search.strategies import (
+    Choices,
+    data_parallel,
+    tensor_dims,
+    tensor_parallel,
+    with_recompute,
+)
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
@@ -38,7 +44,8 @@ def baseline_plans(situation: Situation) -> dict[str, Simulation]:
     """The plan of each known strategy, simulated; a strategy that cannot be built is left out.
 
     Strategies with degrees of their own (tensor ways, stages, microbatches) come with the degrees
-    that are fastest among those that fit, or closest to fitting where none does.
+    that are fastest among those that fit. Where none does, full recompute is tried, and what is
+    closest to fitting is kept.
 
     Example:
         >>> from stratagem.simulator.costs import RooflineCosts
@@ -52,9 +59,20 @@ def baseline_plans(situation: Situation) -> dict[str, Simulation]:
     found: dict[str, Simulation] = {}
     for name, plans in _families(situation):
         simulated = [situation.simulate(plan) for plan in plans]
+        if simulated and not any(simulation.fits for simulation in simulated):
+            simulated += [situation.simulate(_recomputed(situation, plan)) for plan in plans]
         if simulated:
             found[name] = min(simulated, key=rank)
     return found
+
+
+def _recomputed(situation: Situation, plan: Plan) -> Plan:
+    """The same plan with full recompute, as one would train where nothing fits otherwise."""
+    stages = tuple(
+        replace(stage, choices=with_recompute(situation.graph, dict(stage.choices), "full"))
+        for stage in plan.stages
+    )
+    return replace(plan, name=f"{plan.name}, full recompute", stages=stages)
 
 
 def rank(simulation: Simulation) -> tuple[float, float]:

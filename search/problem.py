@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.search.space import Skeleton, operator_choices
+from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
@@ -23,6 +23,7 @@ from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
 from stratagem.simulator.schedule import Schedule, schedule_by_name
+from stratagem.simulator.segments import recomputed_operators
 from stratagem.simulator.simulation import crossing_edges, crossing_ties, stage_pairs
 from stratagem.simulator.training import Training
 
@@ -43,6 +44,7 @@ class Problem:
     moves: tuple[IntArray, ...]
     capacities: IntArray
     blocks: tuple[IntArray, ...]
+    bucket_bytes: int
     tensors: tuple[IntArray, ...]
     ranks: tuple[IntArray, ...]
     crossings: IntArray
@@ -89,6 +91,7 @@ class Problem:
             stages=stages,
             num_microbatches=self.skeleton.num_microbatches,
             schedule=self.skeleton.schedule,
+            bucket_bytes=self.bucket_bytes,
             seed=seed,
         )
 
@@ -101,6 +104,7 @@ def make_problem(
     costs: CostModel,
     zero_stages: Sequence[int],
     memory: RowMemory | None = None,
+    options: Options = Options(),  # noqa: B008 (frozen)
 ) -> Problem:
     """Price every choice of every operator of a skeleton; `graph` is at its whole batch."""
     small = graph.microbatch(skeleton.num_microbatches)
@@ -108,12 +112,12 @@ def make_problem(
     builders = [
         TableBuilder(small, mesh, cluster, training, costs, memory) for mesh in skeleton.meshes
     ]
-    choices = _all_choices(small, skeleton, stage_of, zero_stages)
+    choices = _all_choices(small, skeleton, stage_of, zero_stages, options)
     tables: list[CostTable] = []
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
         tables.append(builder.build(inside, {i: choices[i] for i in inside}))
-    blocks = [stage_blocks(table) for table in tables]
+    blocks = [stage_blocks(table, bucket_bytes=options.bucket_bytes) for table in tables]
     edges = [
         (edge, _price(edge, small, stage_of, builders, choices, cluster))
         for edge in crossing_edges(stage_of, small)
@@ -155,6 +159,7 @@ def make_problem(
         stage_of=np.array([stage_of[op.name] for op in small.operators], dtype=np.int64),
         moves=_moves(tables, small, choices),
         capacities=capacities,
+        bucket_bytes=options.bucket_bytes,
         blocks=flat_blocks,
         tensors=_flat_tensors(tables, edges, stage_of, small),
         ranks=ranks,
@@ -194,16 +199,21 @@ def _all_choices(
     skeleton: Skeleton,
     stage_of: Mapping[str, int],
     zero_stages: Sequence[int],
+    options: Options,
 ) -> tuple[tuple[Choice, ...], ...]:
     """The choices of every operator; equal operators on equal meshes share one list."""
+    recomputed = recomputed_operators(graph, skeleton.recompute)
     lists: dict[object, tuple[Choice, ...]] = {}
     found: list[tuple[Choice, ...]] = []
     for operator in graph.operators:
         shape = skeleton.meshes[stage_of[operator.name]].shape
         trained = tuple(graph.parameter_index[w.parameter].trainable for w in operator.weights)
-        key = (operator.signature, trained, shape)
+        again = operator.name in recomputed
+        key = (operator.signature, trained, shape, again)
         if key not in lists:
-            lists[key] = operator_choices(graph, operator, shape, zero_stages)
+            lists[key] = operator_choices(
+                graph, operator, shape, zero_stages, options, recompute=again
+            )
         found.append(lists[key])
     return tuple(found)
 

@@ -10,8 +10,14 @@ from stratagem.search.anneal import Chain
 from stratagem.search.baselines import Situation, baseline_plans, rank
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.result import Budget, SearchResult, StopReason, TracePoint
-from stratagem.search.space import ZERO_STAGES, Skeleton, skeletons
-from stratagem.search.strategies import Choices, data_parallel, tensor_dims, tensor_parallel
+from stratagem.search.space import ZERO_STAGES, Options, Skeleton, skeletons
+from stratagem.search.strategies import (
+    Choices,
+    data_parallel,
+    tensor_dims,
+    tensor_parallel,
+    with_recompute,
+)
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel, RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
@@ -46,6 +52,7 @@ def search(
     schedule: str = "1f1b",
     zero_stages: Sequence[int] = ZERO_STAGES,
     num_skeletons: int = 4,
+    options: Options | None = None,
     progress: Report | None = None,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`.
@@ -73,6 +80,7 @@ def search(
         schedule: of the pipelines tried, ``"1f1b"`` or ``"gpipe"``.
         zero_stages: the ZeRO stages that a choice may have.
         num_skeletons: how many skeletons are annealed.
+        options: recomputing, pieces, fusion and buckets; see `Options`.
         progress: called often with a `Progress`.
 
     Returns:
@@ -86,7 +94,8 @@ def search(
     report(Progress("simulating baselines", 0.0, float("inf")))
     baselines = baseline_plans(situation)
     best = min(baselines.values(), key=rank)
-    run = _Run(situation, spend, seed, tuple(zero_stages), report, started, best)
+    allowed = options or Options()
+    run = _Run(situation, spend, seed, tuple(zero_stages), allowed, report, started, best)
     try:
         ranked = run.rank_skeletons(skeletons(graph, cluster, schedule=schedule))
         open_ones = [r for r in ranked if any(mesh.num_devices > 1 for mesh in r.skeleton.meshes)]
@@ -132,13 +141,14 @@ class _Run:
         budget: Budget,
         seed: int,
         zero_stages: tuple[int, ...],
+        options: Options,
         report: Report,
         started: float,
         best: Simulation,
     ) -> None:
         self.situation, self.budget, self.seed = situation, budget, seed
         self.zero_stages, self.report, self.started = zero_stages, report, started
-        self.best = best
+        self.best, self.options = best, options
         self.trace: list[TracePoint] = []
         self.evaluations = 0
         self._running: tuple[Problem, Chain] | None = None
@@ -150,15 +160,21 @@ class _Run:
         for number, skeleton in enumerate(listed):
             phase = f"ranking {len(listed)} skeletons"
             self.report(Progress(phase, 0.2 * number / len(listed), self.best.step_time))
-            tried = [
-                (self.situation.simulate(self._plan(skeleton, choices)), choices)
-                for choices in self._strategies(skeleton)
-            ]
-            tried.sort(key=lambda pair: rank(pair[0]))
-            ranked.append(_Ranked(skeleton, [choices for _, choices in tried], tried[0][0]))
-            self._offer(tried[0][0])
+            for policy in self.options.recompute:
+                ranked.append(self._rank(replace(skeleton, recompute=policy)))
+                self._offer(ranked[-1].simulation)
+                if ranked[-1].simulation.fits:
+                    break
         ranked.sort(key=lambda r: rank(r.simulation))
         return ranked
+
+    def _rank(self, skeleton: Skeleton) -> _Ranked:
+        tried = [
+            (self.situation.simulate(self._plan(skeleton, choices)), choices)
+            for choices in self._strategies(skeleton)
+        ]
+        tried.sort(key=lambda pair: rank(pair[0]))
+        return _Ranked(skeleton, [choices for _, choices in tried], tried[0][0])
 
     def anneal(self, ranked: Sequence[_Ranked]) -> StopReason:
         """Share the budget among the skeletons, and each share among the best two strategies."""
@@ -218,7 +234,14 @@ class _Run:
     def _problem(self, skeleton: Skeleton) -> Problem:
         s = self.situation
         return make_problem(
-            s.graph, skeleton, s.cluster, s.training, s.costs, self.zero_stages, s.memory
+            s.graph,
+            skeleton,
+            s.cluster,
+            s.training,
+            s.costs,
+            self.zero_stages,
+            s.memory,
+            self.options,
         )
 
     def _strategies(self, skeleton: Skeleton) -> list[Choices]:
@@ -232,7 +255,7 @@ class _Run:
                 tensor_parallel(small, shape, axis, sequence_parallel=sequence)
                 for sequence in (False, True)
             ]
-        return made
+        return [with_recompute(small, choices, skeleton.recompute) for choices in made]
 
     def _plan(self, skeleton: Skeleton, choices: Choices) -> Plan:
         s = self.situation
@@ -248,4 +271,5 @@ class _Run:
             ),
             num_microbatches=skeleton.num_microbatches,
             schedule=skeleton.schedule,
+            bucket_bytes=self.options.bucket_bytes,
         )

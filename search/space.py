@@ -13,6 +13,7 @@ from stratagem.search.partition import balanced_stages
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import (
     REPLICATE,
@@ -21,11 +22,13 @@ from stratagem.simulator.placement import (
     Placement,
     Shard,
     largest_shard,
+    local_sizes,
     smallest_shard,
     splits_of,
     weight_gradient_placements,
 )
 from stratagem.simulator.plan import Choice
+from stratagem.simulator.segments import RECOMPUTE_POLICIES
 
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""
@@ -35,42 +38,78 @@ ZERO_STAGES = (0, 2, 3)
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a search may try beside configs and ZeRO stages.
+
+    Example:
+        >>> Options(chunks=(1, 4), fuse=True).bucket_bytes
+        0
+
+    Attributes:
+        recompute: policies tried one after the other until a plan fits (see `segments`).
+        chunks: in how many pieces a matrix product may run, to overlap with its collectives.
+        fuse: whether elementwise work may run inside collectives.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes.
+    """
+
+    recompute: tuple[str, ...] = RECOMPUTE_POLICIES
+    chunks: tuple[int, ...] = (1,)
+    fuse: bool = False
+    bucket_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Skeleton:
-    """Stages (names of operators), one mesh each, number of microbatches, schedule."""
+    """Stages (names of operators), one mesh each, number of microbatches, schedule, recompute."""
 
     stages: tuple[tuple[str, ...], ...]
     meshes: tuple[DeviceMesh, ...]
     num_microbatches: int
     schedule: str
+    recompute: str = "none"
 
     def __str__(self) -> str:
         shape = "×".join(str(n) for n in self.meshes[0].shape)
         parts = self.num_microbatches
         cut = f"{parts} microbatches" if parts > 1 else "whole batch"
+        again = f", {self.recompute} recompute" if self.recompute != "none" else ""
         if len(self.stages) == 1:
-            return f"1 stage on {shape}, {cut}"
-        return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}"
+            return f"1 stage on {shape}, {cut}{again}"
+        return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"
 
 
 def operator_choices(
-    graph: OperatorGraph, operator: Operator, shape: Sequence[int], zero_stages: Sequence[int]
+    graph: OperatorGraph,
+    operator: Operator,
+    shape: Sequence[int],
+    zero_stages: Sequence[int],
+    options: Options = Options(),
+    *,
+    recompute: bool = False,
 ) -> tuple[Choice, ...]:
     """Every choice of an operator on a mesh of `shape`, the fully replicated one first.
 
     A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced
-    to `MAX_IMBALANCE`. ZeRO applies where some gradient would be summed over an axis.
+    to `MAX_IMBALANCE`. ZeRO applies where some gradient would be summed over an axis, pieces and
+    fusion where `options` allow them and the operator can; `recompute` is the same for all.
     """
-    configs = _configs(operator, tuple(shape))
     weights = trainable_weights(graph, operator)
+    fusible = options.fuse and (bool(weights) or fuses_forward(operator))
     choices: list[Choice] = []
-    for config in configs:
+    for config in _configs(operator, tuple(shape)):
         summed = any(
             isinstance(p, Partial)
             for weight in weights
             for p in weight_gradient_placements(weight, config)
         )
-        stages = zero_stages if summed else (0,)
-        choices += [Choice(config, zero) for zero in stages]
+        sizes = local_sizes(operator, config, shape)
+        pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
+        choices += [
+            Choice(config, zero, recompute, chunks, fused)
+            for zero in (zero_stages if summed else (0,))
+            for chunks in pieces or [1]
+            for fused in ((False, True) if fusible else (False,))
+        ]
     return tuple(choices)
 
 

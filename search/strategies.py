@@ -8,6 +8,7 @@ heads and the hidden layer of an MLP, wherever such a chain is found.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
 from stratagem.simulator.parameters import trainable_weights
@@ -20,6 +21,7 @@ from stratagem.simulator.placement import (
     splits_of,
 )
 from stratagem.simulator.plan import Choice
+from stratagem.simulator.segments import recomputed_operators
 
 Choices = dict[str, Choice]
 
@@ -55,6 +57,16 @@ def tensor_parallel(
             config[axis] = _activation_shard(operator, config, shape, axis)
         choices[operator.name] = _with_zero(graph, operator, tuple(config), zero)
     return choices
+
+
+def with_recompute(graph: OperatorGraph, choices: Choices, policy: str) -> Choices:
+    """The same choices with the operators of a recompute policy recomputed.
+
+    Raises:
+        ValueError: if there is no such policy (see `recomputed_operators`).
+    """
+    again = recomputed_operators(graph, policy)
+    return {name: replace(choice, recompute=name in again) for name, choice in choices.items()}
 
 
 def replicated(graph: OperatorGraph, shape: Sequence[int]) -> Choices:

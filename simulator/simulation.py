@@ -340,7 +340,8 @@ def _place_times(stage: StageModel, num_operators: int) -> dict[int, tuple[IntAr
         end = np.zeros(len(order), dtype=np.int64)
         np.minimum.at(start, places, times.start[tasks])
         np.maximum.at(end, places, times.end[tasks])
-        found[kind] = np.maximum.accumulate(start), np.maximum.accumulate(end)
+        both = np.maximum.accumulate(np.stack([start, end], axis=1).ravel())
+        found[kind] = both[::2], both[1::2]
     return found
 
 

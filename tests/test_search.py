@@ -15,7 +15,7 @@ from stratagem.search.baselines import Situation, baseline_plans, rank
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.result import Budget, StopReason
 from stratagem.search.search import Progress, search
-from stratagem.search.space import Skeleton, operator_choices, skeletons, stage_meshes
+from stratagem.search.space import Options, Skeleton, operator_choices, skeletons, stage_meshes
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
@@ -71,17 +71,24 @@ def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
         )
 
 
-def test_the_kernels_memory_is_the_simulators() -> None:
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "options", [Options(), Options(chunks=(1, 2), fuse=True, bucket_bytes=4096)]
+)
+def test_the_kernels_memory_and_time_are_the_simulators(policy: str, options: Options) -> None:
     graph = tiny_gpt()
     skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 2)
-    problem = problem_of(graph, skeleton, (0, 2, 3))
+    skeleton = replace(skeleton, recompute=policy)
+    problem = make_problem(graph, skeleton, CLUSTER, Training(), COSTS, (0, 2, 3), options=options)
     rng = np.random.default_rng(1)
     for _ in range(5):
         number = rng.integers(0, [len(options) for options in problem.choices])
         chain = Chain(problem, number, total=1, seed=0)
         plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
-        peaks = [stage.peak for stage in situation(graph).simulate(plan).memory]
-        assert chain.peaks() == peaks
+        simulation = situation(graph).simulate(plan)
+        assert chain.peaks() == [rank.peak for rank in simulation.memory]
+        if simulation.fits:
+            assert chain.score() == pytest.approx(simulation.step_time, rel=1e-12)
 
 
 def test_annealing_keeps_its_books_straight() -> None:

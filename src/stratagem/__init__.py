@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Budget": "stratagem.search.result",
+    "Options": "stratagem.search.space",
     "Comparison": "stratagem.comparison",
     "Choice": "stratagem.simulator.plan",
     "Cluster": "stratagem.simulator.cluster",

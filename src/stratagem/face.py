@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from stratagem.progress import progress_bar
 from stratagem.search import search as searching
 from stratagem.search.result import Budget, SearchResult
-from stratagem.search.space import ZERO_STAGES, operator_choices, skeletons
+from stratagem.search.space import ZERO_STAGES, Options, operator_choices, skeletons
 from stratagem.simulator.cluster import Cluster, DeviceType
 from stratagem.simulator.costs import CostModel, RooflineCosts
 from stratagem.simulator.graph import Operator, OperatorGraph
@@ -50,6 +50,7 @@ def search(
     schedule: str = "1f1b",
     zero_stages: Sequence[int] = ZERO_STAGES,
     num_skeletons: int = 4,
+    options: Options | None = None,
     progress: bool = True,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, with a progress bar.
@@ -74,6 +75,7 @@ def search(
         schedule: of the pipelines tried, ``"1f1b"`` or ``"gpipe"``.
         zero_stages: the ZeRO stages that an operator's parameters may have.
         num_skeletons: how many of the best skeletons are annealed: stages, meshes, microbatches.
+        options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`.
         progress: False shows nothing.
 
     Returns:
@@ -95,6 +97,7 @@ def search(
             schedule=schedule,
             zero_stages=zero_stages,
             num_skeletons=num_skeletons,
+            options=options,
             progress=report,
         )
 

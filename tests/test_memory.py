@@ -1,0 +1,198 @@
+"""Memory over time and its peak: brute force, closed forms, and the curve against the peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search.partition import balanced_stages
+from stratagem.search.space import Options, operator_choices
+from stratagem.search.strategies import Choices, data_parallel, replicated, with_recompute
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.lifetimes import Use
+from stratagem.simulator.memory import situations
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp, resnet
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.rules import rule_of, saved_intermediates, saved_slots
+from stratagem.simulator.schedule import schedule_by_name
+from stratagem.simulator.segments import segments_of
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
+COSTS = RooflineCosts()
+
+
+def small_gpt(batch: int = 16) -> OperatorGraph:
+    return gpt(num_layers=3, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=batch)
+
+
+def mesh(ways: int, first: int = 0) -> DeviceMesh:
+    return DeviceMesh((MeshAxis("a", ways),), tuple(range(first, first + ways)))
+
+
+def plan_of(
+    graph: OperatorGraph, choices: Choices, num_stages: int, parts: int, schedule: str, ways: int
+) -> Plan:
+    stages = balanced_stages(graph, CLUSTER, num_stages)
+    return Plan(
+        name="test",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=CLUSTER,
+        training=Training(),
+        stages=tuple(
+            Stage(names, mesh(ways, s * ways), {n: choices[n] for n in names})
+            for s, names in enumerate(stages)
+        ),
+        num_microbatches=parts,
+        schedule=schedule,
+    )
+
+
+def alive_by_definition(graph: OperatorGraph, again: set[str]) -> int:
+    """The peak of one device without state: a tensor is in memory from its making to its last use.
+
+    What is recomputed is used in forward, let go, made again when backward enters its segment, and
+    used in backward. Written down place by place, without intervals or look-ups.
+    """
+    n = len(graph.operators)
+    segment = segments_of(graph)
+    outside = {e.producer for e in graph.edges if segment[e.producer] != segment[e.consumer]}
+
+    def back(i: int) -> int:
+        return 2 * n - 1 - i
+
+    def enters(i: int) -> int:
+        return min(back(j) for j in range(n) if segment[j] == segment[i])
+
+    alive = np.zeros(2 * n, dtype=np.int64)
+    for i, operator in enumerate(graph.operators):
+        if operator.kind == "source":
+            continue
+        size = 4 * int(np.prod([operator.sizes[f] for g in operator.outputs[0].layout for f in g]))
+        reads = [e for e in graph.edges if e.producer == i]
+        uses = [e.consumer for e in reads]
+        needs = [
+            back(e.consumer)
+            for e in reads
+            if e.slot in saved_slots(graph.operators[e.consumer])
+            and graph.needs_gradient[e.consumer]
+        ]
+        if rule_of(operator).saved_output:
+            needs.append(back(i))
+        dropped = operator.name in again and i not in outside
+        places = set(range(i, max([i, *uses]) + 1))
+        if needs and not dropped:
+            places |= set(range(i, max(needs) + 1))
+        if needs and dropped:
+            places |= set(range(enters(i), max(needs) + 1))
+        for place in places:
+            alive[place] += size
+        own = saved_intermediates(operator) * size
+        if operator.kind == "cross_entropy":
+            first = operator.inputs[0].layout
+            own = 4 * int(np.prod([operator.sizes[f] for g in first for f in g]))
+        kept = {*range(i, back(i) + 1)}
+        if operator.name in again:
+            kept = set(range(enters(i), back(i) + 1))
+        for place in kept:
+            alive[place] += own
+        if graph.needs_gradient[i]:
+            born = back(max([i, *uses]))
+            alive[born : back(i) + 1] += size
+            read = sum(
+                int(np.prod([operator.sizes[f] for g in r.layout for f in g]))
+                for r in operator.inputs
+            )
+            alive[back(i)] += 4 * read
+    return int(alive.max())
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("model", ["gpt", "mlp", "resnet"])
+def test_the_peak_is_that_of_the_definition(model: str, policy: str) -> None:
+    graph = {
+        "gpt": small_gpt(),
+        "mlp": mlp([64, 256, 64, 256, 64], batch=16),
+        "resnet": resnet(50, batch=2, image=64),
+    }[model]
+    choices = with_recompute(graph, replicated(graph, (1,)), policy)
+    again = {name for name, choice in choices.items() if choice.recompute}
+    memory = simulate_plan(plan_of(graph, choices, 1, 1, "1f1b", 1), graph, COSTS).memory[0]
+    assert memory.peak - memory.state == alive_by_definition(graph, again)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 2**31),
+    num_stages=st.sampled_from([1, 2, 4]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_the_curve_peaks_where_the_peak_says(seed: int, num_stages: int, schedule: str) -> None:
+    graph = small_gpt()
+    parts, ways = 4, 8 // num_stages
+    small, rng = graph.microbatch(parts), np.random.default_rng(seed)
+    options = Options(chunks=(1, 2), fuse=True)
+    again = rng.random() < 0.5
+    choices: dict[str, Choice] = {}
+    for operator in small.operators:
+        recompute = bool(again and rng.random() < 0.7 and operator.kind != "source")
+        found = operator_choices(small, operator, (ways,), (0, 2, 3), options, recompute=recompute)
+        choices[operator.name] = found[int(rng.integers(len(found)))]
+    simulation = simulate_plan(
+        plan_of(graph, choices, num_stages, parts, schedule, ways), graph, COSTS
+    )
+    for rank, memory in enumerate(simulation.memory):
+        curve = simulation.memory_timeline(rank)
+        assert curve.peak == memory.peak
+        assert int(curve.total[-1]) == memory.state
+        assert sum(each.total for each in memory.alive) == memory.peak
+        assert (np.diff(curve.times) >= 0).all()
+        assert (curve.nbytes >= 0).all()
+
+
+def test_1f1b_holds_fewer_microbatches_the_later_the_stage() -> None:
+    graph = small_gpt(batch=32)
+    choices = replicated(graph.microbatch(8), (2,))
+    plan = plan_of(graph, choices, 4, 8, "1f1b", 2)
+    assert [m.in_flight for m in simulate_plan(plan, graph, COSTS).memory] == [4, 3, 2, 1]
+    gpipe = replace(plan, schedule="gpipe")
+    assert [m.in_flight for m in simulate_plan(gpipe, graph, COSTS).memory] == [8, 8, 8, 8]
+
+
+def test_zero_shards_what_it_says() -> None:
+    """ZeRO-1 shards optimizer state, 2 also gradients, 3 also parameters."""
+    graph = mlp([512, 512, 512], batch=64)
+    held: dict[int, dict[Use, int]] = {}
+    for zero in (0, 1, 2, 3):
+        plan = plan_of(graph, data_parallel(graph, (8,), zero=zero), 1, 1, "1f1b", 8)
+        found: dict[Use, int] = {}
+        memory = simulate_plan(plan, graph, COSTS).memory[0]
+        for each in memory.alive:
+            found[each.use] = found.get(each.use, 0) + each.total
+        held[zero] = found
+    whole = held[0]
+    weights = graph.num_parameters * 4
+    assert whole[Use.PARAMETERS] == whole[Use.GRADIENTS] == weights
+    assert whole[Use.OPTIMIZER] == 2 * weights
+    assert held[1][Use.OPTIMIZER] == pytest.approx(whole[Use.OPTIMIZER] / 8, rel=0.01)
+    assert held[1][Use.GRADIENTS] == weights
+    assert held[2][Use.GRADIENTS] < 0.7 * weights
+    assert held[3][Use.PARAMETERS] == pytest.approx(weights / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_situations_cover_every_moment(name: str) -> None:
+    schedule = schedule_by_name(name, 4, 8)
+    for rank, found in enumerate(situations(schedule)):
+        assert {s.stage for s in found} == {rank}
+        most = max(h.waiting for s in found for h in s.held)
+        assert most == (7 if name == "gpipe" else 3 - rank)

@@ -1,0 +1,333 @@
+"""Recompute, pieces, fusion, buckets and split backward passes, against closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stratagem.search.strategies import Choices, data_parallel, replicated, tensor_parallel
+from stratagem.simulator.block_tasks import stage_blocks
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.engine import simulate
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp, resnet
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.segments import recomputed_operators, segments_of
+from stratagem.simulator.simulation import StageModel, plan_model, simulate_plan
+from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
+COSTS = RooflineCosts()
+BF16 = Training(precision="bfloat16")
+
+
+def layers(num_layers: int, **changes: int) -> OperatorGraph:
+    sizes = {"hidden": 256, "num_heads": 8, "vocabulary": 512, "sequence": 128, "batch": 16}
+    return gpt(num_layers=num_layers, **(sizes | changes))
+
+
+def flat(ways: int) -> DeviceMesh:
+    return DeviceMesh((MeshAxis("a", ways),), tuple(range(ways)))
+
+
+def plan_of(graph: OperatorGraph, choices: Choices, ways: int = 1, **more: object) -> Plan:
+    fields: dict[str, object] = {
+        "name": "test",
+        "model": graph.name,
+        "fingerprint": graph.fingerprint,
+        "cluster": CLUSTER,
+        "training": BF16,
+        "stages": (Stage(tuple(op.name for op in graph.operators), flat(ways), choices),),
+    }
+    return Plan(**(fields | more))  # type: ignore[arg-type]
+
+
+def changed(choices: Choices, names: Collection[str], **fields: object) -> Choices:
+    return {n: replace(c, **fields) if n in names else c for n, c in choices.items()}  # type: ignore[arg-type]
+
+
+def only_stage(plan: Plan, graph: OperatorGraph) -> StageModel:
+    return plan_model(plan, graph, COSTS).stages[0]
+
+
+class TestSegments:
+    def test_layers_of_a_transformer(self) -> None:
+        graph = layers(3)
+        segment = dict(zip((op.name for op in graph.operators), segments_of(graph), strict=True))
+        for layer in range(3):
+            inside = {n for n in segment if n.startswith(f"h.{layer}.")}
+            assert len({segment[name] for name in inside}) == 1
+        assert len({segment[f"h.{layer}.ln_1"] for layer in range(3)}) == 3
+
+    def test_residual_blocks_of_a_convolutional_network(self) -> None:
+        """Behind every residual addition one tensor goes on, so a segment may end there."""
+        graph = resnet(50, batch=4)
+        segment = segments_of(graph)
+        first = graph.index["layer1.0.conv1"]
+        assert {segment[i] for i in range(first, graph.index["layer1.0.relu_2"] + 1)} == {first}
+
+    @pytest.mark.parametrize("policy", ["selective", "full"])
+    def test_what_a_segment_hands_on_is_never_recomputed(self, policy: str) -> None:
+        graph = layers(4)
+        again, segment = recomputed_operators(graph, policy), segments_of(graph)
+        assert again
+        for edge in graph.edges:
+            if segment[edge.producer] != segment[edge.consumer]:
+                assert graph.operators[edge.producer].name not in again
+
+    def test_selective_is_the_attention_core(self) -> None:
+        graph = layers(2)
+        kinds = {graph.operator(name).kind for name in recomputed_operators(graph, "selective")}
+        assert kinds == {"attention"}
+
+    def test_an_unknown_policy_suggests_the_nearest(self) -> None:
+        with pytest.raises(ValueError, match="no recompute policy 'ful': did you mean 'full'"):
+            recomputed_operators(layers(2), "ful")
+
+
+class TestRecompute:
+    def test_backward_lasts_longer_by_what_runs_again(self) -> None:
+        graph = layers(4)
+        plain = replicated(graph, (1,))
+        again = recomputed_operators(graph, "full")
+        before = only_stage(plan_of(graph, plain), graph)
+        after = only_stage(plan_of(graph, changed(plain, again, recompute=True)), graph)
+        more = sum(int(before.table.row(graph.index[name]).forward.ns[0]) for name in again)
+        none = np.zeros(len(graph.operators), dtype=np.int64)
+        spans = [
+            simulate(s.blocks.task_graph(s.blocks.backward, none, last=True)).makespan
+            for s in (before, after)
+        ]
+        assert spans[1] - spans[0] == more
+
+    def test_full_recompute_keeps_only_the_inputs_of_layers(self) -> None:
+        """2·s·b·h bytes a layer in 16 bits (Korthikanti et al. 2022, equation 5)."""
+        held = []
+        for num_layers in (3, 4):
+            graph = layers(num_layers)
+            again = recomputed_operators(graph, "full")
+            choices = changed(replicated(graph, (1,)), again, recompute=True)
+            held.append(only_stage(plan_of(graph, choices), graph).tensors.held[0])
+        assert held[1] - held[0] == 2 * 128 * 16 * 256
+
+    def test_under_tensor_parallelism_its_collectives_are_repeated(self) -> None:
+        graph = layers(2)
+        base = tensor_parallel(graph, (4,), 0)
+        again = recomputed_operators(graph, "full")
+        names = simulate_plan(
+            plan_of(graph, changed(base, again, recompute=True), 4), graph, COSTS
+        ).timeline.names
+        repeated = {name for name in names if name.endswith(" again")}
+        plain = simulate_plan(plan_of(graph, base, 4), graph, COSTS).timeline.names
+        forward = {name for name in plain if " → " in name}
+        for name in repeated:
+            assert name.removesuffix(" again") in forward
+        # Each layer but the last addition runs again, with the all-reduce behind attention.
+        assert sum("attn.out" in name for name in repeated) == 2
+
+    def test_a_layer_is_not_made_again_before_backward_comes_to_it(self) -> None:
+        graph = layers(3)
+        again = recomputed_operators(graph, "full")
+        choices = changed(replicated(graph, (1,)), again, recompute=True)
+        timeline = simulate_plan(plan_of(graph, choices), graph, COSTS).timeline
+        start = dict(zip(timeline.names, timeline.start.tolist(), strict=True))
+        end = dict(zip(timeline.names, timeline.end.tolist(), strict=True))
+        assert start["h.0.ln_1 recompute"] >= end["h.1.ln_1 backward"]
+        assert start["h.1.mlp.down backward"] >= end["h.1.mlp.act recompute"]
+
+
+class TestPieces:
+    @pytest.mark.parametrize("chunks", [2, 4, 8])
+    @pytest.mark.parametrize("bandwidth", [3.0, 300.0])
+    def test_the_pipeline_of_pieces_has_its_closed_form(
+        self, chunks: int, bandwidth: float
+    ) -> None:
+        """n pieces of c computing and g communicating: max(n·c + g, c + n·g)."""
+        link = replace(CLUSTER.intra_node, bandwidth_gb_s=bandwidth)
+        cluster = replace(CLUSTER, intra_node=link)
+        graph = layers(2)
+        base = tensor_parallel(graph, (8,), 0)
+        choices = changed(base, ["h.0.mlp.down"], chunks=chunks)
+        plan = plan_of(graph, choices, 8, cluster=cluster)
+        stage = only_stage(plan, graph)
+        timeline = simulate_plan(plan, graph, COSTS).timeline
+        index = graph.index["h.0.mlp.down"]
+        row = stage.table.row(index)
+        k = next(k for k, e in enumerate(stage.table.edges) if e.producer == index)
+        piece = stage.table.edge_rows[stage.table.edge_row_of[k]]
+        c, g = int(row.forward.ns[0]), int(piece.forward.ns[0, 0])
+        begins = min(
+            s
+            for n, s in zip(timeline.names, timeline.start, strict=True)
+            if n == "h.0.mlp.down forward"
+        )
+        ends = max(
+            e
+            for n, e in zip(timeline.names, timeline.end, strict=True)
+            if n.startswith("h.0.mlp.down → ")
+        )
+        assert ends - begins == max(chunks * c + g, c + chunks * g)
+
+    def test_a_reader_in_pieces_starts_with_the_first(self) -> None:
+        """A gather before a product in pieces: max(n·g + c, g + n·c)."""
+        graph = layers(2)
+        base = tensor_parallel(graph, (8,), 0, sequence_parallel=True)
+        plan = plan_of(graph, changed(base, ["h.0.mlp.up"], chunks=4), 8)
+        stage = only_stage(plan, graph)
+        index = graph.index["h.0.mlp.up"]
+        row = stage.table.row(index)
+        k = next(k for k, e in enumerate(stage.table.edges) if e.consumer == index)
+        piece = stage.table.edge_rows[stage.table.edge_row_of[k]]
+        assert int(piece.read_forward[0, 0]) == 4
+        c, g = int(row.forward.ns[0]), int(piece.forward.ns[0, 0])
+        timeline = simulate_plan(plan, graph, COSTS).timeline
+        begins = min(
+            s
+            for n, s in zip(timeline.names, timeline.start, strict=True)
+            if n.endswith("→ h.0.mlp.up")
+        )
+        ends = max(
+            e
+            for n, e in zip(timeline.names, timeline.end, strict=True)
+            if n.startswith("h.0.mlp.up forward")
+        )
+        assert ends - begins == max(4 * g + c, g + 4 * c)
+
+    def test_one_piece_is_the_whole(self) -> None:
+        graph = layers(2)
+        base = tensor_parallel(graph, (4,), 0)
+        again = {name: replace(choice, chunks=1) for name, choice in base.items()}
+        steps = [
+            simulate_plan(plan_of(graph, c, 4), graph, COSTS).step_time for c in (base, again)
+        ]
+        assert steps[0] == steps[1]
+
+    @pytest.mark.parametrize(
+        ("name", "chunks", "message"),
+        [
+            ("h.0.attn.attention", 2, "cannot run in 2 pieces: only matrix products"),
+            ("h.0.mlp.up", 7, r"multiple of 7 \(local sizes: sample 16"),
+        ],
+    )
+    def test_impossible_pieces_are_refused(self, name: str, chunks: int, message: str) -> None:
+        graph = layers(2)
+        plan = plan_of(graph, changed(replicated(graph, (1,)), [name], chunks=chunks))
+        with pytest.raises(ValueError, match=message):
+            simulate_plan(plan, graph, COSTS)
+
+    def test_no_pieces_at_all(self) -> None:
+        with pytest.raises(ValueError, match="0 chunks; there must be at least 1"):
+            Choice((), chunks=0)
+
+
+class TestFusion:
+    def test_an_update_hides_in_the_gradient_sync(self) -> None:
+        graph = mlp([256, 256, 256], batch=64)
+        base = data_parallel(graph, (8,))
+        weighted = [op.name for op in graph.operators if op.weights]
+        plain = only_stage(plan_of(graph, base, 8), graph).table
+        fused = only_stage(plan_of(graph, changed(base, weighted, fused=True), 8), graph).table
+        for name in weighted:
+            before, after = plain.row(graph.index[name]), fused.row(graph.index[name])
+            assert int(after.sync.ns[0]) == max(int(before.sync.ns[0]), int(before.update.ns[0]))
+            assert int(after.update.ns[0]) == 0
+
+    def test_an_elementwise_operator_hides_in_the_collective_that_feeds_it(self) -> None:
+        graph = layers(2)
+        base = tensor_parallel(graph, (8,), 0)
+        names = ["h.0.add"]
+        plain = only_stage(plan_of(graph, base, 8), graph).table
+        fused = only_stage(plan_of(graph, changed(base, names, fused=True), 8), graph).table
+        index = graph.index["h.0.add"]
+        k = next(k for k, e in enumerate(plain.edges) if e.consumer == index and e.slot == 0)
+        moved = int(plain.edge_rows[plain.edge_row_of[k]].forward.ns[0, 0])
+        own = int(plain.row(index).forward.ns[0])
+        assert int(fused.row(index).forward.ns[0]) == 0
+        assert int(fused.edge_rows[fused.edge_row_of[k]].forward.ns[0, 0]) == max(moved, own)
+
+    def test_what_cannot_be_fused_is_refused(self) -> None:
+        graph = layers(2)
+        choices = changed(replicated(graph, (1,)), ["h.0.attn.attention"], fused=True)
+        with pytest.raises(ValueError, match="cannot be fused with a collective"):
+            simulate_plan(plan_of(graph, choices), graph, COSTS)
+
+
+class TestBuckets:
+    def test_equal_gradients_in_a_bucket_pay_one_latency(self) -> None:
+        widths = [64] * 9
+        graph = mlp(widths, batch=64)
+        choices = data_parallel(graph, (8,))
+        total = {}
+        for nbytes in (0, 10**9):
+            timeline = simulate_plan(
+                plan_of(graph, choices, 8, bucket_bytes=nbytes), graph, COSTS
+            ).timeline
+            total[nbytes] = sum(
+                int(e - s)
+                for n, s, e in zip(timeline.names, timeline.start, timeline.end, strict=True)
+                if n.endswith(" sync")
+            )
+        stage = only_stage(plan_of(graph, choices, 8), graph)
+        paths = [
+            path
+            for i in stage.table.operators
+            for path in stage.table.row(i).sync_latency[0].values()
+        ]
+        messages = sum(count for count, _ in paths)
+        latency = round(paths[0][1] * 1e9)
+        assert total[0] - total[10**9] == pytest.approx((messages - 1) * latency, abs=messages)
+
+    def test_a_bucket_waits_for_its_last_gradient(self) -> None:
+        graph = mlp([64] * 9, batch=64)
+        plan = plan_of(graph, data_parallel(graph, (8,)), 8, bucket_bytes=10**9)
+        timeline = simulate_plan(plan, graph, COSTS).timeline
+        rows = list(zip(timeline.names, timeline.kinds, timeline.start, timeline.end, strict=True))
+        last = max(end for _, kind, _, end in rows if kind is TaskKind.BACKWARD)
+        assert min(start for name, _, start, _ in rows if name.endswith(" sync")) >= last
+
+    def test_a_negative_size_is_refused(self) -> None:
+        graph = mlp([8, 8], batch=8)
+        with pytest.raises(ValueError, match="bucket_bytes is -1; it must be 0 or more"):
+            plan_of(graph, replicated(graph, (1,)), bucket_bytes=-1)
+
+
+def one_device(graph: OperatorGraph) -> Choices:
+    return replicated(graph, (1,))
+
+
+def tensor_ways(graph: OperatorGraph) -> Choices:
+    return tensor_parallel(graph, (4,), 0)
+
+
+@pytest.mark.parametrize(("ways", "strategy"), [(1, one_device), (4, tensor_ways)])
+def test_a_split_backward_is_the_whole_in_two(
+    ways: int, strategy: Callable[[OperatorGraph], Choices]
+) -> None:
+    graph = layers(2)
+    stage = only_stage(plan_of(graph, strategy(graph), ways), graph)
+    blocks = stage_blocks(stage.table, split=True)
+    assert blocks.input_backward is not None
+    assert blocks.weight_backward is not None
+    none = np.zeros(len(graph.operators), dtype=np.int64)
+
+    def computing(block: object) -> int:
+        tasks = blocks.task_graph(block, none, last=False)  # type: ignore[arg-type]
+        kinds = block.kinds  # type: ignore[attr-defined]
+        return sum(
+            int(ns)
+            for ns, kind in zip(tasks.durations, kinds, strict=True)
+            if kind is TaskKind.BACKWARD
+        )
+
+    parts = computing(blocks.input_backward) + computing(blocks.weight_backward)
+    assert parts == pytest.approx(computing(blocks.backward), abs=2 * len(graph.operators))
+    rows = [(graph.operators[i].kind, stage.table.row(i)) for i in stage.table.operators]
+    halves = sum(int(row.backward.ns[0]) for kind, row in rows if kind == "linear") // 2
+    whole = sum(int(row.backward.ns[0]) for kind, row in rows if kind == "embedding")
+    assert computing(blocks.weight_backward) == pytest.approx(halves + whole, abs=len(rows))
