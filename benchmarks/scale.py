@@ -136,7 +136,7 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "blocks": ((simulation, "stage_blocks"),),
     "macro": ((simulation, "macro_graph"), (Plan, "make_schedule")),
     "play": ((simulation, "macro_durations"), (simulation, "simulate")),
-    "memory": ((simulation, "_memory"),),
+    "memory": ((simulation, "peak_in_flight"), (simulation, "_memory")),
 }
 """The functions of each part, timed where `simulate_plan` calls them."""
 

@@ -143,10 +143,11 @@ def simulate_plan(
     model = plan_model(plan, graph, costs, memory)
     durations = macro_durations(model)
     times = simulate(model.macro.with_durations(durations))
+    in_flight = peak_in_flight(plan.make_schedule())
     return Simulation(
         plan=plan,
         step_time=times.makespan * 1e-9,
-        memory=tuple(_memory(model, s) for s in range(len(plan.stages))),
+        memory=tuple(_memory(model, s, in_flight[s]) for s in range(len(plan.stages))),
         relative_error=_relative_error(model),
         _model=model,
         _macro_times=times,
@@ -284,10 +285,9 @@ def _stages_of(pair: tuple[int, int], plan: Plan, graph: OperatorGraph) -> tuple
     )
 
 
-def _memory(model: PlanModel, s: int) -> StageMemory:
+def _memory(model: PlanModel, s: int, in_flight: int) -> StageMemory:
     stage = model.stages[s]
     graph, table = model.graph, stage.table
-    in_flight = peak_in_flight(model.plan.make_schedule())[s]
     held: dict[str, int] = {}
     state = activations = working = 0
     for i in table.operators:
