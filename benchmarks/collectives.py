@@ -4,9 +4,10 @@
 
 Prints one JSON object a line for every source, machine, kind and group in the measurements under
 `DIR/kernels`: the mean and the median relative error of what the preset of that machine says (null
-where there is none), and of a latency and a bandwidth fitted to that very group. The last lines
-are the constants that the presets carry: per machine and group size the fit to its all-reduces
-inside a node, and to its messages between two devices.
+where there is none), and of a latency and a bandwidth fitted to that very group; `bus_gb_s` is the
+bandwidth of the largest ones, whatever the algorithm. The last lines are the constants that the
+presets carry: per machine and group size the fit to its all-reduces inside a node, and to its
+messages between two devices.
 
 What to know of the sources: Vidur's nodes are joined by a cloud network, not by the InfiniBand of
 the presets, and its H100 rows between nodes are doubtful (those of the pairwise machine are the
@@ -180,7 +181,16 @@ def compare(group: Group, measured: Sequence[Measured]) -> dict[str, object]:
         "fit_mape": fit_mape,
         "fit_median": fit_median,
         **figures(fitted),
+        "bus_gb_s": bus_bandwidth(group, measured),
     }
+
+
+def bus_bandwidth(group: Group, measured: Sequence[Measured]) -> float:
+    """What a ring link must have carried in the largest tenth of the collectives: the median."""
+    kind, link = Collective(group.kind), AxisLink(0.0, 1.0, False, False)
+    largest = measured[-max(1, len(measured) // 10) :]
+    rates = [collective_time(kind, m.nbytes, group.size, link) / m.seconds for m in largest]
+    return float(f"{np.median(rates) * 1e-9:.3g}")
 
 
 def constants(
