@@ -187,15 +187,14 @@ class Draft:
 
     def finish(self) -> Block:
         """Flat arrays, successors in ascending order."""
-        successors: list[list[int]] = [[] for _ in self.base]
-        for task, before in enumerate(self.predecessors):
-            for predecessor in before:
-                successors[predecessor].append(task)
-        counts = np.cumsum([0, *(len(s) for s in successors)])
+        counts = _int64([len(before) for before in self.predecessors])
+        sources = _int64([source for before in self.predecessors for source in before])
+        by_source = np.argsort(sources, kind="stable")
+        leaving = np.bincount(sources, minlength=len(counts))
         return Block(
-            successor_offsets=counts.astype(np.int64),
-            successors=_int64([task for after in successors for task in after]),
-            num_predecessors=_int64([len(p) for p in self.predecessors]),
+            successor_offsets=np.concatenate([[0], np.cumsum(leaving)]).astype(np.int64),
+            successors=np.repeat(np.arange(len(counts)), counts)[by_source],
+            num_predecessors=counts,
             base=_int64(self.base),
             inner_base=_int64(self.inner_base),
             first=_int64(self.first),

@@ -55,17 +55,18 @@ def transfer_seconds(
 ) -> float:
     """Seconds until every device of `target` has received its `nbytes` from devices of `source`.
 
-    Receivers of a node share its network card, as do the senders; inside a node every device has
-    its own link.
+    Receivers of a node share its network cards, as do the senders, and no device uses more than
+    one card; inside a node every device has its own link.
     """
     nodes = Counter(cluster.node_of(d) for d in target.devices)
     senders = Counter(cluster.node_of(d) for d in source.devices)
+    copies = target.num_devices / source.num_devices
     if len(nodes | senders) == 1:
-        link, busiest = cluster.intra_node, max(1.0, target.num_devices / source.num_devices)
+        link, busiest = cluster.intra_node, max(1.0, copies)
     else:
         link = cluster.inter_node
-        sent = target.num_devices * max(senders.values()) / source.num_devices
-        busiest = max(float(max(nodes.values())), sent)
+        alone = min(link.num_cards, cluster.devices_per_node) * max(1.0, copies)
+        busiest = max(max(nodes.values()), max(senders.values()) * copies, alone)
     return link.latency_us * 1e-6 + busiest * nbytes / (link.bandwidth_gb_s * 1e9)
 
 

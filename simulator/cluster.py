@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 from stratagem.simulator.files import decode, read_text
@@ -13,25 +16,75 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class GroupFigures:
+    """Ring bandwidth and latency per message that collectives of groups of `size` showed."""
+
+    size: int
+    bandwidth_gb_s: float
+    latency_us: float
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise ValueError(f"by_group_size: size is {self.size}; a group has at least 2 members")
+        _link_figures(f"by_group_size of {self.size}", self.bandwidth_gb_s, self.latency_us)
+
+
+@dataclass(frozen=True)
 class Link:
     """A class of link: ring bandwidth in GB/s (10⁹ bytes) and latency per message in µs.
 
     Inside a node `bandwidth_gb_s` is what one device can send; between nodes it is what one *node*
-    can send, shared by its devices. `shares_compute` says that a transfer keeps the device's cores
-    busy (true of CPU processes), so that it cannot overlap with computing.
+    can send over its `num_cards` network cards, shared by its devices, of which one alone reaches
+    one card. `by_group_size` are the figures of collectives by the number of members (between
+    nodes: of nodes) where they depend on it; messages between two devices keep the others.
+    `shares_compute` says that a transfer keeps the device's cores busy (true of CPU processes), so
+    that it cannot overlap with computing.
+
+    Example:
+        >>> pairs, eights = GroupFigures(2, 40.0, 10.0), GroupFigures(8, 120.0, 4.0)
+        >>> link = Link("NVLink", 40.0, 10.0, by_group_size=(pairs, eights))
+        >>> link.at(4)
+        (7e-06, 80000000000.0)
+
+    Raises:
+        ValueError: on a bandwidth or a number of cards that is not above 0, a latency below 0, or
+            group sizes that do not ascend.
     """
 
     name: str
     bandwidth_gb_s: float
     latency_us: float
     shares_compute: bool = False
+    num_cards: int = 1
+    by_group_size: tuple[GroupFigures, ...] = ()
 
     def __post_init__(self) -> None:
-        _positive(f"link {self.name!r}", bandwidth_gb_s=self.bandwidth_gb_s)
-        if self.latency_us < 0:
-            raise ValueError(
-                f"link {self.name!r}: latency_us is {self.latency_us}; it must be ≥ 0"
-            )
+        where = f"link {self.name!r}"
+        _positive(where, num_cards=self.num_cards)
+        _link_figures(where, self.bandwidth_gb_s, self.latency_us)
+        for smaller, larger in pairwise(self.by_group_size):
+            if larger.size <= smaller.size:
+                raise ValueError(
+                    f"{where}: by_group_size lists size {larger.size} after {smaller.size}; list "
+                    "each size once, smallest first"
+                )
+
+    def at(self, size: int) -> tuple[float, float]:
+        """Seconds per message and bytes per second of collectives in groups of `size`.
+
+        Between two listed sizes both are linear in the logarithm of the size; beyond the listed
+        ones they stay as at the nearest.
+        """
+        points = self.by_group_size
+        if not points:
+            return self.latency_us * 1e-6, self.bandwidth_gb_s * 1e9
+        after = bisect_left(points, size, key=lambda point: point.size)
+        low, high = points[max(after - 1, 0)], points[min(after, len(points) - 1)]
+        span = math.log(high.size / low.size)
+        share = min(math.log(size / low.size) / span, 1.0) if span and size > low.size else 0.0
+        latency = low.latency_us + share * (high.latency_us - low.latency_us)
+        bandwidth = low.bandwidth_gb_s + share * (high.bandwidth_gb_s - low.bandwidth_gb_s)
+        return latency * 1e-6, bandwidth * 1e9
 
 
 @dataclass(frozen=True)
@@ -84,9 +137,13 @@ class Cluster:
         16
 
     `node_devices` names the device type of each node, so one cluster may mix several.
+    `compute_slowdown` is a calibration constant: while a device takes part in a collective, its
+    computing takes that share longer (0.13: 1.13 times as long), because both use its memory and
+    its processors.
 
     Raises:
-        ValueError: on sizes below 1, or a node whose device type is not described.
+        ValueError: on sizes below 1, a slow-down below 0, or a node whose device type is not
+            described.
     """
 
     name: str
@@ -95,8 +152,14 @@ class Cluster:
     device_types: tuple[DeviceType, ...]
     intra_node: Link
     inter_node: Link
+    compute_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.compute_slowdown < math.inf:
+            raise ValueError(
+                f"cluster {self.name!r}: compute_slowdown is {self.compute_slowdown}; it must be "
+                "0 (none) or more, such as 0.13 for computing that takes 1.13 times as long"
+            )
         _positive(f"cluster {self.name!r}", devices_per_node=self.devices_per_node)
         if not self.node_devices:
             raise ValueError(f"cluster {self.name!r} has 0 nodes; it needs at least 1")
@@ -183,6 +246,12 @@ def preset_names() -> tuple[str, ...]:
     """Names of the bundled clusters."""
     folder = resources.files(__package__) / "presets"
     return tuple(sorted(p.name.removesuffix(".json") for p in folder.iterdir()))
+
+
+def _link_figures(where: str, bandwidth_gb_s: float, latency_us: float) -> None:
+    _positive(where, bandwidth_gb_s=bandwidth_gb_s)
+    if latency_us < 0:
+        raise ValueError(f"{where}: latency_us is {latency_us}; it must be ≥ 0")
 
 
 def _positive(what: str, **fields: float) -> None:

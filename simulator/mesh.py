@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,12 +26,24 @@ class AxisLink:
     """What a collective along an axis sees: seconds per message, seconds per byte of one member.
 
     `crosses_nodes` says which link class it occupies: the one between nodes or the one inside.
+    Where a group has several `members` on each of several nodes, the bytes are those that leave a
+    node, whichever member sends them, and `inside` is the link between the members of a node.
     """
 
     latency: float
     seconds_per_byte: float
     crosses_nodes: bool
     shares_compute: bool
+    members: int = 1
+    inside: AxisLink | None = None
+
+    def num_nodes(self, size: int) -> int:
+        """Nodes of a group of `size` members."""
+        return -(-size // self.members) if self.crosses_nodes else 1
+
+    def per_node(self, size: int) -> int:
+        """Members that a group of `size` has on one node."""
+        return self.members if self.crosses_nodes else size
 
 
 @dataclass(frozen=True)
@@ -102,27 +115,38 @@ class DeviceMesh:
             )
 
     def link(self, axis: int, cluster: Cluster) -> AxisLink:
-        """The slowest link along `axis`, its bandwidth shared by the groups that use it at once.
+        """What a collective along `axis` sees; its groups run at once and share what they use.
 
         A ring over members on several nodes leaves each node once per group, and all groups run at
-        the same time, so they share the node's network card.
+        the same time, so they share the node's network cards. A group with few members on a node
+        does not reach all of them.
         """
         groups = self.groups(axis)
-        nodes = [{cluster.node_of(d) for d in group} for group in groups]
-        if all(len(spanned) == 1 for spanned in nodes):
-            return axis_link(cluster.intra_node, False, 1)
-        per_node = max(
-            sum(node in spanned and len(spanned) > 1 for spanned in nodes)
-            for node in set().union(*nodes)
+        counts = [Counter(cluster.node_of(d) for d in group) for group in groups]
+        crossing = [count for count in counts if len(count) > 1]
+        size = self.shape[axis]
+        if not crossing:
+            return axis_link(cluster.intra_node, False, 1, size)
+        sharers = max(Counter(node for count in crossing for node in count).values())
+        members = max(max(count.values()) for count in crossing)
+        reached = members / min(cluster.inter_node.num_cards, cluster.devices_per_node)
+        nodes = max(len(count) for count in crossing)
+        between = axis_link(cluster.inter_node, True, max(sharers, 1 / reached), nodes)
+        if members == 1:
+            return between
+        inside = axis_link(cluster.intra_node, False, 1, members)
+        return replace(
+            between,
+            shares_compute=between.shares_compute or inside.shares_compute,
+            members=members,
+            inside=inside,
         )
-        return axis_link(cluster.inter_node, True, per_node)
 
 
-def axis_link(link: Link, crosses_nodes: bool, sharers: int) -> AxisLink:
-    """The figures of `link` when `sharers` groups use it at once."""
-    return AxisLink(
-        latency=link.latency_us * 1e-6,
-        seconds_per_byte=sharers / (link.bandwidth_gb_s * 1e9),
-        crosses_nodes=crosses_nodes,
-        shares_compute=link.shares_compute,
-    )
+def axis_link(link: Link, crosses_nodes: bool, sharers: float, size: int = 2) -> AxisLink:
+    """The figures of `link` when `sharers` groups use it at once.
+
+    `size` is the number of a group's members inside a node, or of its nodes between them.
+    """
+    latency, bandwidth = link.at(size)
+    return AxisLink(latency, sharers / bandwidth, crosses_nodes, link.shares_compute)

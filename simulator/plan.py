@@ -133,6 +133,10 @@ class Plan:
 
     def make_schedule(self) -> Schedule:
         """The schedule's actions for this plan's stages and microbatches."""
+        return self._made_schedule
+
+    @cached_property
+    def _made_schedule(self) -> Schedule:
         return schedule_by_name(self.schedule, len(self.stages), self.num_microbatches)
 
     def check(self, graph: OperatorGraph) -> None:

@@ -1,16 +1,14 @@
 """Resharding: how a tensor gets from one placement to another, one mesh axis at a time.
 
 A step changes what one axis does to the tensor. Which steps there are is the table `TRANSITIONS`;
-a conversion is the cheapest path of steps, found by Dijkstra's
-algorithm over the placements of the
-tensor. The simulator prices that path and the executor runs it. Backward is the same algebra: the
-gradient goes from how the consumer makes it to how the producer needs it, so every forward step
-has its adjoint on the way back (an all-gather a reduce-scatter, and so on).
+a conversion is the cheapest path of steps, found by Dijkstra's algorithm over the placements of
+the tensor. The simulator prices that path and the executor runs it. Backward is the same algebra:
+the gradient goes from how the consumer makes it to how the producer needs it, so every forward
+step has its adjoint on the way back (an all-gather a reduce-scatter, and so on).
 
 Shards are nested in axis order, so a step may touch a factor only on the innermost axis that
-shards
-it: the pieces are contiguous there. The paths take care of that by themselves (gather the inner
-axis first, say), and find hierarchical all-reduces for the same reason.
+shards it: the pieces are contiguous there. The paths take care of that by themselves (gather the
+inner axis first, say), and find hierarchical all-reduces for the same reason.
 """
 
 from __future__ import annotations
@@ -173,6 +171,8 @@ def shared_resharder(shape: tuple[int, ...], links: tuple[AxisLink, ...]) -> Res
 def link_mask(link: AxisLink) -> int:
     """The resources that a transfer over `link` occupies, as bits."""
     own = INTER_NODE if link.crosses_nodes else INTRA_NODE
+    if link.inside is not None:
+        own |= INTRA_NODE
     return own | (COMPUTE if link.shares_compute else 0)
 
 
