@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.lifetimes import Use
-from stratagem.simulator.memory import situations
+from stratagem.simulator.memory import MemoryTimeline, situations
+from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
 from stratagem.simulator.plan import Choice, Plan, Stage
@@ -196,3 +198,42 @@ def test_situations_cover_every_moment(name: str) -> None:
         assert {s.stage for s in found} == {rank}
         most = max(h.waiting for s in found for h in s.held)
         assert most == (7 if name == "gpipe" else 3 - rank)
+
+
+class TestPlot:
+    def test_a_panel_a_rank_and_a_colour_a_use(self, tmp_path: Path) -> None:
+        graph = small_gpt()
+        plan = plan_of(graph, replicated(graph.microbatch(4), (2,)), 2, 4, "1f1b", 2)
+        simulation = simulate_plan(plan, graph, COSTS)
+        curves = [simulation.memory_timeline(rank) for rank in range(2)]
+        figure = plot_memory(curves, tmp_path / "memory.png")
+        assert (tmp_path / "memory.png").stat().st_size > 5_000
+        assert [panel.get_title(loc="left").split(":")[0] for panel in figure.axes] == [
+            "rank 0",
+            "rank 1",
+        ]
+        shown = {text.get_text() for text in figure.legends[0].get_texts()}
+        assert {"parameters", "activations", "tensors in use"} <= shown
+
+    def test_too_much_is_said_by_how_much(self) -> None:
+        times = np.array([0, 10], dtype=np.int64)
+        nbytes = np.zeros((len(Use), 2), dtype=np.int64)
+        nbytes[3] = 3 * 2**30
+        figure = plot_memory([MemoryTimeline("rank 0", times, nbytes, 2 * 2**30)])
+        title = figure.axes[0].get_title(loc="left")
+        assert title == "rank 0: peak 3.00 of 2 GiB, 1.00 GiB too much"
+
+    def test_long_curves_keep_their_peak(self) -> None:
+        size = 100_000
+        nbytes = np.zeros((len(Use), size), dtype=np.int64)
+        nbytes[0] = np.random.default_rng(0).integers(0, 2**30, size)
+        nbytes[0, 54_321] = 2**31
+        timeline = MemoryTimeline("rank 0", np.arange(size, dtype=np.int64), nbytes, 2**32)
+        drawn = plot_memory([timeline]).axes[0].collections[0]
+        heights = drawn.get_paths()[0].vertices[:, 1]
+        assert heights.max() == 2.0
+        assert heights.size < 20_000
+
+    def test_nothing_to_draw(self) -> None:
+        with pytest.raises(ValueError, match="0 memory timelines"):
+            plot_memory([])

@@ -44,6 +44,7 @@ _HOMES = {
     "describe": "stratagem.simulator.describe",
     "execute": "stratagem.face",
     "local_cluster": "stratagem.face",
+    "plot_memory": "stratagem.simulator.memory_plot",
     "plot_timelines": "stratagem.simulator.plot",
     "profile": "stratagem.face",
     "search": "stratagem.face",
