@@ -35,6 +35,7 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.training import Training
 
 REPEATS = 15
@@ -133,10 +134,10 @@ class Stopwatch:
 
 PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "table": ((TableBuilder, "__init__"), (TableBuilder, "build")),
-    "blocks": ((simulation, "stage_blocks"),),
+    "blocks": ((StageShapes, "blocks"),),
     "macro": ((simulation, "macro_graph"), (Plan, "make_schedule")),
     "play": ((simulation, "macro_durations"), (simulation, "simulate")),
-    "memory": ((simulation, "stage_lifetimes"), (simulation, "rank_memory")),
+    "memory": ((StageShapes, "lifetimes"), (simulation, "rank_memory")),
 }
 """The functions of each part, timed where `simulate_plan` calls them."""
 

@@ -9,13 +9,11 @@ import numpy as np
 
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks
-from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import Edge, OperatorGraph
-from stratagem.simulator.lifetimes import stage_lifetimes
 from stratagem.simulator.memory import situations
 from stratagem.simulator.pipeline import SEND, SEND_BACK, TIE, macro_graph
 from stratagem.simulator.placement import Placements
@@ -25,6 +23,7 @@ from stratagem.simulator.rows import Timed
 from stratagem.simulator.schedule import Schedule, schedule_by_name
 from stratagem.simulator.segments import recomputed_operators
 from stratagem.simulator.simulation import crossing_edges, crossing_ties, stage_pairs
+from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.training import Training
 
 
@@ -117,7 +116,8 @@ def make_problem(
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
         tables.append(builder.build(inside, {i: choices[i] for i in inside}))
-    blocks = [stage_blocks(table, bucket_bytes=options.bucket_bytes) for table in tables]
+    shapes = StageShapes(bucket_bytes=options.bucket_bytes)
+    blocks = [shapes.blocks(table) for table in tables]
     edges = [
         (edge, _price(edge, small, stage_of, builders, choices, cluster))
         for edge in crossing_edges(stage_of, small)
@@ -161,7 +161,7 @@ def make_problem(
         capacities=capacities,
         bucket_bytes=options.bucket_bytes,
         blocks=flat_blocks,
-        tensors=_flat_tensors(tables, edges, stage_of, small),
+        tensors=_flat_tensors(tables, edges, stage_of, small, shapes),
         ranks=ranks,
         crossings=crossings,
         arrivals=arrivals,
@@ -299,6 +299,7 @@ def _flat_tensors(
     crossing: Sequence[tuple[Edge, BoundaryRow]],
     stage_of: Mapping[str, int],
     graph: OperatorGraph,
+    shapes: StageShapes,
 ) -> tuple[IntArray, ...]:
     """The tensors of all stages as the kernels take them."""
     columns: list[tuple[IntArray, ...]] = []
@@ -310,7 +311,7 @@ def _flat_tensors(
             for edge, boundary in crossing
             if stage_of[graph.operators[edge.consumer].name] == s
         }
-        lifetimes = stage_lifetimes(table, arriving)
+        lifetimes = shapes.lifetimes(table, arriving)
         base, *others = lifetimes.columns()
         columns.append((base + size, *others))
         pool.append(lifetimes.pool)

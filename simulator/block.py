@@ -13,7 +13,9 @@ so a change of choice is a change of a few durations. Which tasks there are is s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,7 +50,8 @@ class Block:
 
     `base` is for the last microbatch of a step, `inner_base` for all before it, which neither
     update parameters nor (below ZeRO-2) reduce gradients. Pool entry 0 is "nothing to do". `first`
-    and `second` are operator indices of the graph; `stride` is 0 where `second` does not count.
+    and `second` are operator indices of the graph, `operators` its names; `second_stride` is 0
+    where `second` does not count. `labels` name the tasks, ``{0}`` and ``{1}`` being the two.
     """
 
     successor_offsets: IntArray
@@ -60,8 +63,20 @@ class Block:
     stride: IntArray
     second: IntArray
     second_stride: IntArray
-    names: tuple[str, ...]
+    labels: tuple[str, ...]
     kinds: tuple[TaskKind, ...]
+    operators: tuple[str, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tasks."""
+        ends = zip(self.labels, self.first.tolist(), self.second.tolist(), strict=True)
+        operators = self.operators
+        return tuple(label.format(operators[i], operators[j]) for label, i, j in ends)
+
+    def moved(self, by: int) -> Block:
+        """The same block for equal operators that stand `by` places further on in the graph."""
+        return replace(self, first=self.first + by, second=self.second + by)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +93,20 @@ class StageBlocks:
     weight_backward: Block | None
     pool_ns: IntArray
     pool_mask: IntArray
+
+    def moved(self, by: int) -> StageBlocks:
+        """The blocks of a stage of equal operators, `by` places further on in the graph."""
+        parts = [
+            None if block is None else block.moved(by)
+            for block in (self.input_backward, self.weight_backward)
+        ]
+        return replace(
+            self,
+            forward=self.forward.moved(by),
+            backward=self.backward.moved(by),
+            input_backward=parts[0],
+            weight_backward=parts[1],
+        )
 
     def task_graph(self, block: Block, choices: IntArray, *, last: bool) -> TaskGraph:
         """The block as a task graph, under `choices` (per operator of the graph)."""
@@ -124,23 +153,34 @@ class Pool:
         return np.concatenate(self._ns), np.concatenate(self._mask)
 
 
-@dataclass
-class Draft:
-    """A block while it is being built: tasks in order, and their predecessors."""
+class _Task(NamedTuple):
+    """A task of a block that is being built."""
 
-    base: list[int] = field(default_factory=list)
-    inner_base: list[int] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    second: list[int] = field(default_factory=list)
-    stride: list[int] = field(default_factory=list)
-    second_stride: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    kinds: list[TaskKind] = field(default_factory=list)
-    predecessors: list[tuple[int, ...]] = field(default_factory=list)
+    label: str
+    kind: TaskKind
+    first: int
+    stride: int
+    second: int
+    second_stride: int
+    base: int
+    inner_base: int
+    predecessors: Sequence[int]
+
+
+class Draft:
+    """A block while it is being built: tasks in order, and their predecessors.
+
+    Args:
+        operators: the names of the graph's operators.
+    """
+
+    def __init__(self, operators: tuple[str, ...]) -> None:
+        self._operators = operators
+        self._tasks: list[_Task] = []
 
     def operator_task(
         self,
-        name: str,
+        label: str,
         kind: TaskKind,
         operator: int,
         base: int,
@@ -148,11 +188,14 @@ class Draft:
         inner_base: int | None = None,
     ) -> int:
         """Add a task whose duration one operator's choice decides."""
-        return self._add(name, kind, (operator, 1), (operator, 0), base, predecessors, inner_base)
+        inner = base if inner_base is None else inner_base
+        task = _Task(label, kind, operator, 1, operator, 0, base, inner, predecessors)
+        self._tasks.append(task)
+        return len(self._tasks) - 1
 
     def pair_task(
         self,
-        name: str,
+        label: str,
         kind: TaskKind,
         pair: tuple[int, int],
         width: int,
@@ -161,50 +204,30 @@ class Draft:
         inner_base: int | None = None,
     ) -> int:
         """Add a task whose duration two operators decide; the second has `width` choices."""
-        first, second = (pair[0], width), (pair[1], 1)
-        return self._add(name, kind, first, second, base, predecessors, inner_base)
-
-    def _add(
-        self,
-        name: str,
-        kind: TaskKind,
-        first: tuple[int, int],
-        second: tuple[int, int],
-        base: int,
-        predecessors: Sequence[int],
-        inner_base: int | None,
-    ) -> int:
-        self.names.append(name)
-        self.kinds.append(kind)
-        self.first.append(first[0])
-        self.stride.append(first[1])
-        self.second.append(second[0])
-        self.second_stride.append(second[1])
-        self.base.append(base)
-        self.inner_base.append(base if inner_base is None else inner_base)
-        self.predecessors.append(tuple(predecessors))
-        return len(self.base) - 1
+        inner = base if inner_base is None else inner_base
+        task = _Task(label, kind, pair[0], width, pair[1], 1, base, inner, predecessors)
+        self._tasks.append(task)
+        return len(self._tasks) - 1
 
     def finish(self) -> Block:
         """Flat arrays, successors in ascending order."""
-        counts = _int64([len(before) for before in self.predecessors])
-        sources = _int64([source for before in self.predecessors for source in before])
+        label, kind, *columns, before = zip(*self._tasks, strict=True)
+        first, stride, second, second_stride, base, inner_base = np.array(columns, dtype=np.int64)
+        counts = np.array([len(each) for each in before], dtype=np.int64)
+        sources = np.array([source for each in before for source in each], dtype=np.int64)
         by_source = np.argsort(sources, kind="stable")
-        leaving = np.bincount(sources, minlength=len(counts))
+        leaving = np.bincount(sources, minlength=counts.size)
         return Block(
             successor_offsets=np.concatenate([[0], np.cumsum(leaving)]).astype(np.int64),
-            successors=np.repeat(np.arange(len(counts)), counts)[by_source],
+            successors=np.repeat(np.arange(counts.size), counts)[by_source],
             num_predecessors=counts,
-            base=_int64(self.base),
-            inner_base=_int64(self.inner_base),
-            first=_int64(self.first),
-            stride=_int64(self.stride),
-            second=_int64(self.second),
-            second_stride=_int64(self.second_stride),
-            names=tuple(self.names),
-            kinds=tuple(self.kinds),
+            base=base,
+            inner_base=inner_base,
+            first=first,
+            stride=stride,
+            second=second,
+            second_stride=second_stride,
+            labels=label,
+            kinds=kind,
+            operators=self._operators,
         )
-
-
-def _int64(values: Sequence[int]) -> IntArray:
-    return np.array(values, dtype=np.int64)

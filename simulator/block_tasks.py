@@ -62,7 +62,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         graph = self.table.graph
-        self.names = [operator.name for operator in graph.operators]
+        self.names = tuple(operator.name for operator in graph.operators)
         self.incoming: dict[int, list[int]] = {}
         for k, edge in enumerate(self.table.edges):
             self.incoming.setdefault(edge.consumer, []).append(k)
@@ -70,7 +70,7 @@ class _Writer:
 
     def forward(self) -> Block:
         """Every operator's forward pass, conversions between, gathers ahead."""
-        draft = Draft()
+        draft = Draft(self.names)
         done: dict[int, list[int]] = {}
         gathers = _Prefetch(self, draft)
         for i in self.table.operators:
@@ -78,9 +78,10 @@ class _Writer:
             arrivals: list[list[int]] = [[] for _ in range(pieces)]
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self._edge_row(k)
-                name = f"{self.names[edge.producer]} → {self.names[i]}"
                 made = row.made_forward, row.read_forward
-                tasks = self._conversion(draft, k, name, row.forward, made, done[edge.producer])
+                tasks = self._conversion(
+                    draft, k, "{0} → {1}", row.forward, made, done[edge.producer]
+                )
                 _arrive(arrivals, first, tasks)
             done[i] = self._passes(
                 draft, i, "forward", TaskKind.FORWARD, self._row(i).forward, first, arrivals
@@ -90,7 +91,7 @@ class _Writer:
 
     def backward(self, passes: Callable[[OperatorRow], Timed], *, parameters: bool) -> Block:
         """Every operator's backward pass, what it recomputes, and what `parameters` end in."""
-        draft = Draft()
+        draft = Draft(self.names)
         done: dict[int, list[int]] = {}
         again: dict[int, int] = {}
         returned: dict[int, list[tuple[list[int], list[int]]]] = {}
@@ -116,9 +117,8 @@ class _Writer:
             gathers.ran(i, done[i][-1])
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self._edge_row(k)
-                name = f"{self.names[edge.producer]} ← {self.names[i]}"
                 made = row.made_backward, row.read_backward
-                tasks = self._conversion(draft, k, name, row.backward, made, done[i])
+                tasks = self._conversion(draft, k, "{0} ← {1}", row.backward, made, done[i])
                 returned.setdefault(edge.producer, []).append(tasks)
         if parameters:
             self._parameters(draft, {i: tasks[-1] for i, tasks in done.items()})
@@ -126,13 +126,13 @@ class _Writer:
 
     def weight_backward(self) -> Block:
         """The gradients of parameters, and what they end in."""
-        draft = Draft()
+        draft = Draft(self.names)
         done: dict[int, int] = {}
         for i in reversed(self.table.operators):
             row = self._row(i)
             whole = self._whole(i, row.weight_gradient, row.pieces)
             done[i] = draft.operator_task(
-                f"{self.names[i]} weight gradient",
+                "{0} weight gradient",
                 TaskKind.BACKWARD,
                 i,
                 self.pool.add(whole),
@@ -159,8 +159,8 @@ class _Writer:
         for j, arrived in enumerate(arrivals):
             part = self._part(timed, j, pieces, pieces > j)
             before = [*(first if j == 0 else tasks[-1:]), *arrived]
-            name = f"{self.names[i]} {what}" + (f", piece {j + 1}" if j else "")
-            tasks.append(draft.operator_task(name, kind, i, self.pool.add(part), before))
+            label = f"{{0}} {what}" + (f", piece {j + 1}" if j else "")
+            tasks.append(draft.operator_task(label, kind, i, self.pool.add(part), before))
         return tasks
 
     def _conversion(
@@ -212,10 +212,10 @@ class _Writer:
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self._edge_row(k)
             made = [again[edge.producer]] if edge.producer in again else []
-            name = f"{self.names[edge.producer]} → {self.names[i]} again"
-            before.append(self._pair(draft, k, name, 0, row.recompute, [*made, *gate]))
+            label = "{0} → {1} again"
+            before.append(self._pair(draft, k, label, 0, row.recompute, [*made, *gate]))
         return draft.operator_task(
-            f"{self.names[i]} recompute",
+            "{0} recompute",
             TaskKind.RECOMPUTE,
             i,
             self.pool.add(self._row(i).recompute),
@@ -242,7 +242,7 @@ class _Writer:
         full: Sequence[int],
         done: Mapping[int, int],
     ) -> None:
-        name, row, ties = self.names[i], self._row(i), self.table.ties
+        row, ties = self._row(i), self.table.ties
         tied = [k for k, (owner, _) in enumerate(ties) if owner == i]
         added = [done[ties[k][1]] for k in tied]
         arrived = [
@@ -250,15 +250,15 @@ class _Writer:
         ]
         sync = self._sync(draft, i, before, [*full, *added])
         update = draft.operator_task(
-            f"{name} update", TaskKind.UPDATE, i, self.pool.add(row.update), [sync, *arrived], 0
+            "{0} update", TaskKind.UPDATE, i, self.pool.add(row.update), [sync, *arrived], 0
         )
         publish = self.pool.add(row.publish)
-        draft.operator_task(f"{name} publish", TaskKind.GRADIENT_SYNC, i, publish, [update], 0)
+        draft.operator_task("{0} publish", TaskKind.GRADIENT_SYNC, i, publish, [update], 0)
         for k in tied:
             self._tie(draft, k, self.table.tie_rows[k].publish, [update])
 
     def _sync(self, draft: Draft, i: int, before: int | None, after: Sequence[int]) -> int:
-        name, kind, row = f"{self.names[i]} sync", TaskKind.GRADIENT_SYNC, self._row(i)
+        kind, row = TaskKind.GRADIENT_SYNC, self._row(i)
         if self.bucket_bytes:
             row_before = None if before is None else self._row(before)
             saved = _shared_latency(row_before, row)
@@ -267,9 +267,9 @@ class _Writer:
             sync, each = row.sync, row.each_sync
         bases = self.pool.add(sync), self.pool.add(each)
         if before is None or not self.bucket_bytes:
-            return draft.operator_task(name, kind, i, bases[0], after, bases[1])
+            return draft.operator_task("{0} sync", kind, i, bases[0], after, bases[1])
         width = len(row.choices)
-        return draft.pair_task(name, kind, (before, i), width, bases[0], after, bases[1])
+        return draft.pair_task("{1} sync", kind, (before, i), width, bases[0], after, bases[1])
 
     def _buckets(self) -> list[list[int]]:
         """The operators by bucket, in the order in which their gradients are made."""
@@ -291,7 +291,7 @@ class _Writer:
     def _tie(self, draft: Draft, k: int, timed: Timed, before: Sequence[int]) -> int:
         owner, user = self.table.ties[k]
         return draft.pair_task(
-            f"{self.names[owner]} ↔ {self.names[user]}",
+            "{0} ↔ {1}",
             TaskKind.GRADIENT_SYNC,
             (owner, user),
             len(self._row(user).choices),
@@ -343,8 +343,7 @@ class _Prefetch:
         self._made.add(i)
         released = self._ran[-PREFETCH:][:1] if len(self._ran) >= PREFETCH else []
         base = writer.pool.add(writer.table.row(i).gather)
-        name = f"{writer.names[i]} gather"
-        return [self._draft.operator_task(name, TaskKind.GRADIENT_SYNC, i, base, released)]
+        return [self._draft.operator_task("{0} gather", TaskKind.GRADIENT_SYNC, i, base, released)]
 
     def ran(self, i: int, task: int) -> None:
         """Note that an operator has its pass at `task`."""

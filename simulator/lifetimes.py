@@ -16,7 +16,7 @@ so that the search reads the same table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -70,6 +70,10 @@ class Lifetimes:
         where = self.base + choices[self.first] * self.stride
         found: IntArray = self.pool[where + choices[self.second] * self.second_stride]
         return found
+
+    def moved(self, by: int) -> Lifetimes:
+        """The tensors of a stage of equal operators, `by` places further on in the graph."""
+        return replace(self, first=self.first + by, second=self.second + by, owner=self.owner + by)
 
     def columns(self) -> tuple[IntArray, ...]:
         """The arrays in the order in which the kernels of the search take them."""

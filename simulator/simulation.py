@@ -9,13 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.simulator.block import RESOURCE_NAMES, Block, StageBlocks
-from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.graph import Edge, OperatorGraph
-from stratagem.simulator.lifetimes import stage_lifetimes
 from stratagem.simulator.memory import (
     PASS_OF,
     DeviceMemory,
@@ -41,6 +39,7 @@ from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
+from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
 
@@ -157,7 +156,10 @@ def plan_model(
         (edge, _boundary(edge, plan, small, builders))
         for edge in crossing_edges(plan.stage_of, small)
     )
-    stages = [_stage(s, plan, small, builders[s], boundaries) for s in range(len(builders))]
+    shapes = StageShapes(bucket_bytes=plan.bucket_bytes)
+    stages = [
+        _stage(s, plan, small, builders[s], boundaries, shapes) for s in range(len(builders))
+    ]
     ties = _ties(plan, small, builders)
     pairs = stage_pairs([e for e, _ in boundaries], plan.stage_of, small)
     meshes = [stage.mesh for stage in plan.stages]
@@ -176,6 +178,7 @@ def _stage(
     graph: OperatorGraph,
     builder: TableBuilder,
     boundaries: Sequence[tuple[Edge, BoundaryRow]],
+    shapes: StageShapes,
 ) -> StageModel:
     """One stage under the plan's choices."""
     stage = plan.stages[s]
@@ -183,14 +186,14 @@ def _stage(
     choices = {i: (stage.choices[graph.operators[i].name],) for i in operators}
     table = builder.build(operators, choices)
     arriving = {e: row.received_bytes for e, row in boundaries if e.consumer in table.row_of}
-    lifetimes = stage_lifetimes(table, arriving)
+    lifetimes = shapes.lifetimes(table, arriving)
     tensors = StageTensors(
         s,
         lifetimes,
         lifetimes.bytes_under(np.zeros(len(graph.operators), dtype=np.int64)),
         tuple(operator.name for operator in graph.operators),
     )
-    return StageModel(builder, table, stage_blocks(table, bucket_bytes=plan.bucket_bytes), tensors)
+    return StageModel(builder, table, shapes.blocks(table), tensors)
 
 
 def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[Edge, ...]:

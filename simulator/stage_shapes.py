@@ -1,0 +1,90 @@
+"""Equal stages: what a stage's blocks and tensors look like is worked out once for each shape.
+
+Two stages have one shape when their operators, edges and ties are equal, one by one, and have the
+same rows of the cost table; they then differ in where their operators stand in the graph only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stratagem.simulator.block import StageBlocks
+from stratagem.simulator.block_tasks import stage_blocks
+from stratagem.simulator.cost_table import CostTable
+from stratagem.simulator.graph import Edge
+from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.segments import segments_of
+
+
+@dataclass(eq=False)
+class StageShapes:
+    """Builds blocks and lifetimes, each shape once.
+
+    `split` and `bucket_bytes` are those of `stage_blocks`.
+    """
+
+    split: bool = False
+    bucket_bytes: int = 0
+    _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
+    _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
+
+    def blocks(self, table: CostTable) -> StageBlocks:
+        """The blocks of a stage."""
+        key = _shape(table)
+        if key not in self._blocks:
+            made = stage_blocks(table, split=self.split, bucket_bytes=self.bucket_bytes)
+            self._blocks[key] = table, made
+        first, blocks = self._blocks[key]
+        return blocks.moved(table.operators[0] - first.operators[0])
+
+    def lifetimes(self, table: CostTable, arriving: Mapping[Edge, IntArray]) -> Lifetimes:
+        """The tensors of a stage to which `arriving` bytes come from other stages."""
+        base = table.operators[0]
+        key = (
+            _shape(table),
+            _leaving(table),
+            tuple(
+                # A producer in another stage stands for itself: its choices price the arrival.
+                (edge.producer - base, edge.consumer - base, edge.slot, nbytes.tobytes())
+                for edge, nbytes in arriving.items()
+            ),
+        )
+        if key not in self._lifetimes:
+            self._lifetimes[key] = table, stage_lifetimes(table, arriving, split=self.split)
+        first, lifetimes = self._lifetimes[key]
+        return lifetimes.moved(base - first.operators[0])
+
+
+def _shape(table: CostTable) -> tuple[Any, ...]:
+    """What equal stages have in common; rows are told apart by identity."""
+    base = table.operators[0]
+    segments: tuple[int, ...] = ()
+    if any(row.recomputes.any() for row in table.rows):
+        segment = segments_of(table.graph)
+        segments = tuple(segment[i] - base for i in table.operators)
+    return (
+        segments,
+        tuple((i - base, id(table.row(i))) for i in table.operators),
+        tuple(
+            (e.producer - base, e.output, e.consumer - base, e.slot, id(table.edge_rows[row]))
+            for e, row in zip(table.edges, table.edge_row_of, strict=True)
+        ),
+        tuple(
+            (i - base, j - base, id(row))
+            for (i, j), row in zip(table.ties, table.tie_rows, strict=True)
+        ),
+    )
+
+
+def _leaving(table: CostTable) -> tuple[tuple[int, int], ...]:
+    """Which results other stages read, and how often."""
+    inside = set(table.operators)
+    base = table.operators[0]
+    return tuple(
+        (edge.producer - base, edge.output)
+        for edge in table.graph.edges
+        if edge.producer in inside and edge.consumer not in inside
+    )
