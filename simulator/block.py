@@ -137,12 +137,12 @@ class Pool:
 
     def add(self, timed: Timed) -> int:
         """Append a row and return where it begins; 0 when it never has anything to do."""
-        if not timed.ns.any():
-            return 0
-        base = self._size
         if id(timed) in self._seen:
             return self._seen[id(timed)][1]
+        base = self._size if timed.ns.any() else 0
         self._seen[id(timed)] = (timed, base)
+        if base == 0:
+            return 0
         self._ns.append(timed.ns.ravel())
         self._mask.append(timed.mask.ravel())
         self._size += timed.ns.size

@@ -61,8 +61,6 @@ class _Writer:
     _parts: dict[tuple[int, int, str], Timed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        graph = self.table.graph
-        self.names = tuple(operator.name for operator in graph.operators)
         self.incoming: dict[int, list[int]] = {}
         for k, edge in enumerate(self.table.edges):
             self.incoming.setdefault(edge.consumer, []).append(k)
@@ -70,7 +68,7 @@ class _Writer:
 
     def forward(self) -> Block:
         """Every operator's forward pass, conversions between, gathers ahead."""
-        draft = Draft(self.names)
+        draft = Draft(self.table.graph.names)
         done: dict[int, list[int]] = {}
         gathers = _Prefetch(self, draft)
         for i in self.table.operators:
@@ -91,7 +89,7 @@ class _Writer:
 
     def backward(self, passes: Callable[[OperatorRow], Timed], *, parameters: bool) -> Block:
         """Every operator's backward pass, what it recomputes, and what `parameters` end in."""
-        draft = Draft(self.names)
+        draft = Draft(self.table.graph.names)
         done: dict[int, list[int]] = {}
         again: dict[int, int] = {}
         returned: dict[int, list[tuple[list[int], list[int]]]] = {}
@@ -126,7 +124,7 @@ class _Writer:
 
     def weight_backward(self) -> Block:
         """The gradients of parameters, and what they end in."""
-        draft = Draft(self.names)
+        draft = Draft(self.table.graph.names)
         done: dict[int, int] = {}
         for i in reversed(self.table.operators):
             row = self._row(i)
@@ -154,10 +152,13 @@ class _Writer:
         arrivals: Sequence[Sequence[int]],
     ) -> list[int]:
         """A task for each piece that an operator's pass may have, one after the other."""
+        if len(arrivals) == 1:
+            before = [*first, *arrivals[0]]
+            return [draft.operator_task(f"{{0}} {what}", kind, i, self.pool.add(timed), before)]
         tasks: list[int] = []
         pieces = self._row(i).pieces
         for j, arrived in enumerate(arrivals):
-            part = self._part(timed, j, pieces, pieces > j)
+            part = self._part(timed, j, pieces > j)
             before = [*(first if j == 0 else tasks[-1:]), *arrived]
             label = f"{{0}} {what}" + (f", piece {j + 1}" if j else "")
             tasks.append(draft.operator_task(label, kind, i, self.pool.add(part), before))
@@ -175,14 +176,16 @@ class _Writer:
         """Tasks of a conversion: in the pieces of what makes the tensor, and of what reads it."""
         by_maker, by_reader = pieces
         last = len(made) - 1
+        if last == 0 and self._edge_row(k).is_whole:
+            return [self._pair(draft, k, name, 0, timed, made)], []
         ours: list[int] = []
         for j, task in enumerate(made):
             active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
-            part = self._part(timed, j - len(made), by_maker, active)
+            part = self._part(timed, j - len(made), active)
             ours.append(self._pair(draft, k, name, j, part, [task]))
         theirs: list[int] = []
         for j in range(int(by_reader.max())):
-            part = self._part(timed, j, by_reader, by_reader > j)
+            part = self._part(timed, j, by_reader > j)
             theirs.append(self._pair(draft, k, name, j, part, ours[-1:]))
         return ours, theirs
 
@@ -309,12 +312,10 @@ class _Writer:
         return self.table.edge_rows[self.table.edge_row_of[k]]
 
     def _num_pieces(self, i: int) -> int:
-        return int(self._row(i).pieces.max())
+        return self._row(i).most_pieces
 
-    def _part(self, timed: Timed, j: int, pieces: IntArray, active: BoolArray) -> Timed:
-        """One piece of a row: `timed` where it is `active`; rows in one piece as they are."""
-        if pieces.min() == pieces.max() == 1:
-            return timed
+    def _part(self, timed: Timed, j: int, active: BoolArray) -> Timed:
+        """One piece of a row: `timed` where it is `active`."""
         key = (id(timed), j, "part")
         if key not in self._parts:
             self._parts[key] = timed.where(active)

@@ -192,6 +192,11 @@ class OperatorGraph:
             )
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operators, in order."""
+        return tuple(operator.name for operator in self.operators)
+
+    @cached_property
     def index(self) -> dict[str, int]:
         """Position of each operator, by name."""
         return {operator.name: i for i, operator in enumerate(self.operators)}

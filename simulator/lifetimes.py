@@ -122,6 +122,8 @@ class _Writer:
     pool: list[IntArray] = field(default_factory=list)
     _size: int = 0
     _seen: dict[bytes, int] = field(default_factory=dict)
+    _split: dict[tuple[int, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    _known: dict[int, tuple[IntArray, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         table = self.table
@@ -143,13 +145,15 @@ class _Writer:
     def operator(self, i: int) -> None:
         """Results, what is kept inside, gradients, gathered parameters."""
         row, place, back = self.table.row(i), self.place[i], self._back(i)
-        keeps = self._keeps(i)
         for output, nbytes in enumerate(row.output_bytes):
             self._output(i, output, nbytes)
-        self._add(Use.ACTIVATIONS, i, np.where(keeps, row.own_bytes, 0), place, back)
         if i in self.triggers:
+            keeps = self._keeps(i)
             again = np.where(keeps, 0, row.own_bytes)
+            self._add(Use.ACTIVATIONS, i, np.where(keeps, row.own_bytes, 0), place, back)
             self._add(Use.RECOMPUTED, i, again, self._trigger(i), back)
+        else:
+            self._add(Use.ACTIVATIONS, i, row.own_bytes, place, back)
         self._add(Use.BUFFERS, i, row.gathered_bytes, max(0, place - PREFETCH), place)
         if self.table.graph.needs_gradient[i]:
             self._add(Use.TENSORS, i, row.input_gradient_bytes, back, back)
@@ -164,9 +168,11 @@ class _Writer:
         if back is None:
             self._add_pair(Use.BUFFERS, edge, nbytes, place, place)
             return
-        keeps = self._keeps(edge.consumer)[None, :]
-        self._add_pair(Use.ACTIVATIONS, edge, np.where(keeps, nbytes, 0), place, back)
-        if edge.consumer in self.triggers:
+        if edge.consumer not in self.triggers:
+            self._add_pair(Use.ACTIVATIONS, edge, nbytes, place, back)
+        else:
+            keeps = self._keeps(edge.consumer)[None, :]
+            self._add_pair(Use.ACTIVATIONS, edge, np.where(keeps, nbytes, 0), place, back)
             self._add_pair(Use.BUFFERS, edge, np.where(keeps, 0, nbytes), place, place)
             again = self._trigger(edge.consumer)
             self._add_pair(Use.RECOMPUTED, edge, np.where(keeps, 0, nbytes), again, back)
@@ -232,11 +238,8 @@ class _Writer:
         elif (alone := self._only_need(i, output)) is None:
             self._kept(i, None, nbytes, (place, last, kept), self._is_dropped(i, output))
         else:
-            converted = self.table.edge_rows[self._row_of[alone]].copy_bytes > 0
-            whole = np.broadcast_to(nbytes[:, None], converted.shape)
-            used = np.where(converted, whole, 0)
+            used, held = self._by_reader(alone, nbytes)
             self._add_pair(Use.TENSORS, alone, used, place, last)
-            held = np.where(converted, 0, whole)
             self._kept(i, alone, held, (place, last, kept), self._is_dropped(i, output))
         if self.table.graph.needs_gradient[i]:
             born = 2 * self.n - 1 - last
@@ -276,6 +279,16 @@ class _Writer:
         reads = [e for e in self.readers.get(i, ()) if e.output == output]
         needs = [e for e in reads if self._needed_until(e) is not None]
         return needs[0] if len(needs) == 1 else None
+
+    def _by_reader(self, edge: Edge, nbytes: IntArray) -> tuple[IntArray, IntArray]:
+        """Bytes that only forward needs, as the reader keeps a copy; and that backward needs."""
+        row = self.table.edge_rows[self._row_of[edge]]
+        key = id(nbytes), id(row)
+        if key not in self._split:
+            converted = row.copy_bytes > 0
+            whole = np.broadcast_to(nbytes[:, None], converted.shape)
+            self._split[key] = np.where(converted, whole, 0), np.where(converted, 0, whole)
+        return self._split[key]
 
     @cached_property
     def _row_of(self) -> dict[Edge, int]:
@@ -327,7 +340,7 @@ class _Writer:
         return self.n + self.triggers[i]
 
     def _weighs(self, i: int) -> bool:
-        return bool(self.table.row(i).weight_gradient.ns.any())
+        return self.table.row(i).weighs
 
     def _weight_place(self, i: int) -> int:
         """Where an operator's gradients of parameters are made."""
@@ -339,20 +352,28 @@ class _Writer:
         return ~self.table.row(i).recomputes
 
     def _add(self, use: Use, i: int, nbytes: IntArray, birth: int, death: int) -> None:
-        if nbytes.any():
+        base = self._base(nbytes)
+        if base >= 0:
             self.uses.append(use)
-            self.rows.append((self._base(nbytes), i, 1, i, 0, birth, death, i))
+            self.rows.append((base, i, 1, i, 0, birth, death, i))
 
     def _add_pair(self, use: Use, edge: Edge, nbytes: IntArray, birth: int, death: int) -> None:
-        if nbytes.any():
+        base = self._base(nbytes)
+        if base >= 0:
             self.uses.append(use)
             ends = (edge.producer, nbytes.shape[1], edge.consumer, 1)
-            self.rows.append((self._base(nbytes), *ends, birth, death, edge.consumer))
+            self.rows.append((base, *ends, birth, death, edge.consumer))
 
     def _base(self, nbytes: IntArray) -> int:
-        key = nbytes.tobytes()
-        if key not in self._seen:
-            self._seen[key] = self._size
-            self.pool.append(nbytes.ravel())
-            self._size += nbytes.size
-        return self._seen[key]
+        """Where a row of bytes begins in the pool; −1 for one without any."""
+        if id(nbytes) not in self._known:
+            base = -1
+            if nbytes.any():
+                key = nbytes.tobytes()
+                base = self._seen.setdefault(key, self._size)
+                if base == self._size:
+                    self.pool.append(nbytes.ravel())
+                    self._size += nbytes.size
+            # The row is kept too, so that no other gets its id.
+            self._known[id(nbytes)] = nbytes, base
+        return self._known[id(nbytes)][1]

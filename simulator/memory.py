@@ -155,13 +155,13 @@ class StageTensors:
         return int(self.at_place[which * n : (which + 1) * n].max())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeviceMemory:
     """Bytes per device of one rank at its peak.
 
     `state` is parameters, gradients and optimizer state; `activations` are those of all
     microbatches in flight, as many as `in_flight`; `working` is what comes on top while an
-    operator runs. `alive` lists everything, largest first.
+    operator runs.
     """
 
     state: int
@@ -169,7 +169,13 @@ class DeviceMemory:
     working: int
     in_flight: int
     capacity: int
-    alive: tuple[Alive, ...]
+    _tensors: Mapping[int, StageTensors]
+    _situation: Situation
+
+    @cached_property
+    def alive(self) -> tuple[Alive, ...]:
+        """Everything that is in memory at the peak, largest first."""
+        return _alive(self._tensors, self._situation)
 
     @property
     def peak(self) -> int:
@@ -216,7 +222,8 @@ def device_memory(
         working=totals[worst] - activations,
         in_flight=sum(held.waiting + held.late for held in waiting),
         capacity=capacity,
-        alive=_alive(tensors, situation),
+        _tensors=tensors,
+        _situation=situation,
     )
 
 

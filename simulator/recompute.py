@@ -27,7 +27,7 @@ class Triggers:
 
 def recompute_triggers(table: CostTable) -> Triggers:
     """The triggers of a stage; none where no choice recomputes."""
-    may = [i for i in table.operators if table.row(i).recomputes.any()]
+    may = [i for i in table.operators if table.row(i).may_recompute]
     if not may:
         return Triggers({}, {})
     segment = segments_of(table.graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -76,6 +77,21 @@ class OperatorRow:
         both: IntArray = (self.forward.ns + self.backward.ns) * self.pieces
         return both
 
+    @cached_property
+    def most_pieces(self) -> int:
+        """In how many pieces some choice runs."""
+        return int(self.pieces.max())
+
+    @cached_property
+    def weighs(self) -> bool:
+        """Whether gradients of parameters take time of their own."""
+        return bool(self.weight_gradient.ns.any())
+
+    @cached_property
+    def may_recompute(self) -> bool:
+        """Whether some choice recomputes the operator."""
+        return any(choice.recompute for choice in self.choices)
+
     @property
     def recomputes(self) -> BoolArray:
         """Which choices recompute the operator."""
@@ -102,6 +118,12 @@ class EdgeRow:
     read_backward: IntArray
     recompute: Timed
     copy_bytes: IntArray
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the conversion never runs in pieces."""
+        pieces = (self.made_forward, self.read_forward, self.made_backward, self.read_backward)
+        return all(int(count.max()) <= 1 for count in pieces)
 
     @property
     def both_ns(self) -> IntArray:

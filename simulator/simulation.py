@@ -191,7 +191,7 @@ def _stage(
         s,
         lifetimes,
         lifetimes.bytes_under(np.zeros(len(graph.operators), dtype=np.int64)),
-        tuple(operator.name for operator in graph.operators),
+        graph.names,
     )
     return StageModel(builder, table, shapes.blocks(table), tensors)
 

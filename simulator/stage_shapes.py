@@ -62,7 +62,7 @@ def _shape(table: CostTable) -> tuple[Any, ...]:
     """What equal stages have in common; rows are told apart by identity."""
     base = table.operators[0]
     segments: tuple[int, ...] = ()
-    if any(row.recomputes.any() for row in table.rows):
+    if any(row.may_recompute for row in table.rows):
         segment = segments_of(table.graph)
         segments = tuple(segment[i] - base for i in table.operators)
     return (
