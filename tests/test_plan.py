@@ -53,7 +53,7 @@ def test_a_plan_file_reads_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), 99, "has version 99, this program reads 1"),
+        (("version",), 99, "has version 99, this program reads 2"),
         (("training", "precision"), "float99", "no precision 'float99'"),
         (("training", "optimiser"), "adam", r"unknown field `\$.training.optimiser`"),
         (("num_microbatches",), "two", r"Expected `int`, got `str` - at `\$.num_microbatches`"),
@@ -107,9 +107,12 @@ def test_misspelt_choices_and_lost_operators_are_refused() -> None:
             parse_placement(text)
 
 
-def test_two_stages_do_not_share_a_device() -> None:
+def test_two_stages_share_all_devices_or_none() -> None:
     plan = a_plan()
-    with pytest.raises(ValueError, match="device 0 is in stage 0 and in stage 1"):
+    overlapping = replace(plan.stages[0], mesh=DeviceMesh((MeshAxis("node", 2),), (0, 2)))
+    with pytest.raises(ValueError, match="device 0 is in stage 0 and in stage 1, whose other"):
+        replace(plan, stages=(*plan.stages, overlapping))
+    with pytest.raises(ValueError, match="'gpipe' places 2 stages on 2 ranks, not on 1"):
         replace(plan, stages=(*plan.stages, plan.stages[0]))
 
 

@@ -8,20 +8,17 @@ import textwrap
 import pytest
 
 from stratagem.simulator.schedule import (
-    SCHEDULES,
     Action,
     ActionKind,
     Schedule,
-    gpipe,
     grid,
-    one_f_one_b,
     peak_in_flight,
-    schedule_by_name,
     validate,
 )
+from stratagem.simulator.schedules import gpipe, one_f_one_b, schedule_by_name
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 8), (4, 2), (4, 4), (4, 9), (8, 16), (12, 11)]
-every_name = pytest.mark.parametrize("name", SCHEDULES)
+every_name = pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 every_size = pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
 
 
@@ -80,7 +77,7 @@ class TestActions:
         "text", ["", "F0", "2F", "2G0", "-1F0", "2F0 ", "2f0", "2F0\n", "٢F0"]
     )
     def test_nonsense(self, text):
-        with pytest.raises(ValueError, match="is not an action: write stage, F or B, microbatch"):
+        with pytest.raises(ValueError, match="is not an action: write stage, F, B, I or W"):
             Action.parse(text)
 
 

@@ -20,6 +20,7 @@ from stratagem.simulator.costs import Direction, RooflineCosts
 from stratagem.simulator.graph import OperatorGraph, factors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.pipeline import NUM_KINDS
 from stratagem.simulator.placement import Pin, Replicate, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.simulation import block_times, plan_model, simulate_plan
@@ -142,7 +143,7 @@ def test_pipeline_of_equal_stages_has_the_papers_bubble(schedule: str) -> None:
     graph, stages, parts = mlp([64] * 9, batch=32), 4, 8
     model = plan_model(pipeline(graph, stages, parts, schedule), graph, COSTS)
     forward, backward = 1000, 2000
-    durations = np.zeros((6, model.macro.num_items), dtype=np.int64)
+    durations = np.zeros((NUM_KINDS, model.macro.num_items), dtype=np.int64)
     durations[0], durations[1], durations[2] = forward, backward, backward
     from stratagem.simulator.engine import simulate
 
