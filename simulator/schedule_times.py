@@ -80,12 +80,12 @@ class StageTimes:
         """
         given: PerStage = getattr(self, name)
         what = "transfers between stages" if name == "transfer" else "stages"
-        stages = [given] * count if isinstance(given, int) else list(given)
+        stages = list(given) if isinstance(given, Sequence) else [given] * count
         if len(stages) != count:
             raise ValueError(f"{name} has {len(stages)} times, but there are {count} {what}")
         found: list[int] = []
         for stage, time in enumerate(stages):
-            parts = [time] * slices if isinstance(time, int) else list(time)
+            parts = list(time) if isinstance(time, Sequence) else [time] * slices
             if len(parts) != slices:
                 raise ValueError(
                     f"{name} of stage {stage} has {len(parts)} times, but there are {slices} "

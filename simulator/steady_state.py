@@ -81,8 +81,8 @@ def steady_state(schedule: Schedule, times: StageTimes) -> SteadyState:
         times: ns of its stages.
 
     Raises:
-        ValueError: when the schedule is synchronous or not valid, nothing in it repeats, or nothing
-            takes any time.
+        ValueError: when the schedule is synchronous or not valid, nothing in it repeats, or
+            nothing takes any time.
     """
     if schedule.update_every is None:
         raise ValueError(
