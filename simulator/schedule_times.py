@@ -93,7 +93,7 @@ class StageTimes:
                 )
             found += parts
         for time in found:
-            if not isinstance(time, int) or time < 0:
+            if not isinstance(time, int | np.integer) or time < 0:
                 raise ValueError(f"{name} has the time {time!r}: times are whole ns, 0 or more")
         return np.array(found, dtype=np.int64)
 
