@@ -194,9 +194,11 @@ class Play:
                 source, target = self._macro.pairs[pair][:: 1 if kind == SEND else -1]
                 if end > start:
                     cut = f".{part}" if part else ""
-                    microbatch = f"microbatch {self._macro.microbatch[task]}{cut}"
-                    lane = lane_name(f"rank {self._macro.rank[task]}", f"to stage {target}")
-                    name = f"stage {source} ⇢ stage {target}, {microbatch}"
+                    microbatch = int(self._macro.microbatch[task])
+                    arrives = Action(target, ActionKind.FORWARD, microbatch, part)
+                    to = f"to rank {self.schedule.rank_of[arrives]}"
+                    lane = lane_name(f"rank {self._macro.rank[task]}", to)
+                    name = f"stage {source} ⇢ stage {target}, microbatch {microbatch}{cut}"
                     yield Row(name, TaskKind.COMMUNICATION, lane, start, end)
 
 

@@ -230,6 +230,21 @@ class TestPlay:
         plain = play_schedule(gpipe(2, 2), times).timeline
         assert plain.kinds.count(TaskKind.UPDATE) == 2
         assert plain.kinds.count(TaskKind.COMMUNICATION) == 4
+        assert set(plain.lanes) == {
+            "rank 0 · compute",
+            "rank 1 · compute",
+            "rank 0 · to rank 1",
+            "rank 1 · to rank 0",
+        }
+
+    def test_timelines_are_drawn(self) -> None:
+        from stratagem.simulator.plot import plot_timelines
+
+        times = StageTimes(10, 20, 10, 10, transfer=3, update=5, replica_sync=4)
+        schedules = (zb_h1(4, 6), chimera(4, 4), interleaved(4, 4, 2), terapipe(2, 2, 3))
+        timelines = [play_schedule(schedule, times).timeline for schedule in schedules]
+        titles = [ax.get_title(loc="left") for ax in plot_timelines(timelines).axes]
+        assert [title.split(":")[0] for title in titles] == [s.name for s in schedules]
 
     def test_stages_of_one_rank_send_nothing(self) -> None:
         schedule = Schedule.parse("rank 0: 0F0 1F0 1B0 0B0")

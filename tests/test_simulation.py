@@ -17,6 +17,7 @@ from stratagem.search.strategies import (
 )
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Direction, RooflineCosts
+from stratagem.simulator.describe import describe
 from stratagem.simulator.graph import OperatorGraph, factors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp
@@ -175,6 +176,7 @@ def test_stages_of_one_rank_take_turns() -> None:
         rows = np.flatnonzero(np.isin(timeline.lane, lanes))
         order = rows[np.argsort(timeline.start[rows], kind="stable")]
         assert (timeline.start[order][1:] >= timeline.end[order][:-1]).all()
+    assert "4 stages that take turns on 2 sets of" in " ".join(describe(simulation, graph).split())
     apart = simulate_plan(pipeline(graph, 4, 8, "1f1b"), graph, COSTS)
     assert apart.step_time < simulation.step_time < 2.2 * apart.step_time
 
