@@ -107,7 +107,7 @@ def make_problem(
         skeleton.schedule,
         len(skeleton.stages),
         skeleton.num_microbatches,
-        num_ranks=len({mesh.devices for mesh in skeleton.meshes}),
+        num_ranks=len({frozenset(mesh.devices) for mesh in skeleton.meshes}),
     )
     check_priced(schedule)
     builders = [
