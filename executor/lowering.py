@@ -25,12 +25,13 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         graph: the model at its whole batch.
 
     Raises:
-        ValueError: when the plan is not for `graph` (see `Plan.check`), its precision or one of
-            its options is not executed, the loss has no gradient, or a parameter is shared in a
-            way that is not executed (see `Weights`).
+        ValueError: when the plan is not for `graph` (see `Plan.check`), its precision, schedule or
+            one of its options is not executed, the loss has no gradient, or a parameter is shared
+            in a way that is not executed (see `Weights`).
     """
     plan.check(graph)
     _check_precision(plan)
+    _check_schedule(plan)
     _check_options(plan)
     context = Context(plan, graph, graph.microbatch(plan.num_microbatches))
     _check_loss(context)
@@ -70,6 +71,22 @@ def _check_options(plan: Plan) -> None:
         raise ValueError(
             f"plan {plan.name!r} reduces gradients in buckets of {plan.bucket_bytes} bytes, which "
             f"is simulated only; search with Options(bucket_bytes=0)"
+        )
+
+
+def _check_schedule(plan: Plan) -> None:
+    schedule = plan.make_schedule()
+    one_each = [(stage,) for stage in range(len(plan.stages))]
+    if (
+        schedule.splits_backward
+        or schedule.num_slices > 1
+        or schedule.update_every is not None
+        or [schedule.ranks_of(stage) for stage in range(len(plan.stages))] != one_each
+    ):
+        raise ValueError(
+            f"plan {plan.name!r} has schedule {plan.schedule!r}, which is simulated only; the "
+            "executor runs one stage on each set of devices, whole backwards of whole "
+            "microbatches and one update at the end: choose 1f1b or gpipe"
         )
 
 

@@ -21,7 +21,10 @@ from stratagem.simulator._kernels import simulate_tasks
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-FORWARD, BACKWARD, LAST_BACKWARD, SEND, SEND_BACK, TIE = range(6)
+FORWARD, BACKWARD, LAST_BACKWARD = range(3)
+"""Rows of the duration table that blocks fill, those of `simulator.pipeline`."""
+SEND = 6
+"""The first row of what joins blocks."""
 OVER_MEMORY = 4.0
 """Weight of the relative excess over the memory in the score of a plan that does not fit."""
 

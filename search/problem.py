@@ -15,12 +15,19 @@ from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import Edge, OperatorGraph
 from stratagem.simulator.memory import situations
-from stratagem.simulator.pipeline import SEND, SEND_BACK, TIE, macro_graph
+from stratagem.simulator.pipeline import (
+    NUM_KINDS,
+    TIE,
+    check_priced,
+    macro_graph,
+    transfer_kinds,
+)
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
-from stratagem.simulator.schedule import Schedule, schedule_by_name
+from stratagem.simulator.schedule import Schedule
+from stratagem.simulator.schedules import schedule_by_name
 from stratagem.simulator.segments import recomputed_operators
 from stratagem.simulator.simulation import crossing_edges, crossing_ties, stage_pairs
 from stratagem.simulator.stage_shapes import StageShapes
@@ -108,6 +115,13 @@ def make_problem(
     """Price every choice of every operator of a skeleton; `graph` is at its whole batch."""
     small = graph.microbatch(skeleton.num_microbatches)
     stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
+    schedule = schedule_by_name(
+        skeleton.schedule,
+        len(skeleton.stages),
+        skeleton.num_microbatches,
+        num_ranks=len({frozenset(mesh.devices) for mesh in skeleton.meshes}),
+    )
+    check_priced(schedule)
     builders = [
         TableBuilder(small, mesh, cluster, training, costs, memory) for mesh in skeleton.meshes
     ]
@@ -131,7 +145,9 @@ def make_problem(
         for edge, row in edges
         for stages in [_stages(stage_of, small, edge.producer, edge.consumer)]
         for item, tensor in [(pairs.index(stages), (edge.producer, edge.output))]
-        for kind, timed in ((SEND, row.forward), (SEND_BACK, row.backward))
+        for kind, timed in zip(
+            transfer_kinds(schedule, stages), (row.forward, row.backward), strict=True
+        )
     ]
     for item, (i, j, parameter) in enumerate(ties):
         ours, theirs = _stages(stage_of, small, i, j)
@@ -139,7 +155,6 @@ def make_problem(
         price = price_tie(home, user, parameter, cluster)
         crossing.append(_Crossing(TIE, item, i, j, price, (parameter, j), ()))
     crossing.sort(key=lambda c: (c.kind == TIE, repr(c.group)))
-    schedule = schedule_by_name(skeleton.schedule, len(tables), skeleton.num_microbatches)
     flat_blocks, crossings, arrivals = _flat_blocks(blocks, crossing)
     meshes = skeleton.meshes
     macro = macro_graph(
@@ -173,7 +188,7 @@ def make_problem(
             macro.item,
         ),
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
-        table=np.zeros((6, macro.num_items), dtype=np.int64),
+        table=np.zeros((NUM_KINDS, macro.num_items), dtype=np.int64),
     )
 
 

@@ -78,6 +78,10 @@ class Skeleton:
         return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"
 
 
+SCHEDULES = ("1f1b", "gpipe")
+"""Schedules that the search tries: one stage a rank, an update at the end of the step."""
+
+
 def operator_choices(
     graph: OperatorGraph,
     operator: Operator,
@@ -171,7 +175,15 @@ def skeletons(
 
     Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in
     order.
+
+    Raises:
+        ValueError: if the schedule is none of `SCHEDULES`.
     """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"the search has no schedule {schedule!r}: choose {' or '.join(SCHEDULES)}; a plan of "
+            "your own may have others"
+        )
     total = cluster.num_devices
     num_layers = sum(op.kind != "source" for op in graph.operators)
     for num_stages in range(1, min(max_stages, total, num_layers) + 1):

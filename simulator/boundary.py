@@ -93,7 +93,8 @@ def price_boundary(
     """Price an edge from an operator on the mesh of `source` to one on the mesh of `target`.
 
     Forward sums what is pending on the source mesh, then moves the tiles; backward sums the
-    gradient on the target mesh, then moves it back.
+    gradient on the target mesh, then moves it back. On one and the same mesh the tensor is
+    resharded as inside a stage, and kept twice only where the two stages differ.
     """
     graph = source.graph
     producer = graph.operators[edge.producer]
@@ -103,20 +104,19 @@ def price_boundary(
     itemsize = source.training.bytes_of(made.dtype)
     flows = graph.edge_needs_gradient(edge)
     shape = (len(ours), len(theirs))
+    moved = _resharding if source.mesh == target.mesh else _sending
     forward, backward, received = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
     for a, choice in enumerate(ours):
-        whole = _sum_seconds(source, sizes, itemsize, output_placements(made, choice.config))
+        there = output_placements(made, choice.config)
         needed = output_gradient_placements(made, choice.config)
-        back = local_elements(sizes, needed, source.mesh.shape) * itemsize
         for b, other in enumerate(theirs):
             wanted = input_placements(read, other.config)
-            nbytes = local_elements(sizes, wanted, target.mesh.shape) * itemsize
-            received[a, b] = nbytes
-            forward[a, b] = whole + transfer_seconds(nbytes, source.mesh, target.mesh, cluster)
+            if source.mesh != target.mesh or there != wanted:
+                received[a, b] = local_elements(sizes, wanted, target.mesh.shape) * itemsize
+            forward[a, b] = moved(source, target, sizes, itemsize, there, wanted, cluster)
             if flows:
                 grads = input_gradient_placements(read, other.config)
-                backward[a, b] = _sum_seconds(target, sizes, itemsize, grads)
-                backward[a, b] += transfer_seconds(back, target.mesh, source.mesh, cluster)
+                backward[a, b] = moved(target, source, sizes, itemsize, grads, needed, cluster)
     mask = transfer_mask(source.mesh, target.mesh, cluster)
     targets = tuple(input_placements(read, other.config) for other in theirs)
     return BoundaryRow(_masked(forward, mask), _masked(backward, mask), targets, received)
@@ -163,10 +163,42 @@ def _tied_bytes(
     ]
 
 
-def _sum_seconds(
-    builder: TableBuilder, sizes: tuple[int, ...], itemsize: int, placements: Placements
+def _sending(
+    source: TableBuilder,
+    target: TableBuilder,
+    sizes: tuple[int, ...],
+    itemsize: int,
+    before: Placements,
+    after: Placements,
+    cluster: Cluster,
 ) -> float:
-    steps = builder.resharder.path(sizes, itemsize, placements, summed(placements))
+    """Seconds until a tensor on one mesh lies on another."""
+    nbytes = local_elements(sizes, after, target.mesh.shape) * itemsize
+    pending = _path_seconds(source, sizes, itemsize, before, summed(before))
+    return pending + transfer_seconds(nbytes, source.mesh, target.mesh, cluster)
+
+
+def _resharding(
+    source: TableBuilder,
+    target: TableBuilder,
+    sizes: tuple[int, ...],
+    itemsize: int,
+    before: Placements,
+    after: Placements,
+    cluster: Cluster,
+) -> float:
+    """Seconds until a tensor lies as another stage of the same mesh wants it."""
+    return _path_seconds(source, sizes, itemsize, before, after)
+
+
+def _path_seconds(
+    builder: TableBuilder,
+    sizes: tuple[int, ...],
+    itemsize: int,
+    before: Placements,
+    after: Placements,
+) -> float:
+    steps = builder.resharder.path(sizes, itemsize, before, after)
     return builder.resharder.seconds(steps, itemsize)
 
 

@@ -27,7 +27,12 @@ MAX_GROUPS = 12
 """How many groups of equally treated operators are listed for a stage."""
 MAX_NAMES = 6
 """Names of operators that a line lists; it counts the others."""
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
+_SCHEDULES = {
+    "gpipe": "a GPipe",
+    "1f1b": "a 1F1B",
+    "interleaved": "an interleaved 1F1B",
+    "custom": "a custom",
+}
 _ZERO = {
     1: "optimizer state in parts (ZeRO-1)",
     2: "gradients and optimizer state in parts (ZeRO-2)",
@@ -81,8 +86,9 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     parts, total = plan.num_microbatches, plan.cluster.num_devices
     devices = f"all {total}" if plan.num_devices == total else f"{plan.num_devices} of {total}"
     if len(plan.stages) > 1:
-        schedule = _SCHEDULES.get(plan.schedule, plan.schedule)
-        how = f"in a {schedule} pipeline of {len(plan.stages)} stages"
+        how = f"in {_SCHEDULES[plan.schedule]} pipeline of {len(plan.stages)} stages"
+        if plan.num_ranks < len(plan.stages):
+            how += f" that take turns on {plan.num_ranks} sets of devices"
     else:
         how = "without a pipeline"
     cut = f"as {parts} microbatches of {graph.batch // parts}" if parts > 1 else "in one piece"

@@ -13,10 +13,13 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.overlap import check_fusion, check_pieces
 from stratagem.simulator.placement import REPLICATE, Config, check_config, parse_placement
-from stratagem.simulator.schedule import Schedule, schedule_by_name
+from stratagem.simulator.schedule import Schedule, validate
+from stratagem.simulator.schedules import schedule_by_name
 from stratagem.simulator.training import Training
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+CUSTOM = "custom"
+"""Name of a schedule whose orders the plan itself lists."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,18 @@ class Prediction:
 class Plan:
     """Stages, their meshes and choices, the schedule: everything the executor needs.
 
-    Gradients are reduced in buckets of at least `bucket_bytes`; 0 reduces each operator's alone.
+    Stages on the same devices are on one rank; ranks are numbered as the stages bring them up.
+
+    Attributes:
+        bucket_bytes: gradients are reduced in buckets of at least so many; 0 reduces each
+            operator's alone.
+        schedule: a name in `SCHEDULES`, or ``custom``.
+        token_slices: parts into which the tokens of a microbatch are cut (TeraPipe).
+        orders: of a custom schedule, one line a rank, such as ``rank 0: 0F0 0B0``.
 
     Raises:
-        ValueError: when stages share a device or an operator, a device is not in the cluster, or
-            the schedule is unknown.
+        ValueError: when stages share some of their devices, a device is not in the cluster, or
+            the schedule is unknown, invalid or not for these stages and ranks.
     """
 
     name: str
@@ -98,6 +108,8 @@ class Plan:
     bucket_bytes: int = 0
     seed: int = 0
     prediction: Prediction | None = None
+    token_slices: int = 1
+    orders: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 0:
@@ -106,16 +118,21 @@ class Plan:
             )
         if not self.stages:
             raise ValueError(f"plan {self.name!r} has no stages")
-        owner: dict[int, int] = {}
-        for number, stage in enumerate(self.stages):
-            stage.mesh.check(self.cluster)
-            for device in stage.mesh.devices:
-                if owner.setdefault(device, number) != number:
-                    raise ValueError(
-                        f"plan {self.name!r}: device {device} is in stage {owner[device]} and in "
-                        f"stage {number}"
-                    )
-        self.make_schedule()
+        self._check_devices()
+        self._check_ranks()
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each stage: stages on the same devices share one."""
+        ranks: dict[frozenset[int], int] = {}
+        return tuple(
+            ranks.setdefault(frozenset(stage.mesh.devices), len(ranks)) for stage in self.stages
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of different sets of devices that stages run on."""
+        return max(self.rank_of) + 1
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
@@ -125,19 +142,32 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """Number of devices that the plan uses."""
-        return sum(stage.mesh.num_devices for stage in self.stages)
+        return len({device for stage in self.stages for device in stage.mesh.devices})
 
     def choice(self, operator: str) -> Choice:
         """The choice for an operator."""
         return self.stages[self.stage_of[operator]].choices[operator]
 
     def make_schedule(self) -> Schedule:
-        """The schedule's actions for this plan's stages and microbatches."""
+        """The schedule's actions for this plan's stages, ranks and microbatches."""
         return self._made_schedule
 
     @cached_property
     def _made_schedule(self) -> Schedule:
-        return schedule_by_name(self.schedule, len(self.stages), self.num_microbatches)
+        if self.schedule == CUSTOM:
+            return self._custom_schedule()
+        if self.orders:
+            raise ValueError(
+                f"plan {self.name!r} lists orders of its own, but its schedule is "
+                f"{self.schedule!r}: call the schedule {CUSTOM!r}, or leave the orders out"
+            )
+        return schedule_by_name(
+            self.schedule,
+            len(self.stages),
+            self.num_microbatches,
+            num_ranks=self.num_ranks,
+            num_slices=self.token_slices,
+        )
 
     def check(self, graph: OperatorGraph) -> None:
         """Refuse a plan that is not for `graph`.
@@ -165,6 +195,45 @@ class Plan:
             if operator.kind == "source" and any(p != REPLICATE for p in config):
                 raise ValueError(
                     f"source {operator.name!r} must be replicated: every rank computes it in full"
+                )
+
+    def _custom_schedule(self) -> Schedule:
+        schedule = Schedule.parse("\n".join(self.orders), name=CUSTOM)
+        for what, ours, theirs in (
+            ("stages", len(self.stages), schedule.num_stages),
+            ("microbatches", self.num_microbatches, schedule.num_microbatches),
+            ("ranks", self.num_ranks, schedule.num_ranks),
+            ("token slices", self.token_slices, schedule.num_slices),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"plan {self.name!r} has {ours} {what}, but its orders are for {theirs}: "
+                    "change one of them"
+                )
+        validate(schedule)
+        return schedule
+
+    def _check_devices(self) -> None:
+        owner: dict[int, int] = {}
+        for number, stage in enumerate(self.stages):
+            stage.mesh.check(self.cluster)
+            for device in stage.mesh.devices:
+                first = owner.setdefault(device, number)
+                if self.rank_of[first] != self.rank_of[number]:
+                    raise ValueError(
+                        f"plan {self.name!r}: device {device} is in stage {first} and in stage "
+                        f"{number}, whose other devices differ; stages share all of their devices "
+                        "or none"
+                    )
+
+    def _check_ranks(self) -> None:
+        schedule = self.make_schedule()
+        for stage, rank in enumerate(self.rank_of):
+            if rank not in schedule.ranks_of(stage):
+                places = " and ".join(map(str, schedule.ranks_of(stage)))
+                raise ValueError(
+                    f"plan {self.name!r}: stage {stage} is on the devices of rank {rank}, but "
+                    f"schedule {self.schedule!r} places it on rank {places}"
                 )
 
     def _check_stages(self, graph: OperatorGraph) -> None:
@@ -252,6 +321,8 @@ class _PlanFile:
     bucket_bytes: int = 0
     seed: int = 0
     prediction: Prediction | None = field(default=None)
+    token_slices: int = 1
+    orders: tuple[str, ...] = ()
 
 
 def _to_file(plan: Plan) -> _PlanFile:
@@ -287,6 +358,8 @@ def _to_file(plan: Plan) -> _PlanFile:
         bucket_bytes=plan.bucket_bytes,
         seed=plan.seed,
         prediction=plan.prediction,
+        token_slices=plan.token_slices,
+        orders=plan.orders,
     )
 
 
@@ -320,4 +393,6 @@ def _from_file(file: _PlanFile) -> Plan:
         bucket_bytes=file.bucket_bytes,
         seed=file.seed,
         prediction=file.prediction,
+        token_slices=file.token_slices,
+        orders=file.orders,
     )

@@ -5,156 +5,244 @@ A schedule of two stages and three microbatches, one rank a stage, one column a 
     rank 0   0F0 0F1 ... 0B0 0F2 0B1 ... 0B2
     rank 1   ... 1F0 1B0 1F1 1B1 1F2 1B2 ...
 
-A step lasts as long as its slowest action; the real times come from the event simulator.
+A step lasts as long as its slowest action; the real times come from the event simulator. The
+schedules that have a name are in `schedules`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class ActionKind(Enum):
-    """Which way an action goes through its stage."""
+    """What an action does in its stage; a whole backward is both gradients at once."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
 
 
 @dataclass(frozen=True)
 class Action:
-    """One stage working on one microbatch in one direction.
+    """One stage working on one microbatch, or on one slice of its tokens, in one direction.
 
     Example:
         >>> str(Action(2, ActionKind.FORWARD, 0))
         '2F0'
         >>> Action.parse("1B13").microbatch
         13
+        >>> Action.parse("2F0.3").slice
+        3
     """
 
     stage: int
     kind: ActionKind
     microbatch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        part = f".{self.slice}" if self.slice else ""
+        return f"{self.stage}{self.kind.value}{self.microbatch}{part}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read an action back from its printed form.
 
         Raises:
-            ValueError: if the text is not a stage, F or B, and a microbatch.
+            ValueError: if the text is not a stage, one of F, B, I and W, and a microbatch.
         """
-        match = re.fullmatch(r"([0-9]+)([FB])([0-9]+)", text)
+        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)(?:\.([0-9]+))?", text)
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action: write stage, F or B, microbatch, such as '2F0'"
+                f"{text!r} is not an action: write stage, F, B, I or W, microbatch, such as "
+                "'2F0', and the token slice if there are several, such as '2F0.3'"
             )
-        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
-
-    def requirements(self, num_stages: int) -> tuple[Action, ...]:
-        """Return the actions that must be over before this one, nearest first.
-
-        Example:
-            >>> [str(action) for action in Action.parse("0B3").requirements(num_stages=2)]
-            ['0F3', '1B3']
-        """
-        if self.kind is ActionKind.FORWARD:
-            if self.stage == 0:
-                return ()
-            return (Action(self.stage - 1, ActionKind.FORWARD, self.microbatch),)
-        forward = Action(self.stage, ActionKind.FORWARD, self.microbatch)
-        if self.stage == num_stages - 1:
-            return (forward,)
-        return forward, Action(self.stage + 1, ActionKind.BACKWARD, self.microbatch)
+        return cls(int(match[1]), ActionKind(match[2]), int(match[3]), int(match[4] or 0))
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of actions on every rank (the devices that hold one stage or several).
 
+    Example:
+        >>> schedule = Schedule.parse("rank 0: 0F0 0B0")
+        >>> schedule.to_text()
+        'rank 0: 0F0 0B0'
+
     Attributes:
         name: such as ``gpipe``.
         num_stages: stages are numbered in the order of the forward pass.
         num_microbatches: parts of the batch.
-        orders: one list of actions per rank.
+        orders: one list of actions per rank. A stage may be on several ranks, each with its own
+            copy of the weights; a microbatch passes a stage on one of them.
+        num_slices: parts into which the tokens of a microbatch are cut (causal models only).
+        update_every: None when a step ends with the one update of its weights; else a stage's
+            weights are updated whenever this many microbatches have passed it backward.
+        stashes_weights: whether a backward without flushes uses the weights of its forward.
     """
 
     name: str
     num_stages: int
     num_microbatches: int
     orders: tuple[tuple[Action, ...], ...]
+    num_slices: int = 1
+    update_every: int | None = None
+    stashes_weights: bool = False
+
+    @classmethod
+    def parse(cls, text: str, *, name: str = "custom") -> Schedule:
+        """Read the lines that `to_text` writes; the sizes follow from the actions.
+
+        Example:
+            >>> Schedule.parse("rank 0: 0F0 0B0").num_stages
+            1
+
+        Raises:
+            ValueError: naming the line or the word that is wrong. What the actions say together
+                is for `validate` to check.
+        """
+        orders: list[tuple[Action, ...]] = []
+        for line in filter(None, map(str.strip, text.splitlines())):
+            match = re.fullmatch(r"rank ([0-9]+):(.*)", line)
+            if match is None or int(match[1]) != len(orders):
+                raise ValueError(
+                    f"{line!r} is not the order of rank {len(orders)}: write 'rank "
+                    f"{len(orders)}: 0F0 0B0 …', one line a rank, numbered from 0"
+                )
+            orders.append(tuple(Action.parse(word) for word in match[2].split()))
+        actions = [action for order in orders for action in order]
+        if not actions:
+            raise ValueError("a schedule needs at least one action, such as 'rank 0: 0F0 0B0'")
+        return cls(
+            name,
+            num_stages=1 + max(action.stage for action in actions),
+            num_microbatches=1 + max(action.microbatch for action in actions),
+            orders=tuple(orders),
+            num_slices=1 + max(action.slice for action in actions),
+        )
+
+    def to_text(self) -> str:
+        """One line a rank, such as ``rank 0: 0F0 0B0``."""
+        return "\n".join(
+            " ".join([f"rank {rank}:", *map(str, order)]) for rank, order in enumerate(self.orders)
+        )
 
     @property
     def num_ranks(self) -> int:
         """The number of lists of actions."""
         return len(self.orders)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is run as an input gradient and a weight gradient."""
+        return any(action.kind is ActionKind.INPUT_GRADIENT for action in self.rank_of)
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards (GPipe, Huang et al. 2019).
+    @cached_property
+    def rank_of(self) -> dict[Action, int]:
+        """The rank that runs each action."""
+        return {action: rank for rank, order in enumerate(self.orders) for action in order}
 
-    Example:
-        >>> print(grid(gpipe(2, 2)))
-        rank 0  0F0 0F1 ... ... 0B0 0B1
-        rank 1  ... 1F0 1F1 1B0 1B1 ...
+    @cached_property
+    def _ranks_of(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, set[int]] = {}
+        for action, rank in self.rank_of.items():
+            found.setdefault(action.stage, set()).add(rank)
+        return {stage: tuple(sorted(ranks)) for stage, ranks in found.items()}
 
-    Raises:
-        ValueError: if a size is below 1.
-    """
-    return _schedule("gpipe", num_stages, num_microbatches, _gpipe_order)
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage, in order.
+
+        Example:
+            >>> Schedule.parse("rank 0: 0F0 0B0").ranks_of(0)
+            (0,)
+        """
+        return self._ranks_of.get(stage, ())
+
+    def gradient(self, stage: int, microbatch: int, token_slice: int = 0) -> Action:
+        """The action that makes the gradient of a stage's input: B, or I where it is split."""
+        split = Action(stage, ActionKind.INPUT_GRADIENT, microbatch, token_slice)
+        if split in self.rank_of:
+            return split
+        return Action(stage, ActionKind.BACKWARD, microbatch, token_slice)
+
+    def requirements(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions that must be over before one, those of its own stage first.
+
+        A slice of tokens looks back at the slices before it, so its gradient needs that of the
+        slice behind it.
+
+        Example:
+            >>> schedule = Schedule.parse("rank 0: 0F0 0B0 \\n rank 1: 1F0 1B0")
+            >>> [str(action) for action in schedule.requirements(Action.parse("0B0"))]
+            ['0F0', '1B0']
+        """
+        stage, microbatch, part = action.stage, action.microbatch, action.slice
+        if action.kind is ActionKind.WEIGHT_GRADIENT:
+            return (Action(stage, ActionKind.INPUT_GRADIENT, microbatch, part),)
+        if action.kind is ActionKind.FORWARD:
+            before = [(stage, part - 1), (stage - 1, part)]
+            return tuple(
+                Action(s, ActionKind.FORWARD, microbatch, k) for s, k in before if min(s, k) >= 0
+            )
+        behind = [(stage, part + 1), (stage + 1, part)]
+        return (
+            Action(stage, ActionKind.FORWARD, microbatch, part),
+            *(
+                self.gradient(s, microbatch, k)
+                for s, k in behind
+                if s < self.num_stages and k < self.num_slices
+            ),
+        )
+
+    @cached_property
+    def updates(self) -> frozenset[Action]:
+        """The actions after which their rank updates the weights of their stage.
+
+        Synchronous schedules update after the last gradient of a stage on a rank.
+        """
+        found: set[Action] = set()
+        for order in self.orders:
+            made: Counter[int] = Counter()
+            total = Counter(action.stage for action in order if makes_weight_gradient(action))
+            for action in filter(makes_weight_gradient, order):
+                made[action.stage] += 1
+                every = (
+                    total[action.stage]
+                    if self.update_every is None
+                    else self.update_every * self.num_slices
+                )
+                if made[action.stage] % every == 0:
+                    found.add(action)
+        return frozenset(found)
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """As few forwards ahead as keep the pipeline full (PipeDream-Flush, Narayanan et al. 2021).
-
-    Example:
-        >>> print(grid(one_f_one_b(2, 3)))
-        rank 0  0F0 0F1 ... 0B0 0F2 0B1 ... 0B2
-        rank 1  ... 1F0 1B0 1F1 1B1 1F2 1B2 ...
-
-    As long as GPipe, but stage s of S holds S - s microbatches at most instead of all.
-
-    Raises:
-        ValueError: if a size is below 1.
-    """
-    return _schedule("1f1b", num_stages, num_microbatches, _one_f_one_b_order)
-
-
-def schedule_by_name(name: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """Make the schedule of a name in `SCHEDULES`.
-
-    Example:
-        >>> schedule_by_name("1f1b", 4, 8).num_ranks
-        4
-
-    Raises:
-        ValueError: if the name is unknown or a size is below 1.
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"no schedule is called {name!r}: choose one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name](num_stages, num_microbatches)
-
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-"""The schedules that have a name."""
+def makes_weight_gradient(action: Action) -> bool:
+    """Whether an action makes the gradient of its stage's weights, and lets go of its input."""
+    return action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 def validate(schedule: Schedule) -> None:
     """Check that a schedule does everything once and does not deadlock.
 
-    Every stage has one forward and one backward for every microbatch, all on one rank. A forward
-    needs the forward of the stage before; a backward needs the forward of its own stage and the
-    backward of the stage behind.
+    Every stage has one forward for every microbatch (and token slice), and one backward, or one
+    input gradient and one weight gradient; all that a stage does for a microbatch is on one rank.
+    What an action needs is said by `Schedule.requirements`.
 
     Raises:
         ValueError: naming the action at fault; for a deadlock with the grid of all steps so far.
     """
-    _check_sizes(schedule.num_stages, schedule.num_microbatches)
+    check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
+    if schedule.update_every is not None and schedule.update_every < 1:
+        raise ValueError(
+            f"schedule {schedule.name!r} updates every {schedule.update_every} microbatches: it "
+            "must be at least 1"
+        )
     _check_complete(schedule)
     _check_homes(schedule)
     steps, waiting = _replay(schedule)
@@ -173,7 +261,7 @@ def grid(schedule: Schedule) -> str:
     """Draw one row a rank and one column a step, each action as early as its needs allow.
 
     Example:
-        >>> print(grid(gpipe(1, 1)))
+        >>> print(grid(Schedule.parse("rank 0: 0F0 0B0")))
         rank 0  0F0 0B0
 
     If the schedule deadlocks, the last column has the actions that cannot run, each marked ``!``.
@@ -191,46 +279,85 @@ def grid(schedule: Schedule) -> str:
     return "\n".join(f"rank {rank:<{label}}  {row.rstrip()}" for rank, row in enumerate(rows))
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Count the microbatches that each stage holds at most.
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds when it begins an action of a stage.
+
+    Attributes:
+        stage: of the action.
+        kind: of the action.
+        counts: per stage of the schedule, the microbatches (times token slices) whose forward is
+            over on this rank and whose weight gradient is not made yet.
+    """
+
+    stage: int
+    kind: ActionKind
+    counts: tuple[int, ...]
+
+
+def held_situations(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
+    """Per rank, the distinct situations in which its memory may be fullest.
+
+    Of the situations in which a rank begins actions of one stage and kind, those are left out in
+    which it holds no more of any stage than in another.
 
     Example:
-        >>> peak_in_flight(one_f_one_b(3, 8))
-        (3, 2, 1)
-
-    A microbatch is held from its forward to the end of its backward.
+        >>> schedule = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1")
+        >>> [(held.kind.value, held.counts) for held in held_situations(schedule)[0]]
+        [('F', (1,)), ('B', (2,))]
     """
-    held, peak = [0] * schedule.num_stages, [0] * schedule.num_stages
-    for action in (action for order in schedule.orders for action in order):
-        held[action.stage] += 1 if action.kind is ActionKind.FORWARD else -1
-        peak[action.stage] = max(peak[action.stage], held[action.stage])
+    return tuple(tuple(_fullest(schedule, order)) for order in schedule.orders)
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Count the microbatches (times token slices) that each stage holds at most on a rank.
+
+    Example:
+        >>> peak_in_flight(Schedule.parse("rank 0: 0F0 0F1 0B0 0B1"))
+        (2,)
+
+    A microbatch is held from its forward to the end of its backward, or of its weight gradient.
+    """
+    peak = [0] * schedule.num_stages
+    for order in schedule.orders:
+        for held in _holding(schedule, order):
+            peak[held.stage] = max(peak[held.stage], held.counts[held.stage])
     return tuple(peak)
 
 
-def _schedule(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    order: Callable[[int, int, int], Iterable[Action]],
-) -> Schedule:
-    """One rank a stage, each in the order that ``order(stage, stages, microbatches)`` yields."""
-    _check_sizes(num_stages, num_microbatches)
-    orders = (tuple(order(stage, num_stages, num_microbatches)) for stage in range(num_stages))
-    return Schedule(name, num_stages, num_microbatches, tuple(orders))
+def check_sizes(num_stages: int, num_microbatches: int, num_slices: int = 1) -> None:
+    """Refuse a schedule without stages, microbatches or slices."""
+    if min(num_stages, num_microbatches) < 1:
+        raise ValueError(
+            f"{num_stages} stages and {num_microbatches} microbatches: a schedule needs at least "
+            "one of each"
+        )
+    if num_slices < 1:
+        raise ValueError(f"{num_slices} token slices: a microbatch has at least one")
 
 
-def _gpipe_order(stage: int, num_stages: int, num_microbatches: int) -> Iterable[Action]:
-    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-        yield from (Action(stage, kind, microbatch) for microbatch in range(num_microbatches))
+def _holding(schedule: Schedule, order: Iterable[Action]) -> Iterator[Held]:
+    """What a rank holds before each of its actions."""
+    counts = [0] * schedule.num_stages
+    for action in order:
+        yield Held(action.stage, action.kind, tuple(counts))
+        counts[action.stage] += action.kind is ActionKind.FORWARD
+        counts[action.stage] -= makes_weight_gradient(action)
 
 
-def _one_f_one_b_order(stage: int, num_stages: int, num_microbatches: int) -> Iterable[Action]:
-    ahead = num_stages - stage
-    for forward in range(num_microbatches + ahead):
-        if forward >= ahead:
-            yield Action(stage, ActionKind.BACKWARD, forward - ahead)
-        if forward < num_microbatches:
-            yield Action(stage, ActionKind.FORWARD, forward)
+def _fullest(schedule: Schedule, order: Iterable[Action]) -> Iterator[Held]:
+    found: dict[tuple[int, ActionKind], list[Held]] = {}
+    for held in _holding(schedule, order):
+        rivals = found.setdefault((held.stage, held.kind), [])
+        if not any(_covers(rival, held) for rival in rivals):
+            rivals[:] = [rival for rival in rivals if not _covers(held, rival)]
+            rivals.append(held)
+    for rivals in found.values():
+        yield from rivals
+
+
+def _covers(held: Held, other: Held) -> bool:
+    return all(a >= b for a, b in zip(held.counts, other.counts, strict=True))
 
 
 def _replay(
@@ -251,7 +378,7 @@ def _replay(
         for rank, order in enumerate(schedule.orders):
             if position[rank] < len(order):
                 action = order[position[rank]]
-                needs = action.requirements(schedule.num_stages)
+                needs = schedule.requirements(action)
                 missing = next((need for need in needs if need not in done), None)
                 if missing is None:
                     step[rank] = action
@@ -265,42 +392,56 @@ def _replay(
             position[rank] += 1
 
 
-def _check_sizes(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"{num_stages} stages and {num_microbatches} microbatches: a schedule needs at least "
-            "one of each"
-        )
-
-
 def _check_complete(schedule: Schedule) -> None:
-    count = Counter(action for order in schedule.orders for action in order)
-    expected = {
-        Action(stage, kind, microbatch)
-        for stage in range(schedule.num_stages)
-        for kind in ActionKind
-        for microbatch in range(schedule.num_microbatches)
-    }
     sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
-    for action, times in count.items():
-        if action not in expected:
+    if schedule.num_slices > 1:
+        sizes += f" of {schedule.num_slices} token slices"
+    for action, times in Counter(a for order in schedule.orders for a in order).items():
+        if (
+            action.stage >= schedule.num_stages
+            or action.microbatch >= schedule.num_microbatches
+            or action.slice >= schedule.num_slices
+        ):
             raise ValueError(f"{action} is not in a schedule of {sizes}: remove it")
         if times > 1:
             raise ValueError(f"{action} is scheduled {times} times: keep one of them")
-    missing = sorted(map(str, expected - count.keys()))
+    expected = list(_expected(schedule))
+    missing = sorted(str(action) for action in expected if action not in schedule.rank_of)
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(expected)} actions of {sizes} are never scheduled, such as "
             f"{missing[0]}: add them"
         )
+    twice = schedule.rank_of.keys() - set(expected)
+    if twice:
+        action = min(twice, key=str)
+        whole = Action(action.stage, ActionKind.BACKWARD, action.microbatch, action.slice)
+        raise ValueError(
+            f"{whole} is scheduled whole and {action} as a part of it: keep the whole or the parts"
+        )
+
+
+def _expected(schedule: Schedule) -> Iterator[Action]:
+    """One forward and one backward each; a backward of which one part is there, as both parts."""
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            for part in range(schedule.num_slices):
+                forward, whole, inputs, weights = (
+                    Action(stage, kind, microbatch, part) for kind in ActionKind
+                )
+                yield forward
+                in_parts = whole not in schedule.rank_of and (
+                    inputs in schedule.rank_of or weights in schedule.rank_of
+                )
+                yield from (inputs, weights) if in_parts else (whole,)
 
 
 def _check_homes(schedule: Schedule) -> None:
-    home: dict[int, int] = {}
-    for rank, order in enumerate(schedule.orders):
-        for action in order:
-            if home.setdefault(action.stage, rank) != rank:
-                raise ValueError(
-                    f"{action} is on rank {rank}, but its stage is on rank {home[action.stage]}: "
-                    "keep all actions of a stage on one rank"
-                )
+    home: dict[tuple[int, int], int] = {}
+    for action, rank in schedule.rank_of.items():
+        first = home.setdefault((action.stage, action.microbatch), rank)
+        if first != rank:
+            raise ValueError(
+                f"{action} is on rank {rank}, but its stage is on rank {first} for this "
+                "microbatch: keep all actions of a stage for a microbatch on one rank"
+            )

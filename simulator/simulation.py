@@ -29,11 +29,15 @@ from stratagem.simulator.pipeline import (
     BACKWARD,
     FORWARD,
     LAST_BACKWARD,
+    NUM_KINDS,
+    RESHARD_BACK,
     SEND,
     SEND_BACK,
     TIE,
     MacroGraph,
+    check_priced,
     macro_graph,
+    transfer_kinds,
 )
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
@@ -146,7 +150,13 @@ def simulate_plan(
 def plan_model(
     plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None = None
 ) -> PlanModel:
-    """Price everything that a plan does, and nothing else."""
+    """Price everything that a plan does, and nothing else.
+
+    Raises:
+        ValueError: when plans of its schedule are not priced (see `check_priced`).
+    """
+    schedule = plan.make_schedule()
+    check_priced(schedule)
     small = graph.microbatch(plan.num_microbatches)
     builders = [
         TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs, memory)
@@ -164,7 +174,7 @@ def plan_model(
     pairs = stage_pairs([e for e, _ in boundaries], plan.stage_of, small)
     meshes = [stage.mesh for stage in plan.stages]
     macro = macro_graph(
-        plan.make_schedule(),
+        schedule,
         pairs,
         [_stages_of((i, j), plan, small) for i, j, _ in ties],
         [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
@@ -217,7 +227,7 @@ def stage_pairs(
 
 def macro_durations(model: PlanModel) -> IntArray:
     """The duration table of the macro graph: blocks by simulation, transfers by their rows."""
-    durations = np.zeros((6, model.macro.num_items), dtype=np.int64)
+    durations = np.zeros((NUM_KINDS, model.macro.num_items), dtype=np.int64)
     for s, stage in enumerate(model.stages):
         forward, backward, last = block_times(stage, len(model.graph.operators))
         durations[FORWARD, s] = forward.makespan
@@ -230,8 +240,9 @@ def macro_durations(model: PlanModel) -> IntArray:
         if tensor not in sent:
             sent.add(tensor)
             pair = model.macro.pairs.index(stages)
-            durations[SEND, pair] += row.forward.ns[0, 0]
-            durations[SEND_BACK, pair] += row.backward.ns[0, 0]
+            ahead, back = transfer_kinds(model.macro.schedule, stages)
+            durations[ahead, pair] += row.forward.ns[0, 0]
+            durations[back, pair] += row.backward.ns[0, 0]
     for t, (_, _, price) in enumerate(model.ties):
         durations[TIE, t] = price.ns[0, 0]
     return durations
@@ -410,7 +421,7 @@ def _transfer_rows(model: PlanModel, macro: Times) -> list[Row]:
             rows.append(Row(f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane, start, end))
             continue
         source, target = model.macro.pairs[item]
-        if kind == SEND_BACK:
+        if kind in (SEND_BACK, RESHARD_BACK):
             source, target = target, source
         name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
         lane = lane_name(f"stage {source}", f"to stage {target}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -251,6 +252,32 @@ def test_loss_and_gradients_equal_torch(
     case = request.getfixturevalue(model)
     choose, shape = PLANS[name]
     assert_equal_to_torch(case, make_plan(case, choose, shape))
+
+
+def test_schedules_that_are_simulated_only_are_refused(mlp: Case) -> None:
+    plan = make_plan(mlp, whole, (1,), (1,), num_microbatches=2)
+    for fields in (
+        {"schedule": "zb-h1"},
+        {"schedule": "chimera"},
+        {"schedule": "pipedream"},
+        {"schedule": "terapipe", "token_slices": 2},
+    ):
+        with pytest.raises(
+            ValueError, match="which is simulated only; the executor runs one stage"
+        ):
+            lower(replace(plan, **fields), mlp.graph)
+    shared = tuple(replace(s, mesh=plan.stages[0].mesh) for s in plan.stages)
+    orders = ("rank 0: 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1",)
+    together = replace(plan, stages=shared, schedule="custom", orders=orders)
+    with pytest.raises(ValueError, match="the executor runs one stage on each set of devices"):
+        lower(together, mlp.graph)
+
+
+def test_a_plans_own_orders_are_run(mlp: Case) -> None:
+    plan = make_plan(mlp, whole, (1,), (1,), num_microbatches=2)
+    orders = ("rank 0: 0F0 0F1 0B0 0B1", "rank 1: 1F0 1B0 1F1 1B1")
+    custom = replace(plan, schedule="custom", orders=orders)
+    assert_equal_to_torch(mlp, custom, by_microbatch=True)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -569,7 +596,7 @@ def broken():
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "launched_model.py").write_text(MODEL)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     return tmp_path
 
 

@@ -14,7 +14,7 @@ from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.files import atomic_path, encode
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import mlp
-from stratagem.simulator.placement import Pin, parse_placement
+from stratagem.simulator.placement import REPLICATE, Pin, parse_placement
 from stratagem.simulator.plan import Choice, Plan, Prediction, Stage
 from stratagem.simulator.training import Training
 
@@ -53,12 +53,16 @@ def test_a_plan_file_reads_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), 99, "has version 99, this program reads 1"),
+        (("version",), 99, "has version 99, this program reads 2"),
         (("training", "precision"), "float99", "no precision 'float99'"),
         (("training", "optimiser"), "adam", r"unknown field `\$.training.optimiser`"),
         (("num_microbatches",), "two", r"Expected `int`, got `str` - at `\$.num_microbatches`"),
         (("num_microbatches",), 0, "0 microbatches"),
-        (("schedule",), "1f2b", "1f2b"),
+        (("schedule",), "1f2b", "no schedule is called '1f2b'.* did you mean '1f1b'"),
+        (("schedule",), "custom", "at least one action"),
+        (("schedule",), "chimera", "1 stages is odd"),
+        (("orders",), ["rank 0: 0F0 0B0"], "its schedule is 'gpipe': call the schedule 'custom'"),
+        (("token_slices",), 2, "'gpipe' does not slice tokens"),
         (("stages", 0, "devices"), [0, 1, 8, 99], "device 99"),
         (("stages", 0, "devices"), [0, 1, 8], "is 4 devices, but 3 are given"),
         (("stages", 0, "axes", 0, "size"), 0, "at least 1"),
@@ -107,10 +111,73 @@ def test_misspelt_choices_and_lost_operators_are_refused() -> None:
             parse_placement(text)
 
 
-def test_two_stages_do_not_share_a_device() -> None:
+def test_two_stages_share_all_devices_or_none() -> None:
     plan = a_plan()
-    with pytest.raises(ValueError, match="device 0 is in stage 0 and in stage 1"):
+    overlapping = replace(plan.stages[0], mesh=DeviceMesh((MeshAxis("node", 2),), (0, 2)))
+    with pytest.raises(ValueError, match="device 0 is in stage 0 and in stage 1, whose other"):
+        replace(plan, stages=(*plan.stages, overlapping))
+    with pytest.raises(ValueError, match="'gpipe' places 2 stages on 2 ranks, not on 1"):
         replace(plan, stages=(*plan.stages, plan.stages[0]))
+
+
+ORDERS = ("rank 0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",)
+
+
+def stages_on(*devices: tuple[int, ...]) -> tuple[Stage, ...]:
+    """The operators of a plan cut in two, each part on as many stages as devices are given."""
+    stage = a_plan().stages[0]
+    cuts = [len(stage.operators) * k // len(devices) for k in range(len(devices) + 1)]
+    return tuple(
+        Stage(
+            stage.operators[first:last],
+            DeviceMesh((MeshAxis("all", len(where)),), where),
+            {n: Choice((REPLICATE,)) for n in stage.operators[first:last]},
+        )
+        for first, last, where in zip(cuts, cuts[1:], devices, strict=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields"),
+    [
+        (((0,), (0,)), {"schedule": "custom", "orders": ORDERS}),
+        (((0,), (1,), (0,), (1,)), {"schedule": "interleaved"}),
+        (((0,), (1,)), {"schedule": "terapipe", "token_slices": 4}),
+        (((0,), (1,)), {"schedule": "zb-h1"}),
+        (((0,), (1,)), {"schedule": "chimera"}),
+        (((0,), (1,)), {"schedule": "pipedream"}),
+    ],
+)
+def test_every_schedule_has_a_plan_file(devices, fields, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plan = replace(a_plan(), stages=stages_on(*devices), **fields)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.make_schedule() == plan.make_schedule()
+    assert plan.num_devices == plan.num_ranks == len(set(devices))
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields", "message"),
+    [
+        (((0,), (0,), (1,), (1,)), {"schedule": "interleaved"}, "stage 1 is on .* rank 0, but"),
+        (((0,), (1,)), {"schedule": "custom", "orders": ORDERS}, "has 2 ranks, but .* are for 1"),
+        (((0,),), {"schedule": "custom", "orders": ORDERS}, "has 1 stages, but .* are for 2"),
+        (
+            ((0,), (0,)),
+            {"schedule": "custom", "orders": ("rank 0: 0F0 1F0 0B0 1B0",)},
+            "has 2 microbatches, but its orders are for 1",
+        ),
+        (
+            ((0,), (0,)),
+            {"schedule": "custom", "orders": (ORDERS[0].replace("1B0 1B1 0B0", "0B0 1B0 1B1"),)},
+            "rank 0 wants 0B0, which needs 1B0",
+        ),
+    ],
+)
+def test_a_schedule_for_other_stages_is_refused(devices, fields, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        replace(a_plan(), stages=stages_on(*devices), **fields)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

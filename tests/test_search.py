@@ -58,6 +58,29 @@ def test_the_kernels_score_is_the_simulators_step_time(build, schedule) -> None:
     assert checked > 20
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_kernels_score_stages_that_share_devices_as_the_simulator(ranks: int) -> None:
+    graph = tiny_gpt()
+    apart = next(s for s in skeletons(graph, CLUSTER, max_stages=4) if len(s.stages) == 4)
+    groups = [tuple(range(r * 4 // ranks, (r + 1) * 4 // ranks)) for r in range(ranks)]
+    meshes = [DeviceMesh((MeshAxis("device", len(group)),), group) for group in groups]
+    shared = tuple(meshes[s % ranks] for s in range(4))
+    problem = problem_of(graph, Skeleton(apart.stages, shared, 4, "interleaved"), (0, 2))
+    counts = np.array([len(options) for options in problem.choices])
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        number = rng.integers(0, counts)
+        score = Chain(problem, number, total=1, seed=0).score()
+        plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
+        assert plan.num_ranks == ranks
+        assert score == pytest.approx(situation(graph).simulate(plan).step_time, rel=1e-12)
+
+
+def test_schedules_that_are_not_searched_are_refused() -> None:
+    with pytest.raises(ValueError, match="the search has no schedule 'zb-h1': choose 1f1b or"):
+        next(skeletons(tiny_gpt(), CLUSTER, schedule="zb-h1"))
+
+
 def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
     graph, cluster = tiny_gpt(), Cluster.preset("local-cpu")
     rng = np.random.default_rng(2)

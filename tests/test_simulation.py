@@ -17,12 +17,19 @@ from stratagem.search.strategies import (
 )
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Direction, RooflineCosts
+from stratagem.simulator.describe import describe
 from stratagem.simulator.graph import OperatorGraph, factors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.pipeline import NUM_KINDS, RESHARD, SEND, SEND_BACK
 from stratagem.simulator.placement import Pin, Replicate, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
-from stratagem.simulator.simulation import block_times, plan_model, simulate_plan
+from stratagem.simulator.simulation import (
+    block_times,
+    macro_durations,
+    plan_model,
+    simulate_plan,
+)
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
 
@@ -142,13 +149,102 @@ def test_pipeline_of_equal_stages_has_the_papers_bubble(schedule: str) -> None:
     graph, stages, parts = mlp([64] * 9, batch=32), 4, 8
     model = plan_model(pipeline(graph, stages, parts, schedule), graph, COSTS)
     forward, backward = 1000, 2000
-    durations = np.zeros((6, model.macro.num_items), dtype=np.int64)
+    durations = np.zeros((NUM_KINDS, model.macro.num_items), dtype=np.int64)
     durations[0], durations[1], durations[2] = forward, backward, backward
     from stratagem.simulator.engine import simulate
 
     makespan = simulate(model.macro.with_durations(durations)).makespan
     ideal = parts * (forward + backward)
     assert makespan - ideal == (stages - 1) * (forward + backward)
+
+
+def on_ranks(plan: Plan, ranks: tuple[int, ...], **fields: object) -> Plan:
+    """The plan with its stages on the devices of `ranks`."""
+    stages = zip(plan.stages, ranks, strict=True)
+    moved = tuple(replace(stage, mesh=mesh(1, first=rank)) for stage, rank in stages)
+    return replace(plan, stages=moved, **fields)  # type: ignore[arg-type]
+
+
+def test_stages_of_one_rank_take_turns() -> None:
+    graph = small_gpt(num_layers=4, batch=32)
+    plan = on_ranks(pipeline(graph, 4, 8, "1f1b"), (0, 1, 0, 1), schedule="interleaved")
+    simulation = simulate_plan(plan, graph, COSTS)
+    timeline = simulation.timeline
+    assert int(timeline.end.max()) == round(simulation.step_time * 1e9)
+    for ours, theirs in ((0, 2), (1, 3)):
+        lanes = [timeline.lanes.index(f"stage {s} · compute") for s in (ours, theirs)]
+        rows = np.flatnonzero(np.isin(timeline.lane, lanes))
+        order = rows[np.argsort(timeline.start[rows], kind="stable")]
+        assert (timeline.start[order][1:] >= timeline.end[order][:-1]).all()
+    assert "4 stages that take turns on 2 sets of" in " ".join(describe(simulation, graph).split())
+    apart = simulate_plan(pipeline(graph, 4, 8, "1f1b"), graph, COSTS)
+    assert apart.step_time < simulation.step_time < 2.2 * apart.step_time
+
+
+def test_a_plans_own_orders_are_played() -> None:
+    graph = small_gpt(batch=32)
+    plan = pipeline(graph, 2, 8, "1f1b")
+    lines = tuple(plan.make_schedule().to_text().splitlines())
+    custom = replace(plan, schedule="custom", orders=lines)
+    assert simulate_plan(custom, graph, COSTS).step_time == pytest.approx(
+        simulate_plan(plan, graph, COSTS).step_time, abs=0
+    )
+
+
+def test_two_stages_of_one_device_take_as_long_as_one_stage() -> None:
+    graph = mlp([64] * 9, batch=32)
+    plan = on_ranks(
+        pipeline(graph, 2, 1, "1f1b"),
+        (0, 0),
+        schedule="custom",
+        orders=("rank 0: 0F0 1F0 1B0 0B0",),
+    )
+    whole = one_stage(graph, mesh(1), replicated(graph, (1,)))
+    assert simulate_plan(plan, graph, COSTS).step_time == pytest.approx(
+        simulate_plan(whole, graph, COSTS).step_time, abs=0
+    )
+
+
+def test_between_stages_of_one_mesh_a_tensor_is_resharded() -> None:
+    """As inside a stage: no time where both lie alike, else the cheapest path of collectives."""
+    graph = mlp([64] * 3, batch=32)
+    names = tuple(op.name for op in graph.operators)
+    cut = next(k for k, op in enumerate(graph.operators) if op.kind == "linear") + 1
+    spread, whole = data_parallel(graph, (2,)), replicated(graph, (2,))
+
+    def boundary(second: Choices) -> tuple[int, int]:
+        parts = ((names[:cut], spread), (names[cut:], second))
+        stages = tuple(Stage(part, mesh(2), {n: c[n] for n in part}) for part, c in parts)
+        orders = ("rank 0: 0F0 1F0 1B0 0B0",)
+        plan = one_stage(graph, mesh(2), spread, stages=stages, schedule="custom", orders=orders)
+        model = plan_model(plan, graph, COSTS)
+        durations = macro_durations(model)
+        assert not durations[[SEND, SEND_BACK]].any()
+        (_, row), *_ = model.boundaries
+        return int(durations[RESHARD].sum()), int(row.received_bytes[0, 0])
+
+    assert boundary(spread) == (0, 0)
+    time, kept = boundary(whole)
+    assert time > 0
+    assert kept == 4 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "zb-h1"}, "'zb-h1' needs blocks of input gradients alone"),
+        ({"schedule": "terapipe", "token_slices": 2}, "'terapipe' needs blocks of a slice"),
+        ({"schedule": "chimera"}, "'chimera' needs two copies of a stage"),
+        ({"schedule": "pipedream"}, "'pipedream' needs updates amid the step"),
+    ],
+)
+def test_schedules_that_plans_do_not_price_are_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    graph = small_gpt(batch=32)
+    plan = replace(pipeline(graph, 2, 8, "1f1b"), **fields)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        simulate_plan(plan, graph, COSTS)
 
 
 def test_pipeline_keeps_fewer_activations_under_1f1b() -> None:
