@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from stratagem.comparison import Comparison
-from stratagem.simulator.describe import format_bytes
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.table import format_bytes
 from stratagem.simulator.timeline import format_duration
 
 
