@@ -29,8 +29,11 @@ from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.schedule import peak_in_flight
+from stratagem.simulator.step_path import Played, StepPath, step_path
+from stratagem.simulator.table import Table
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
+from stratagem.simulator.timeline_tables import collective_table, group_table, operator_table
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,26 @@ class Simulation:
     def timeline(self) -> Timeline:
         """Every task of the step, microbatch by microbatch."""
         return _timeline(self._model, self._macro_times)
+
+    @cached_property
+    def critical_path(self) -> StepPath:
+        """The chain of tasks that the step time is made of, and why each waited."""
+        return _critical_path(self._model, self._macro_times)
+
+    @cached_property
+    def groups(self) -> Table:
+        """Computing, exposed communication, idleness and bubble of each stage."""
+        return group_table(self.timeline)
+
+    @cached_property
+    def operators(self) -> Table:
+        """Time of each operator by pass, the longest first."""
+        return operator_table(self.timeline)
+
+    @cached_property
+    def collectives(self) -> Table:
+        """Time of each communication, and how much of it no computing hides."""
+        return collective_table(self.timeline)
 
     def _repr_html_(self) -> str:
         gib = self.peak_memory / 2**30
@@ -360,22 +383,52 @@ def _block_rows(
 
 
 def _transfer_rows(model: PlanModel, macro: Times) -> list[Row]:
-    rows: list[Row] = []
-    for task in np.flatnonzero(model.macro.kind >= SEND):
-        kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
-        start, end = int(macro.start[task]), int(macro.end[task])
-        if start == end:
-            continue
-        if kind == TIE:
-            i, j, _ = model.ties[item]
-            names = [model.graph.operators[k].name for k in (i, j)]
-            lane = lane_name(f"stage {model.macro.ties[item][0]}", "tied parameters")
-            rows.append(Row(f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane, start, end))
-            continue
-        source, target = model.macro.pairs[item]
-        if kind == SEND_BACK:
-            source, target = target, source
-        name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
-        lane = lane_name(f"stage {source}", f"to stage {target}")
-        rows.append(Row(name, TaskKind.COMMUNICATION, lane, start, end))
-    return rows
+    return [
+        Row(*_transfer_label(model, task), int(macro.start[task]), int(macro.end[task]))
+        for task in np.flatnonzero(model.macro.kind >= SEND).tolist()
+        if macro.end[task] > macro.start[task]
+    ]
+
+
+def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:
+    """Name, kind and lane of what happens between stages."""
+    kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+    if kind == TIE:
+        i, j, _ = model.ties[item]
+        names = [model.graph.operators[k].name for k in (i, j)]
+        lane = lane_name(f"stage {model.macro.ties[item][0]}", "tied parameters")
+        return f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane
+    source, target = model.macro.pairs[item]
+    if kind == SEND_BACK:
+        source, target = target, source
+    name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
+    return name, TaskKind.COMMUNICATION, lane_name(f"stage {source}", f"to stage {target}")
+
+
+def _critical_path(model: PlanModel, macro: Times) -> StepPath:
+    """The path through blocks and transfers, each block replaced by the path through it."""
+    played: dict[tuple[int, int], Played] = {}
+
+    def inside(task: int) -> Played | None:
+        kind, s = int(model.macro.kind[task]), int(model.macro.item[task])
+        if kind > LAST_BACKWARD:
+            return None
+        if (kind, s) not in played:
+            played[kind, s] = _played_block(model, s, kind)
+        return played[kind, s]
+
+    step = Played(model.macro.graph, macro, lambda task: _transfer_label(model, task))
+    return step_path(step, inside, {op.name: op.kind for op in model.graph.operators})
+
+
+def _played_block(model: PlanModel, s: int, kind: int) -> Played:
+    stage = model.stages[s]
+    block = stage.blocks.forward if kind == FORWARD else stage.blocks.backward
+    choices = np.zeros(len(model.graph.operators), dtype=np.int64)
+    graph = stage.blocks.task_graph(block, choices, last=kind != BACKWARD)
+
+    def label(task: int) -> tuple[str, TaskKind, str]:
+        held = next(n for bit, n in RESOURCE_NAMES.items() if graph.resource_sets[task] & bit)
+        return block.names[task], block.kinds[task], lane_name(f"stage {s}", held)
+
+    return Played(graph, simulate(graph), label)
