@@ -181,6 +181,15 @@ class TestStatistics:
         assert list(result.busy.values()) == pytest.approx((lane_busy.sum(1) * 1e-9).tolist())
         exposed = (communicates & ~computes).sum(1) * 1e-9
         assert list(result.exposed_communication.values()) == pytest.approx(exposed.tolist())
+        begin, end = int(timeline.start.min()), int(timeline.end.max())
+        computing = computes.sum(1)
+        assert list(result.computing.values()) == pytest.approx((computing * 1e-9).tolist())
+        idle = (~computes & ~communicates)[:, begin:end].sum(1) * 1e-9
+        assert list(result.idle.values()) == pytest.approx(idle.tolist())
+        bubble = 1 - computing / (end - begin)
+        assert list(result.bubble.values()) == pytest.approx(bubble.tolist())
+        assert result.total_bubble == pytest.approx(bubble.mean())
+        assert result.total_exposed_communication == pytest.approx(exposed.sum())
 
 
 class TestWords:
