@@ -117,8 +117,8 @@ def test_search_then_simulate(place: Path) -> None:
 
 def test_simulate_says_what_the_step_is_made_of(place: Path) -> None:
     assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
-    asked = ("--operators", "--collectives", "--critical-path", "--tables", "step.json")
-    shown = call("simulate", "plan.json", "graph.json", *asked)
+    asked = ("--operators", "--collectives", "--critical-path", "--plot", "step.png")
+    shown = call("simulate", "plan.json", "graph.json", *asked, "--tables", "step.json")
     assert shown.exit_code == 0, shown.output
     for words in ("predicted: operators", "predicted: collectives", "critical path, by work"):
         assert words in shown.stdout

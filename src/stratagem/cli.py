@@ -29,6 +29,7 @@ from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plot import plot_timelines
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.step_path import StepPath
 from stratagem.simulator.table import Table
 from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
@@ -193,7 +194,7 @@ def simulate(
         bool, typer.Option("--collectives", help="time of each communication, and what is exposed")
     ] = False,
     critical_path: Annotated[
-        bool, typer.Option("--critical-path", help="what the step time is made of")
+        bool, typer.Option("--critical-path", help="what the step time is made of; in --plot too")
     ] = False,
     plot: Plot = None,
     trace: Trace = None,
@@ -202,13 +203,13 @@ def simulate(
     """Predict a plan's step time and memory."""
     loaded, graph = Plan.load(plan), load_graph(model)
     simulation = _simulated(loaded, graph, measure)
-    _report(simulation, graph, plot, trace)
+    path = simulation.critical_path if critical_path else None
+    _report(simulation, graph, plot, trace, path)
     if operators:
         _print_tables(operator_table(simulation.timeline, by_layer=False))
     if collectives:
         _print_tables(simulation.groups, collective_table(simulation.timeline, by_layer=False))
-    if critical_path:
-        path = simulation.critical_path
+    if path is not None:
         _print_tables(path.by_work, path.by_group, path.by_operator)
     if tables is not None:
         parts = ("groups", "operators", "collectives", "critical_path")
@@ -403,11 +404,15 @@ def _write_json(path: Path, columns: dict[str, Any]) -> None:
 
 
 def _report(
-    simulation: Simulation, graph: OperatorGraph, plot: Path | None, trace: Path | None
+    simulation: Simulation,
+    graph: OperatorGraph,
+    plot: Path | None,
+    trace: Path | None,
+    critical_path: StepPath | None = None,
 ) -> None:
     console.print(describe(simulation, graph), soft_wrap=True)
     if plot is not None:
-        plot_timelines([simulation.timeline], plot)
+        plot_timelines([simulation.timeline], plot, critical_path=critical_path)
     if trace is not None:
         write_trace(trace, simulation.timeline)
     _say_written(plot, trace)
