@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,7 @@ from stratagem.simulator.table import Table
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
 from stratagem.simulator.timeline_tables import collective_table, group_table, operator_table
+from stratagem.simulator.traffic import crossing_bytes, stage_bytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,12 @@ class Simulation:
     @cached_property
     def collectives(self) -> Table:
         """Time of each communication, and how much of it no computing hides."""
-        return collective_table(self.timeline)
+        return collective_table(self.timeline, self.communication_bytes)
+
+    @cached_property
+    def communication_bytes(self) -> dict[str, int]:
+        """Bytes per device that each communication moves once, by its name, where known."""
+        return _communication_bytes(self._model)
 
     def _repr_html_(self) -> str:
         gib = self.peak_memory / 2**30
@@ -231,18 +238,23 @@ def macro_durations(model: PlanModel) -> IntArray:
         durations[FORWARD, s] = forward.makespan
         durations[BACKWARD, s] = backward.makespan
         durations[LAST_BACKWARD, s] = last.makespan
-    sent: set[tuple[int, int, int, Placements]] = set()
-    for edge, row in model.boundaries:
+    for edge, row in _sent_boundaries(model):
         stages = _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
-        tensor = (edge.producer, edge.output, stages[1], row.targets[0])
-        if tensor not in sent:
-            sent.add(tensor)
-            pair = model.macro.pairs.index(stages)
-            durations[SEND, pair] += row.forward.ns[0, 0]
-            durations[SEND_BACK, pair] += row.backward.ns[0, 0]
+        pair = model.macro.pairs.index(stages)
+        durations[SEND, pair] += row.forward.ns[0, 0]
+        durations[SEND_BACK, pair] += row.backward.ns[0, 0]
     for t, (_, _, price) in enumerate(model.ties):
         durations[TIE, t] = price.ns[0, 0]
     return durations
+
+
+def _sent_boundaries(model: PlanModel) -> list[tuple[Edge, BoundaryRow]]:
+    """The edges between stages; of those that want one tensor in the same way, the first."""
+    sent: dict[tuple[int, int, int, Placements], tuple[Edge, BoundaryRow]] = {}
+    for edge, row in model.boundaries:
+        _, target = _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
+        sent.setdefault((edge.producer, edge.output, target, row.targets[0]), (edge, row))
+    return list(sent.values())
 
 
 def block_times(stage: StageModel, num_operators: int) -> tuple[Times, Times, Times]:
@@ -403,6 +415,21 @@ def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:
         source, target = target, source
     name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
     return name, TaskKind.COMMUNICATION, lane_name(f"stage {source}", f"to stage {target}")
+
+
+def _communication_bytes(model: PlanModel) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for stage in model.stages:
+        sizes |= stage_bytes(stage.builder, stage.table)
+    between: Counter[str] = Counter()
+    for edge, row in _sent_boundaries(model):
+        source, target = _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
+        choice = model.plan.choice(model.graph.operators[edge.producer].name)
+        received = int(row.received_bytes[0, 0])
+        there, back = crossing_bytes(edge, model.stages[source].builder, choice, received)
+        between[f"stage {source} ⇢ stage {target}"] += there
+        between[f"stage {target} ⇢ stage {source}"] += back
+    return sizes | dict(between)
 
 
 def _critical_path(model: PlanModel, macro: Times) -> StepPath:

@@ -295,6 +295,26 @@ class TestPlans:
             assert len(simulation.groups.rows) >= len(simulation.plan.stages)
             assert all(0 <= share < 1 for share in ends.bubble.values())
 
+    def test_bytes_are_the_closed_forms(self, simulations: dict[str, Simulation]) -> None:
+        """Two bytes an element; batch 256 of 64 tokens, hidden 256, two nodes of 8 devices."""
+        data = simulations["data parallel"]
+        matrix, bias = 2 * 4 * 256 * 256, 2 * 4 * 256
+        # Reduce-scatter in the node, all-reduce between nodes, all-gather in the node; so small a
+        # bias takes two all-reduces.
+        hierarchical = matrix + matrix // 8 + matrix
+        assert data.communication_bytes["h.0.mlp.up sync"] == hierarchical + 2 * bias
+        count = len(data.collectives.rows)
+        assert count == sum(value is not None for value in data.collectives.column("bytes"))
+        zero = simulations["ZeRO-3"].communication_bytes
+        # From sixteenths to halves in the node, and to the whole between nodes.
+        assert zero["h.0.mlp.up gather"] == (matrix + bias) // 2 + matrix + bias
+        pipeline = simulations["1F1B pipeline"]
+        stage, parts = pipeline.plan.stages[0], pipeline.plan.num_microbatches
+        sent = 2 * (256 // parts // stage.mesh.num_devices) * 64 * 256
+        moved = {row[0]: (row[3], row[4]) for row in pipeline.collectives.rows}
+        assert moved["stage 0 ⇢ stage 1"] == (parts, parts * sent)
+        assert moved["stage 1 ⇢ stage 0"] == (parts, parts * sent)
+
     def test_plans_differ_by_what_they_are(self, simulations: dict[str, Simulation]) -> None:
         data, pipeline = (
             replace(simulations[name].timeline, label=name)

@@ -208,7 +208,9 @@ def simulate(
     if operators:
         _print_tables(operator_table(simulation.timeline, by_layer=False))
     if collectives:
-        _print_tables(simulation.groups, collective_table(simulation.timeline, by_layer=False))
+        sizes = simulation.communication_bytes
+        moved = collective_table(simulation.timeline, sizes, by_layer=False)
+        _print_tables(simulation.groups, moved)
     if path is not None:
         _print_tables(path.by_work, path.by_group, path.by_operator)
     if tables is not None:
