@@ -12,6 +12,7 @@ from stratagem.simulator.memory import DeviceMemory
 from stratagem.simulator.placement import Pin, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.table import format_bytes
 from stratagem.simulator.timeline import (
     TaskKind,
     Timeline,
@@ -55,19 +56,6 @@ def describe(simulation: Simulation, graph: OperatorGraph) -> str:
     for number, stage in enumerate(plan.stages):
         paragraphs.append("\n".join(_stage_lines(simulation, number, stage, graph)))
     return "\n\n".join([*paragraphs, _wrapped(_time_sentence(simulation))])
-
-
-def format_bytes(count: float) -> str:
-    """Write a number of bytes as a person would.
-
-    Example:
-        >>> format_bytes(2.5 * 2**30)
-        '2.50 GiB'
-    """
-    if count >= 2**30:
-        value = count / 2**30
-        return f"{value:,.{2 if value < 10 else 0}f} GiB"
-    return f"{count / 2**20:,.0f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
 
 
 def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:

@@ -19,77 +19,25 @@ import numpy as np
 from stratagem.simulator.lifetimes import Lifetimes, Use
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
-from stratagem.simulator.schedule import Action, ActionKind, Schedule
+from stratagem.simulator.schedule import ActionKind, Held, Situation
 
-PASS_OF = {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1}
-"""Which pass over its places (see `lifetimes`) an action makes."""
-
-
-class Held(NamedTuple):
-    """Microbatches of a stage whose activations wait, beside the one that runs.
-
-    `late` wait for the gradients of parameters only, `waiting` for the whole backward pass.
-    """
-
-    stage: int
-    waiting: int
-    late: int
+PASSES = {
+    ActionKind.FORWARD: (0,),
+    ActionKind.BACKWARD: (1,),
+    ActionKind.INPUT_GRADIENT: (1,),
+    ActionKind.WEIGHT_GRADIENT: (2,),
+}
+"""Which passes over its places (see `lifetimes`) an action makes."""
 
 
-class Situation(NamedTuple):
-    """A stage runs a pass (0 forward, 1 backward, 2 gradients of parameters); others wait."""
-
-    stage: int
-    which: int
-    held: tuple[Held, ...]
-
-
-def situations(schedule: Schedule) -> tuple[tuple[Situation, ...], ...]:
-    """Per rank what it does while most is held: no situation holds no more than another.
+def passes_of(kind: ActionKind, *, split: bool) -> tuple[int, ...]:
+    """The passes of an action in a schedule that may split backward.
 
     Example:
-        >>> from stratagem.simulator.schedule import one_f_one_b
-        >>> [s.held[0].waiting for s in situations(one_f_one_b(2, 4))[0]]
-        [1, 1]
+        >>> passes_of(ActionKind.BACKWARD, split=True)
+        (1, 2)
     """
-    return tuple(_largest(_all_situations(order)) for order in schedule.orders)
-
-
-def _all_situations(order: Sequence[Action]) -> set[Situation]:
-    count: dict[int, int] = {}
-    late: dict[int, int] = {}
-    found: set[Situation] = set()
-    for action in order:
-        stage, which = action.stage, PASS_OF[action.kind]
-        if which == 1:
-            count[stage] -= 1
-        elif which == 2:
-            late[stage] -= 1
-        stages = sorted({*count, stage})
-        held = tuple(Held(s, count.get(s, 0), late.get(s, 0)) for s in stages)
-        found.add(Situation(stage, which, held))
-        if which == 0:
-            count[stage] = count.get(stage, 0) + 1
-    return found
-
-
-def _largest(found: set[Situation]) -> tuple[Situation, ...]:
-    kept: list[Situation] = []
-    for one in sorted(found):
-        others = (s for s in found if s[:2] == one[:2] and s != one)
-        if not any(_covers(other, one) for other in others):
-            kept.append(one)
-    return tuple(kept)
-
-
-def _covers(large: Situation, small: Situation) -> bool:
-    there = {held.stage: held for held in large.held}
-    return all(
-        held.stage in there
-        and there[held.stage].waiting >= held.waiting
-        and there[held.stage].late >= held.late
-        for held in small.held
-    )
+    return (1, 2) if split and kind is ActionKind.BACKWARD else PASSES[kind]
 
 
 class Alive(NamedTuple):
@@ -170,12 +118,12 @@ class DeviceMemory:
     in_flight: int
     capacity: int
     _tensors: Mapping[int, StageTensors]
-    _situation: Situation
+    _moment: tuple[Situation, int]
 
     @cached_property
     def alive(self) -> tuple[Alive, ...]:
         """Everything that is in memory at the peak, largest first."""
-        return _alive(self._tensors, self._situation)
+        return _alive(self._tensors, *self._moment)
 
     @property
     def peak(self) -> int:
@@ -201,17 +149,25 @@ class DeviceMemory:
 
 
 def device_memory(
-    tensors: Mapping[int, StageTensors], found: Sequence[Situation], capacity: int
+    tensors: Mapping[int, StageTensors],
+    found: Sequence[Situation],
+    capacity: int,
+    *,
+    split: bool = False,
 ) -> DeviceMemory:
-    """The peak of a rank that runs the stages of `tensors` in the situations `found`."""
+    """The peak of a rank that runs the stages of `tensors` in the situations `found`.
+
+    `split` says whether the schedule runs gradients of parameters apart.
+    """
     state = sum(stage.state for stage in tensors.values())
+    moments = [(s, which) for s in found for which in passes_of(s.kind, split=split)]
     totals = [
-        tensors[s.stage].peak(s.which) + sum(_held_bytes(tensors[h.stage], h) for h in s.held)
-        for s in found
+        tensors[s.stage].peak(which) + sum(_held_bytes(tensors[h.stage], h) for h in s.held)
+        for s, which in moments
     ]
-    worst = max(range(len(found)), key=lambda k: totals[k])
-    situation = found[worst]
-    running = Held(situation.stage, int(situation.which < 2), int(situation.which == 2))
+    worst = max(range(len(moments)), key=lambda k: totals[k])
+    situation, which = moments[worst]
+    running = Held(situation.stage, int(which < 2), int(which == 2))
     waiting = [*situation.held, running]
     activations = min(
         totals[worst], sum(_held_bytes(tensors[held.stage], held) for held in waiting)
@@ -223,7 +179,7 @@ def device_memory(
         in_flight=sum(held.waiting + held.late for held in waiting),
         capacity=capacity,
         _tensors=tensors,
-        _situation=situation,
+        _moment=(situation, which),
     )
 
 
@@ -231,7 +187,9 @@ def _held_bytes(stage: StageTensors, held: Held) -> int:
     return held.waiting * stage.held[0] + held.late * stage.held[1]
 
 
-def _alive(tensors: Mapping[int, StageTensors], situation: Situation) -> tuple[Alive, ...]:
+def _alive(
+    tensors: Mapping[int, StageTensors], situation: Situation, which: int
+) -> tuple[Alive, ...]:
     """What is in memory at the place of the peak, by operator and use, largest first."""
     total: dict[tuple[Use, int, str, int], int] = {}
 
@@ -248,15 +206,15 @@ def _alive(tensors: Mapping[int, StageTensors], situation: Situation) -> tuple[A
         add(tensors[held.stage], tensors[held.stage].crosses(2), held.late)
     runs = tensors[situation.stage]
     n = runs.lifetimes.num_operators
-    places = runs.at_place[situation.which * n : (situation.which + 1) * n]
-    place = situation.which * n + int(places.argmax())
+    places = runs.at_place[which * n : (which + 1) * n]
+    place = which * n + int(places.argmax())
     alive = (runs.lifetimes.birth <= place) & (place <= runs.lifetimes.death)
     add(runs, alive & ~runs.is_state, 1)
     found = [Alive(*key[:3], nbytes, key[3]) for key, nbytes in total.items()]
     return tuple(sorted(found, key=lambda a: (-a.total, a.stage, a.operator, a.use.value)))
 
 
-class Played(NamedTuple):
+class BlockRun(NamedTuple):
     """A block that a rank ran: which pass of which stage, when its places start and end (ns)."""
 
     stage: int
@@ -296,7 +254,7 @@ class MemoryTimeline:
 def memory_over_time(
     label: str,
     tensors: Mapping[int, StageTensors],
-    played: Sequence[Played],
+    played: Sequence[BlockRun],
     end: int,
     capacity: int,
 ) -> MemoryTimeline:

@@ -13,6 +13,7 @@ import numpy as np
 from stratagem.simulator.files import atomic_path
 from stratagem.simulator.timeline import (
     SEPARATOR,
+    Ints,
     TaskKind,
     Timeline,
     format_duration,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
+
+    from stratagem.simulator.step_path import StepPath
 
     Floats = NDArray[np.floating[Any]]
 
@@ -59,8 +62,13 @@ LETTER_WIDTH = 0.62
 MIN_OUTLINED_PIXELS = 5.0
 """Narrower tasks get no outline: it would be all there is to see of them."""
 
+PATH_COLOUR = "#8e24aa"
+PATH_LABEL = "critical path"
 
-def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Figure:
+
+def plot_timeline(
+    timeline: Timeline, ax: Axes | None = None, *, critical_path: StepPath | None = None
+) -> Figure:
     """Draw one timeline, from its first start to its last end.
 
     Example:
@@ -70,14 +78,23 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Figure:
         timeline: a task gets its name written into it where that fits.
         ax: where to draw; without it, in a figure of its own, as high as the lanes need. The
             legend stands on its right: make the figure with ``layout="constrained"``.
+        critical_path: drawn as a line under the tasks on it and between their lanes.
+
+    Raises:
+        ValueError: if the critical path runs on lanes that the timeline has not.
     """
     if ax is None:
-        return plot_timelines([timeline])
-    _draw([timeline], [ax])
+        return plot_timelines([timeline], critical_path=critical_path)
+    _draw([timeline], [ax], critical_path)
     return ax.figure.canvas.figure
 
 
-def plot_timelines(timelines: Sequence[Timeline], path: str | Path | None = None) -> Figure:
+def plot_timelines(
+    timelines: Sequence[Timeline],
+    path: str | Path | None = None,
+    *,
+    critical_path: StepPath | None = None,
+) -> Figure:
     """Draw timelines one below the other, on one time axis.
 
     Example:
@@ -87,9 +104,10 @@ def plot_timelines(timelines: Sequence[Timeline], path: str | Path | None = None
         timelines: each is drawn from its own first start; titles compare the makespans with the
             first one's.
         path: where to save it too; the suffix is the format. It appears whole or not at all.
+        critical_path: of the first timeline, drawn as a line under its tasks and between lanes.
 
     Raises:
-        ValueError: if there is no timeline.
+        ValueError: if there is no timeline, or the critical path runs on other lanes.
     """
     from matplotlib import pyplot as plt
 
@@ -106,7 +124,7 @@ def plot_timelines(timelines: Sequence[Timeline], path: str | Path | None = None
         sharex=True,
         gridspec_kw={"height_ratios": [max(height, 4) for height in heights]},
     )
-    _draw(timelines, axes[:, 0].tolist())
+    _draw(timelines, axes[:, 0].tolist(), critical_path)
     if path is not None:
         with atomic_path(path) as temporary:
             figure.savefig(temporary, format=Path(path).suffix.lstrip(".") or "png")
@@ -144,7 +162,9 @@ class _Rows:
         return cls(position, tuple(labels), max(top - GROUP_GAP, 1.0))
 
 
-def _draw(timelines: Sequence[Timeline], axes: Sequence[Axes]) -> None:
+def _draw(
+    timelines: Sequence[Timeline], axes: Sequence[Axes], critical_path: StepPath | None
+) -> None:
     longest = max(timeline.duration for timeline in timelines)
     unit, length = readable_unit(longest)
     for timeline, ax in zip(timelines, axes, strict=True):
@@ -154,7 +174,9 @@ def _draw(timelines: Sequence[Timeline], axes: Sequence[Axes]) -> None:
             timeline.duration / length, color="#444444", linewidth=0.8, linestyle=(0, (4, 3))
         )
     axes[-1].set_xlabel(f"time ({unit})", fontsize=9)
-    _draw_legend(timelines, axes[0])
+    if critical_path is not None:
+        _draw_path(timelines[0], critical_path, axes[0], length)
+    _draw_legend(timelines, axes[0], critical_path is not None)
     # Only now the sizes are known, in pixels, that decide on outlines and names.
     axes[0].figure.canvas.figure.draw_without_rendering()
     for timeline, ax in zip(timelines, axes, strict=True):
@@ -185,12 +207,15 @@ def _draw_frame(timeline: Timeline, ax: Axes, longest: float) -> None:
     ax.spines["bottom"].set_color("#888888")
 
 
-def _draw_legend(timelines: Sequence[Timeline], ax: Axes) -> None:
+def _draw_legend(timelines: Sequence[Timeline], ax: Axes, has_path: bool) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     used = {kind for timeline in timelines for kind in timeline.kinds}
+    kinds = [Patch(color=COLOURS[kind], label=kind.value) for kind in COLOURS if kind in used]
+    path = [Line2D([], [], color=PATH_COLOUR, linewidth=2, label=PATH_LABEL)] if has_path else []
     ax.legend(
-        handles=[Patch(color=COLOURS[kind], label=kind.value) for kind in COLOURS if kind in used],
+        handles=[*kinds, *path],
         loc="upper left",
         bbox_to_anchor=(1.005, 1.0),
         borderaxespad=0.0,
@@ -209,19 +234,59 @@ def _draw_tasks(timeline: Timeline, ax: Axes, length: float) -> None:
     kinds = np.array([kind.value for kind in timeline.kinds], dtype=str)
     for kind, colour in COLOURS.items():
         chosen = (kinds == kind.value) & (timeline.end > timeline.start)
+        wide = np.flatnonzero(chosen & (pixels > MIN_OUTLINED_PIXELS))
+        style: dict[str, Any] = {"facecolors": colour, "zorder": 2}
         _draw_bars(
-            ax,
-            left[chosen],
-            right[chosen],
-            middle[chosen],
-            facecolors=colour,
-            edgecolors="white",
-            linewidths=np.where(pixels[chosen] > MIN_OUTLINED_PIXELS, 0.5, 0.0),
-            zorder=2,
-            # Narrow tasks are blended, not moved to whole pixels: a lane looks as full as it is.
-            snap=False if (pixels[chosen] <= MIN_OUTLINED_PIXELS).any() else None,
+            *(ax, left[wide], right[wide], middle[wide]),
+            **(style | {"edgecolors": "white", "linewidths": 0.5}),
+        )
+        first, last = _runs(timeline, np.flatnonzero(chosen & (pixels <= MIN_OUTLINED_PIXELS)))
+        # Narrow tasks are blended, not moved to whole pixels: a lane looks as full as it is.
+        _draw_bars(
+            *(ax, left[first], right[last], middle[first]),
+            **(style | {"linewidths": 0.0, "snap": False}),
         )
     _draw_names(timeline, ax, pixels, (left + right) / 2, middle)
+
+
+def _runs(timeline: Timeline, rows: Ints) -> tuple[Ints, Ints]:
+    """Find the first and last rows of runs in which each starts when the one before it ends.
+
+    Drawn one by one, their blended edges would look like gaps.
+    """
+    rows = rows[np.lexsort((timeline.start[rows], timeline.lane[rows]))]
+    joined = (timeline.lane[rows[1:]] == timeline.lane[rows[:-1]]) & (
+        timeline.start[rows[1:]] == timeline.end[rows[:-1]]
+    )
+    ends = np.ones(min(rows.size, 1), dtype=bool)
+    return rows[np.concatenate([ends, ~joined])], rows[np.concatenate([~joined, ends])]
+
+
+def _draw_path(timeline: Timeline, path: StepPath, ax: Axes, length: float) -> None:
+    """A thick line under the tasks on the path, a thin one from lane to lane."""
+    missing = {task.lane for task in path.tasks} - set(timeline.lanes)
+    if missing:
+        raise ValueError(
+            f"the critical path runs on lane {min(missing)!r}, which timeline {timeline.label!r} "
+            "has not: give the path of that timeline's simulation"
+        )
+    numbers = {lane: number for number, lane in enumerate(timeline.lanes)}
+    lane = np.array([numbers[task.lane] for task in path.tasks], dtype=np.int64)
+    if not lane.size:
+        return
+    bottom = _Rows.of(timeline).position[lane] + BAR_HEIGHT / 2
+    moves = np.flatnonzero(np.diff(lane))
+    first, last = np.append(0, moves + 1), np.append(moves, lane.size - 1)
+    begin = np.array([task.start for task in path.tasks]) * 1e-9 / length
+    end = np.array([task.end for task in path.tasks]) * 1e-9 / length
+    ax.hlines(bottom[first], begin[first], end[last], color=PATH_COLOUR, linewidth=2.0, zorder=4)
+    ax.vlines(
+        *(end[moves], bottom[moves], bottom[moves + 1]),
+        color=PATH_COLOUR,
+        linewidth=0.5,
+        alpha=0.6,
+        zorder=3.5,
+    )
 
 
 def _draw_bars(ax: Axes, left: Floats, right: Floats, middle: Floats, **style: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 
 class ActionKind(Enum):
@@ -149,6 +150,11 @@ class Schedule:
         return {action: rank for rank, order in enumerate(self.orders) for action in order}
 
     @cached_property
+    def situations(self) -> tuple[tuple[Situation, ...], ...]:
+        """See the function `situations`."""
+        return tuple(_fullest(order) for order in self.orders)
+
+    @cached_property
     def _ranks_of(self) -> dict[int, tuple[int, ...]]:
         found: dict[int, set[int]] = {}
         for action, rank in self.rank_of.items():
@@ -279,34 +285,38 @@ def grid(schedule: Schedule) -> str:
     return "\n".join(f"rank {rank:<{label}}  {row.rstrip()}" for rank, row in enumerate(rows))
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a rank holds when it begins an action of a stage.
+class Held(NamedTuple):
+    """Microbatches (times token slices) whose activations a stage holds on a rank.
 
-    Attributes:
-        stage: of the action.
-        kind: of the action.
-        counts: per stage of the schedule, the microbatches (times token slices) whose forward is
-            over on this rank and whose weight gradient is not made yet.
+    `waiting` are those whose backward is still to come; `late` wait for the gradients of the
+    stage's parameters only.
     """
 
     stage: int
+    waiting: int
+    late: int
+
+
+class Situation(NamedTuple):
+    """A rank begins an action of a stage and a kind, and holds the activations of others."""
+
+    stage: int
     kind: ActionKind
-    counts: tuple[int, ...]
+    held: tuple[Held, ...]
 
 
-def held_situations(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
+def situations(schedule: Schedule) -> tuple[tuple[Situation, ...], ...]:
     """Per rank, the distinct situations in which its memory may be fullest.
 
-    Of the situations in which a rank begins actions of one stage and kind, those are left out in
-    which it holds no more of any stage than in another.
+    Of those in which a rank begins actions of one stage and kind, none is listed that holds no
+    more of any stage than another. The microbatch of the action itself does not count.
 
     Example:
         >>> schedule = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1")
-        >>> [(held.kind.value, held.counts) for held in held_situations(schedule)[0]]
-        [('F', (1,)), ('B', (2,))]
+        >>> [(s.kind.value, s.held[0].waiting) for s in situations(schedule)[0]]
+        [('F', 1), ('B', 1)]
     """
-    return tuple(tuple(_fullest(schedule, order)) for order in schedule.orders)
+    return schedule.situations
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -319,9 +329,11 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     A microbatch is held from its forward to the end of its backward, or of its weight gradient.
     """
     peak = [0] * schedule.num_stages
-    for order in schedule.orders:
-        for held in _holding(schedule, order):
-            peak[held.stage] = max(peak[held.stage], held.counts[held.stage])
+    for found in schedule.situations:
+        for situation in found:
+            for held in situation.held:
+                runs = held.stage == situation.stage
+                peak[held.stage] = max(peak[held.stage], held.waiting + held.late + runs)
     return tuple(peak)
 
 
@@ -336,28 +348,43 @@ def check_sizes(num_stages: int, num_microbatches: int, num_slices: int = 1) -> 
         raise ValueError(f"{num_slices} token slices: a microbatch has at least one")
 
 
-def _holding(schedule: Schedule, order: Iterable[Action]) -> Iterator[Held]:
-    """What a rank holds before each of its actions."""
-    counts = [0] * schedule.num_stages
+def _fullest(order: Iterable[Action]) -> tuple[Situation, ...]:
+    found: dict[tuple[int, ActionKind], list[Situation]] = {}
+    for situation in dict.fromkeys(_situations(order)):
+        rivals = found.setdefault((situation.stage, situation.kind), [])
+        if not any(_covers(rival, situation) for rival in rivals):
+            rivals[:] = [rival for rival in rivals if not _covers(situation, rival)]
+            rivals.append(situation)
+    return tuple(situation for rivals in found.values() for situation in rivals)
+
+
+def _situations(order: Iterable[Action]) -> Iterator[Situation]:
+    """What a rank holds of other microbatches while each of its actions runs."""
+    waiting: dict[int, int] = {}
+    late: dict[int, int] = {}
     for action in order:
-        yield Held(action.stage, action.kind, tuple(counts))
-        counts[action.stage] += action.kind is ActionKind.FORWARD
-        counts[action.stage] -= makes_weight_gradient(action)
+        stage, kind = action.stage, action.kind
+        waiting.setdefault(stage, 0)
+        if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+            waiting[stage] -= 1
+        elif kind is ActionKind.WEIGHT_GRADIENT:
+            late[stage] -= 1
+        held = tuple(Held(s, count, late.get(s, 0)) for s, count in sorted(waiting.items()))
+        yield Situation(stage, kind, held)
+        if kind is ActionKind.FORWARD:
+            waiting[stage] += 1
+        elif kind is ActionKind.INPUT_GRADIENT:
+            late[stage] = late.get(stage, 0) + 1
 
 
-def _fullest(schedule: Schedule, order: Iterable[Action]) -> Iterator[Held]:
-    found: dict[tuple[int, ActionKind], list[Held]] = {}
-    for held in _holding(schedule, order):
-        rivals = found.setdefault((held.stage, held.kind), [])
-        if not any(_covers(rival, held) for rival in rivals):
-            rivals[:] = [rival for rival in rivals if not _covers(held, rival)]
-            rivals.append(held)
-    for rivals in found.values():
-        yield from rivals
-
-
-def _covers(held: Held, other: Held) -> bool:
-    return all(a >= b for a, b in zip(held.counts, other.counts, strict=True))
+def _covers(large: Situation, small: Situation) -> bool:
+    there = {held.stage: held for held in large.held}
+    return all(
+        held.stage in there
+        and there[held.stage].waiting >= held.waiting
+        and there[held.stage].late >= held.late
+        for held in small.held
+    )
 
 
 def _replay(

@@ -30,7 +30,6 @@ from stratagem.simulator.schedule import (
     Action,
     ActionKind,
     Schedule,
-    held_situations,
     validate,
 )
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
@@ -150,8 +149,8 @@ class Play:
     def peak_held(self) -> tuple[int, ...]:
         """Per rank, the most microbatches (times token slices) held, of all its stages."""
         return tuple(
-            max((sum(held.counts) for held in situations), default=0)
-            for situations in held_situations(self.schedule)
+            max((sum(h.waiting + h.late for h in each.held) + 1 for each in found), default=0)
+            for found in self.schedule.situations
         )
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +17,9 @@ from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.graph import Edge, OperatorGraph
 from stratagem.simulator.memory import (
     PASS_OF,
+    BlockRun,
     DeviceMemory,
     MemoryTimeline,
-    Played,
     StageTensors,
     device_memory,
     memory_over_time,
@@ -44,8 +45,12 @@ from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
 from stratagem.simulator.stage_shapes import StageShapes
+from stratagem.simulator.step_path import Played, StepPath, step_path
+from stratagem.simulator.table import Table
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
+from stratagem.simulator.timeline_tables import collective_table, group_table, operator_table
+from stratagem.simulator.traffic import crossing_bytes, stage_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +114,31 @@ class Simulation:
     def timeline(self) -> Timeline:
         """Every task of the step, microbatch by microbatch."""
         return _timeline(self._model, self._macro_times)
+
+    @cached_property
+    def critical_path(self) -> StepPath:
+        """The chain of tasks that the step time is made of, and why each waited."""
+        return _critical_path(self._model, self._macro_times)
+
+    @cached_property
+    def groups(self) -> Table:
+        """Computing, exposed communication, idleness and bubble of each stage."""
+        return group_table(self.timeline)
+
+    @cached_property
+    def operators(self) -> Table:
+        """Time of each operator by pass, the longest first."""
+        return operator_table(self.timeline)
+
+    @cached_property
+    def collectives(self) -> Table:
+        """Time of each communication, and how much of it no computing hides."""
+        return collective_table(self.timeline, self.communication_bytes)
+
+    @cached_property
+    def communication_bytes(self) -> dict[str, int]:
+        """Bytes per device that each communication moves once, by its name, where known."""
+        return _communication_bytes(self._model)
 
     def _repr_html_(self) -> str:
         gib = self.peak_memory / 2**30
@@ -233,19 +263,24 @@ def macro_durations(model: PlanModel) -> IntArray:
         durations[FORWARD, s] = forward.makespan
         durations[BACKWARD, s] = backward.makespan
         durations[LAST_BACKWARD, s] = last.makespan
-    sent: set[tuple[int, int, int, Placements]] = set()
-    for edge, row in model.boundaries:
+    for edge, row in _sent_boundaries(model):
         stages = _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
-        tensor = (edge.producer, edge.output, stages[1], row.targets[0])
-        if tensor not in sent:
-            sent.add(tensor)
-            pair = model.macro.pairs.index(stages)
-            ahead, back = transfer_kinds(model.macro.schedule, stages)
-            durations[ahead, pair] += row.forward.ns[0, 0]
-            durations[back, pair] += row.backward.ns[0, 0]
+        pair = model.macro.pairs.index(stages)
+        ahead, back = transfer_kinds(model.macro.schedule, stages)
+        durations[ahead, pair] += row.forward.ns[0, 0]
+        durations[back, pair] += row.backward.ns[0, 0]
     for t, (_, _, price) in enumerate(model.ties):
         durations[TIE, t] = price.ns[0, 0]
     return durations
+
+
+def _sent_boundaries(model: PlanModel) -> list[tuple[Edge, BoundaryRow]]:
+    """The edges between stages; of those that want one tensor in the same way, the first."""
+    sent: dict[tuple[int, int, int, Placements], tuple[Edge, BoundaryRow]] = {}
+    for edge, row in model.boundaries:
+        _, target = _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
+        sent.setdefault((edge.producer, edge.output, target, row.targets[0]), (edge, row))
+    return list(sent.values())
 
 
 def block_times(stage: StageModel, num_operators: int) -> tuple[Times, Times, Times]:
@@ -329,12 +364,12 @@ def _memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimelin
     first = sum(len(each) for each in model.plan.make_schedule().orders[:rank])
     tensors = {s: model.stages[s].tensors for s in sorted({action.stage for action in order})}
     places = {s: _place_times(model.stages[s], len(model.graph.operators)) for s in tensors}
-    played: list[Played] = []
+    played: list[BlockRun] = []
     for task, action in enumerate(order, start=first):
         kind = int(model.macro.kind[task])
         start, end = places[action.stage][kind]
         offset = int(macro.start[task])
-        played.append(Played(action.stage, PASS_OF[action.kind], start + offset, end + offset))
+        played.append(BlockRun(action.stage, PASS_OF[action.kind], start + offset, end + offset))
     capacity = _capacity(model.plan, order[0].stage)
     return memory_over_time(f"rank {rank}", tensors, played, macro.makespan, capacity)
 
@@ -408,22 +443,67 @@ def _block_rows(
 
 
 def _transfer_rows(model: PlanModel, macro: Times) -> list[Row]:
-    rows: list[Row] = []
-    for task in np.flatnonzero(model.macro.kind >= SEND):
-        kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
-        start, end = int(macro.start[task]), int(macro.end[task])
-        if start == end:
-            continue
-        if kind == TIE:
-            i, j, _ = model.ties[item]
-            names = [model.graph.operators[k].name for k in (i, j)]
-            lane = lane_name(f"stage {model.macro.ties[item][0]}", "tied parameters")
-            rows.append(Row(f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane, start, end))
-            continue
-        source, target = model.macro.pairs[item]
-        if kind in (SEND_BACK, RESHARD_BACK):
-            source, target = target, source
-        name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
-        lane = lane_name(f"stage {source}", f"to stage {target}")
-        rows.append(Row(name, TaskKind.COMMUNICATION, lane, start, end))
-    return rows
+    return [
+        Row(*_transfer_label(model, task), int(macro.start[task]), int(macro.end[task]))
+        for task in np.flatnonzero(model.macro.kind >= SEND).tolist()
+        if macro.end[task] > macro.start[task]
+    ]
+
+
+def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:
+    """Name, kind and lane of what happens between stages."""
+    kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+    if kind == TIE:
+        i, j, _ = model.ties[item]
+        names = [model.graph.operators[k].name for k in (i, j)]
+        lane = lane_name(f"stage {model.macro.ties[item][0]}", "tied parameters")
+        return f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane
+    source, target = model.macro.pairs[item]
+    if kind in (SEND_BACK, RESHARD_BACK):
+        source, target = target, source
+    name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
+    return name, TaskKind.COMMUNICATION, lane_name(f"stage {source}", f"to stage {target}")
+
+
+def _communication_bytes(model: PlanModel) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for stage in model.stages:
+        sizes |= stage_bytes(stage.builder, stage.table)
+    between: Counter[str] = Counter()
+    for edge, row in _sent_boundaries(model):
+        source, target = _stages_of((edge.producer, edge.consumer), model.plan, model.graph)
+        choice = model.plan.choice(model.graph.operators[edge.producer].name)
+        received = int(row.received_bytes[0, 0])
+        there, back = crossing_bytes(edge, model.stages[source].builder, choice, received)
+        between[f"stage {source} ⇢ stage {target}"] += there
+        between[f"stage {target} ⇢ stage {source}"] += back
+    return sizes | dict(between)
+
+
+def _critical_path(model: PlanModel, macro: Times) -> StepPath:
+    """The path through blocks and transfers, each block replaced by the path through it."""
+    played: dict[tuple[int, int], Played] = {}
+
+    def inside(task: int) -> Played | None:
+        kind, s = int(model.macro.kind[task]), int(model.macro.item[task])
+        if kind >= SEND:
+            return None
+        if (kind, s) not in played:
+            played[kind, s] = _played_block(model, s, kind)
+        return played[kind, s]
+
+    step = Played(model.macro.graph, macro, lambda task: _transfer_label(model, task))
+    return step_path(step, inside, {op.name: op.kind for op in model.graph.operators})
+
+
+def _played_block(model: PlanModel, s: int, kind: int) -> Played:
+    stage = model.stages[s]
+    block = stage.blocks.forward if kind == FORWARD else stage.blocks.backward
+    choices = np.zeros(len(model.graph.operators), dtype=np.int64)
+    graph = stage.blocks.task_graph(block, choices, last=kind != BACKWARD)
+
+    def label(task: int) -> tuple[str, TaskKind, str]:
+        held = next(n for bit, n in RESOURCE_NAMES.items() if graph.resource_sets[task] & bit)
+        return block.names[task], block.kinds[task], lane_name(f"stage {s}", held)
+
+    return Played(graph, simulate(graph), label)

@@ -234,14 +234,34 @@ class Statistics:
         busy: per lane, the time in which it has a task.
         utilisation: per lane, busy time over duration.
         by_kind: per kind, the time of all its rows; a task on two lanes counts on both.
+        computing: per group, the time in which at least one of its lanes computes.
         exposed_communication: per group, the time in which it communicates and does not compute.
+        idle: per group, the time in which it does neither.
     """
 
     duration: float
     busy: dict[str, float]
     utilisation: dict[str, float]
     by_kind: dict[TaskKind, float]
+    computing: dict[str, float]
     exposed_communication: dict[str, float]
+    idle: dict[str, float]
+
+    @property
+    def bubble(self) -> dict[str, float]:
+        """Per group, the share of the step in which it does not compute."""
+        whole = self.duration or 1.0
+        return {group: (self.duration - time) / whole for group, time in self.computing.items()}
+
+    @property
+    def total_bubble(self) -> float:
+        """The share of the step in which a group does not compute, on average over the groups."""
+        return sum(self.bubble.values()) / max(len(self.computing), 1)
+
+    @property
+    def total_exposed_communication(self) -> float:
+        """Exposed communication of all groups together."""
+        return sum(self.exposed_communication.values())
 
 
 def statistics(timeline: Timeline) -> Statistics:
@@ -253,18 +273,23 @@ def statistics(timeline: Timeline) -> Statistics:
         for number, lane in enumerate(timeline.lanes)
     }
     communicates = np.array([kind.is_communication for kind in timeline.kinds], dtype=bool)
-    exposed = {}
+    computing, active = {}, {}
     for group in dict.fromkeys(map(lane_group, timeline.lanes)):
         in_group = np.array([lane_group(lane) == group for lane in timeline.lanes])[timeline.lane]
-        computing = _covered(timeline, in_group & ~communicates)
-        exposed[group] = _covered(timeline, in_group) - computing
+        computing[group] = _covered(timeline, in_group & ~communicates)
+        active[group] = _covered(timeline, in_group)
     duration = timeline.duration
+    whole = int(timeline.end.max()) - timeline.begin_ns if timeline.num_rows else 0
     return Statistics(
         duration=duration,
         busy={lane: time * 1e-9 for lane, time in busy.items()},
         utilisation={lane: time * 1e-9 / (duration or 1.0) for lane, time in busy.items()},
         by_kind={kind: int(lengths[kinds == kind.value].sum()) * 1e-9 for kind in TaskKind},
-        exposed_communication={group: time * 1e-9 for group, time in exposed.items()},
+        computing={group: time * 1e-9 for group, time in computing.items()},
+        exposed_communication={
+            group: (time - computing[group]) * 1e-9 for group, time in active.items()
+        },
+        idle={group: (whole - time) * 1e-9 for group, time in active.items()},
     )
 
 

@@ -8,18 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from stratagem import face
 from stratagem.cli import app
+from stratagem.executor.report import Report
 from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.models import mlp
 from stratagem.simulator.plan import Plan
 
 ROOT = Path(__file__).parents[1]
-VERBS = ("capture", "search", "simulate", "profile", "run", "compare", "clusters", "cache")
+VERBS = (
+    *("capture", "search", "simulate", "profile", "run", "compare", "diff"),
+    *("clusters", "cache"),
+)
 SMALL = ("--cluster", "dgx-a100", "--nodes", "1", "--devices", "2", "--evaluations", "20")
 
 MODEL = """
@@ -109,6 +115,50 @@ def test_search_then_simulate(place: Path) -> None:
     assert {"step.png", "step.json.gz"} <= files(place)
 
 
+def test_simulate_says_what_the_step_is_made_of(place: Path) -> None:
+    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    asked = ("--operators", "--collectives", "--critical-path", "--plot", "step.png")
+    shown = call("simulate", "plan.json", "graph.json", *asked, "--tables", "step.json")
+    assert shown.exit_code == 0, shown.output
+    for words in ("predicted: operators", "predicted: collectives", "critical path, by work"):
+        assert words in shown.stdout
+    tables = json.loads((place / "step.json").read_text())
+    assert list(tables) == ["groups", "operators", "collectives", "critical_path"]
+    tasks = tables["critical_path"]["tasks"]["rows"]
+    assert sum(task["time"] for task in tasks) == pytest.approx(
+        tables["critical_path"]["duration"]
+    )
+    assert "operators" not in call("simulate", "plan.json", "graph.json").stdout.split("takes")[1]
+
+
+def test_diff_of_two_plans(place: Path) -> None:
+    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    one = ("--cluster", "dgx-a100", "--nodes", "1", "--devices", "1", "--evaluations", "20")
+    assert call("search", "graph.json", *one, "-o", "alone.json").exit_code == 0
+    more = ("--plot", "both.png", "--trace", "both.json.gz", "--tables", "diff.json")
+    shown = call("diff", "alone.json", "plan.json", "graph.json", *more)
+    assert shown.exit_code == 0, shown.output
+    assert "alone takes" in shown.stdout
+    assert "where the time went, by operator" in shown.stdout
+    assert {"both.png", "both.json.gz", "diff.json"} <= files(place)
+    told = json.loads((place / "diff.json").read_text())
+    changes = [row["change"] for row in told["by_kind"]["rows"]]
+    assert sum(changes) == pytest.approx(told["durations"][1] - told["durations"][0])
+
+
+def test_compare_with_diff(place: Path) -> None:
+    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    graph = mlp([64, 64, 64], batch=32)
+    timeline = face.simulate(Plan.load("plan.json"), graph).timeline
+    slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
+    Report("plan", (1.0,), (slower.duration,), slower).save("run.json")
+    shown = call("compare", "plan.json", "graph.json", "run.json", "--diff", "--tables", "d.json")
+    assert shown.exit_code == 0, shown.output
+    assert "(100.0%) longer" in shown.stdout
+    assert "where the time went, by lane" in shown.stdout
+    assert (place / "d.json").exists()
+
+
 def test_search_is_the_same_again(place: Path) -> None:
     for out in ("one.json", "two.json"):
         assert call("search", "graph.json", *SMALL, "-o", out).exit_code == 0
@@ -158,6 +208,7 @@ def test_error_is_one_line_and_writes_nothing(
     [
         (("simulate", "none.json", "graph.json"), "plan file none.json cannot be read"),
         (("simulate", "graph.json", "graph.json"), "plan file graph.json is broken"),
+        (("diff", "plan.json", "none.json", "graph.json"), "none.json cannot be read"),
         (("run", "none.json", "small_model:build", "-o", "out.json"), "cannot be read"),
         (("compare", "plan.json", "graph.json", "none.json"), "none.json cannot be read"),
         (("compare", "plan.json", "graph.json", "graph.json"), "result file graph.json is broken"),

@@ -17,13 +17,12 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.lifetimes import Use
-from stratagem.simulator.memory import MemoryTimeline, situations
+from stratagem.simulator.memory import MemoryTimeline
 from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.rules import rule_of, saved_intermediates, saved_slots
-from stratagem.simulator.schedule import schedule_by_name
 from stratagem.simulator.segments import segments_of
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
@@ -189,15 +188,6 @@ def test_zero_shards_what_it_says() -> None:
     assert held[1][Use.GRADIENTS] == weights
     assert held[2][Use.GRADIENTS] < 0.7 * weights
     assert held[3][Use.PARAMETERS] == pytest.approx(weights / 8, rel=0.01)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_situations_cover_every_moment(name: str) -> None:
-    schedule = schedule_by_name(name, 4, 8)
-    for rank, found in enumerate(situations(schedule)):
-        assert {s.stage for s in found} == {rank}
-        most = max(h.waiting for s in found for h in s.held)
-        assert most == (7 if name == "gpipe" else 3 - rank)
 
 
 class TestPlot:

@@ -10,10 +10,11 @@ import pytest
 from stratagem.simulator.schedule import (
     Action,
     ActionKind,
+    Held,
     Schedule,
     grid,
-    held_situations,
     peak_in_flight,
+    situations,
     validate,
 )
 from stratagem.simulator.schedules import gpipe, one_f_one_b, schedule_by_name
@@ -230,29 +231,34 @@ class TestHeld:
     def test_the_fullest_of_each_stage_and_kind(self):
         schedule = Schedule.parse("rank 0: 0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1")
         validate(schedule)
-        found = {(held.stage, held.kind.value): set() for held in held_situations(schedule)[0]}
-        for held in held_situations(schedule)[0]:
-            found[held.stage, held.kind.value].add(held.counts)
-        assert found == {
-            (0, "F"): {(1, 1)},
-            (1, "F"): {(1, 0)},
-            (1, "B"): {(2, 1)},
-            (0, "B"): {(2, 0)},
+        found = {(each.stage, each.kind.value): each.held for each in situations(schedule)[0]}
+        waiting = {key: {held.stage: held.waiting for held in all} for key, all in found.items()}
+        assert waiting == {
+            (0, "F"): {0: 1, 1: 1},
+            (1, "F"): {0: 1, 1: 0},
+            (1, "B"): {0: 2, 1: 0},
+            (0, "B"): {0: 1, 1: 0},
         }
+        assert len(situations(schedule)[0]) == 4
 
     def test_a_split_backward_is_held_until_its_weight_gradient(self):
         schedule = Schedule.parse("rank 0: 0F0 0I0 0F1 0W0 0I1 0W1")
-        kinds = {held.kind.value: held.counts for held in held_situations(schedule)[0]}
-        assert kinds == {"F": (1,), "I": (1,), "W": (2,)}
+        kinds = {each.kind.value: each.held[0] for each in situations(schedule)[0]}
+        assert kinds == {"F": Held(0, 0, 1), "I": Held(0, 0, 0), "W": Held(0, 1, 0)}
         assert peak_in_flight(schedule) == (2,)
 
     @every_name
     @every_size
     def test_no_action_holds_more(self, name, num_stages, num_microbatches):
+        """Counted action by action, without situations."""
         schedule = schedule_by_name(name, num_stages, num_microbatches)
-        peaks = peak_in_flight(schedule)
-        for rank, situations in enumerate(held_situations(schedule)):
-            assert max(held.counts[rank] for held in situations) == peaks[rank]
+        for stage, order in enumerate(schedule.orders):
+            held = most = 0
+            for action in order:
+                held += action.kind is ActionKind.FORWARD
+                most = max(most, held)
+                held -= action.kind is ActionKind.BACKWARD
+            assert peak_in_flight(schedule)[stage] == most
 
 
 def test_weights_are_updated_once_or_every_few_microbatches():

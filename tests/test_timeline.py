@@ -12,6 +12,8 @@ import sys
 import numpy as np
 import pytest
 
+from stratagem.simulator.critical_path import Wait
+from stratagem.simulator.step_path import StepPath, StepTask
 from stratagem.simulator.timeline import (
     Row,
     TaskKind,
@@ -150,6 +152,7 @@ class TestStatistics:
             {
                 TaskKind.FORWARD: 0.004,
                 TaskKind.BACKWARD: 0.004,
+                TaskKind.RECOMPUTE: 0.0,
                 TaskKind.UPDATE: 0.0,
                 TaskKind.COMMUNICATION: 0.006,
                 TaskKind.GRADIENT_SYNC: 0.006,
@@ -181,6 +184,15 @@ class TestStatistics:
         assert list(result.busy.values()) == pytest.approx((lane_busy.sum(1) * 1e-9).tolist())
         exposed = (communicates & ~computes).sum(1) * 1e-9
         assert list(result.exposed_communication.values()) == pytest.approx(exposed.tolist())
+        begin, end = int(timeline.start.min()), int(timeline.end.max())
+        computing = computes.sum(1)
+        assert list(result.computing.values()) == pytest.approx((computing * 1e-9).tolist())
+        idle = (~computes & ~communicates)[:, begin:end].sum(1) * 1e-9
+        assert list(result.idle.values()) == pytest.approx(idle.tolist())
+        bubble = 1 - computing / (end - begin)
+        assert list(result.bubble.values()) == pytest.approx(bubble.tolist())
+        assert result.total_bubble == pytest.approx(bubble.mean())
+        assert result.total_exposed_communication == pytest.approx(exposed.sum())
 
 
 class TestWords:
@@ -318,8 +330,60 @@ class TestPlot:
 
         figure = plot_timelines([random_timeline(20_000)], tmp_path / "many.png")
         (ax,) = figure.axes
-        assert len(ax.collections) == 1 + len(TaskKind)
+        assert len(ax.collections) == 1 + 2 * len(TaskKind)
         assert len(ax.texts) < 200
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_what_is_drawn_covers_what_is_busy(self, seed):
+        """Narrow tasks that touch are one bar, and none is lost or drawn longer than it is."""
+        from stratagem.simulator.plot import plot_timelines
+
+        rng = np.random.default_rng(seed)
+        length, gap = rng.integers(1, 200, 3000), rng.integers(0, 3, 3000) * 50
+        length[::100] *= 500  # some wide ones
+        start = np.cumsum(length + gap) - length
+        kinds = [TaskKind.FORWARD, TaskKind.BACKWARD]
+        timeline = dataclasses.replace(
+            random_timeline(3000),
+            kinds=tuple(kinds[k] for k in rng.integers(0, 2, 3000)),
+            start=start,
+            end=start + length,
+        )
+        (ax,) = plot_timelines([timeline]).axes
+        _, *bars = ax.collections
+        unit = timeline.duration / (ax.get_xlim()[1] / 1.004) * 1e9
+        drawn = [path.vertices for each in bars for path in each.get_paths()]
+        assert len(drawn) < 3000
+        widths = [np.ptp(corners[:, 0]) * unit for corners in drawn]
+        assert sum(widths) == pytest.approx(length.sum())
+        begins = sorted(corners[:, 0].min() * unit for corners in drawn)
+        assert np.isin(np.rint(begins), start - start[0]).all()
+
+    def test_the_critical_path_is_drawn_under_its_tasks(self):
+        from stratagem.simulator.plot import plot_timelines
+
+        path = StepPath(
+            (
+                StepTask("0F0", TaskKind.FORWARD, COMPUTE, 0, 3 * 10**6, Wait.NOTHING),
+                StepTask("a", TaskKind.FORWARD, COMPUTE, 3 * 10**6, 4 * 10**6, Wait.RESOURCE),
+                StepTask(
+                    "send", TaskKind.COMMUNICATION, OTHER, 4 * 10**6, 6 * 10**6, Wait.RESOURCE
+                ),
+            )
+        )
+        (ax,) = plot_timelines([small()], critical_path=path).axes
+        flat, upright = (c for c in ax.collections if type(c).__name__ == "LineCollection")
+        assert [segment[:, 0].tolist() for segment in flat.get_segments()] == [
+            pytest.approx([0, 4]),
+            pytest.approx([4, 6]),
+        ]
+        (move,) = upright.get_segments()
+        assert move[:, 0].tolist() == pytest.approx([4, 4])
+        legend = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert legend[-1] == "critical path"
+        elsewhere = from_rows([Row("a", TaskKind.OTHER, "rank 0", 0, 1)], label="measured")
+        with pytest.raises(ValueError, match="runs on lane 'stage 0 · compute', which timeline"):
+            plot_timelines([elsewhere], critical_path=path)
 
     def test_on_axes_of_the_user(self):
         from matplotlib.figure import Figure

@@ -42,6 +42,7 @@ _HOMES = {
     "capture": "stratagem.simulator.torch_ops.capture",
     "compare": "stratagem.comparison",
     "describe": "stratagem.simulator.describe",
+    "diff_timelines": "stratagem.simulator.timeline_diff",
     "execute": "stratagem.face",
     "local_cluster": "stratagem.face",
     "plot_memory": "stratagem.simulator.memory_plot",

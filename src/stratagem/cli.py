@@ -5,10 +5,12 @@ stratagem search examples.gpt2:build --cluster dgx-a100 --precision bfloat16 --o
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,10 +29,14 @@ from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plot import plot_timelines
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.step_path import StepPath
+from stratagem.simulator.table import Table
 from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
+from stratagem.simulator.timeline_tables import collective_table, operator_table
 from stratagem.simulator.trace import write_trace
 from stratagem.simulator.training import Training
-from stratagem.tables import comparison_table, simple_table, strategy_table
+from stratagem.tables import comparison_table, result_table, simple_table, strategy_table
 
 if TYPE_CHECKING:
     from stratagem.simulator.costs import CostModel
@@ -95,6 +101,10 @@ Measure = Annotated[
 ]
 Plot = Annotated[Path | None, typer.Option("--plot", help="picture of the timeline to write")]
 Trace = Annotated[Path | None, typer.Option("--trace", help="Perfetto trace to write (.json.gz)")]
+Tables = Annotated[Path | None, typer.Option("--tables", help="JSON file of the tables to write")]
+
+MAX_ROWS = 20
+"""Rows of a table that are printed; its title counts the others, and --tables writes them."""
 
 
 def main() -> None:
@@ -177,14 +187,35 @@ def simulate(
     plan: PlanFile,
     model: Model,
     measure: Measure = False,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="time of each operator, layers together")
+    ] = False,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="time of each communication, and what is exposed")
+    ] = False,
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="what the step time is made of; in --plot too")
+    ] = False,
     plot: Plot = None,
     trace: Trace = None,
+    tables: Tables = None,
 ) -> None:
     """Predict a plan's step time and memory."""
     loaded, graph = Plan.load(plan), load_graph(model)
-    loaded.check(graph)
-    costs = _costs(graph, loaded.cluster, loaded.training, measure)
-    _report(face.simulate(loaded, graph, costs), graph, plot, trace)
+    simulation = _simulated(loaded, graph, measure)
+    path = simulation.critical_path if critical_path else None
+    _report(simulation, graph, plot, trace, path)
+    if operators:
+        _print_tables(operator_table(simulation.timeline, by_layer=False))
+    if collectives:
+        sizes = simulation.communication_bytes
+        moved = collective_table(simulation.timeline, sizes, by_layer=False)
+        _print_tables(simulation.groups, moved)
+    if path is not None:
+        _print_tables(path.by_work, path.by_group, path.by_operator)
+    if tables is not None:
+        parts = ("groups", "operators", "collectives", "critical_path")
+        _write_json(tables, {part: getattr(simulation, part).to_dict() for part in parts})
 
 
 @app.command()
@@ -246,21 +277,54 @@ def compare(
     model: Model,
     result: Annotated[Path, typer.Argument(help="result file, from run")],
     measure: Measure = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="where the measured step takes longer")
+    ] = False,
     plot: Plot = None,
     trace: Trace = None,
+    tables: Tables = None,
 ) -> None:
     """Lay a plan's predicted step beside a measured one."""
     from stratagem.comparison import compare as lay_beside
     from stratagem.executor.report import Report
 
     loaded, report, graph = Plan.load(plan), Report.load(result), load_graph(model)
-    loaded.check(graph)
-    costs = _costs(graph, loaded.cluster, loaded.training, measure)
-    comparison = lay_beside(face.simulate(loaded, graph, costs), report, plot)
+    comparison = lay_beside(_simulated(loaded, graph, measure), report, plot)
     if trace is not None:
         comparison.save_trace(trace)
     console.print(comparison_table(comparison))
     _say_written(plot, trace)
+    if diff:
+        _print_diff(comparison.diff)
+    if tables is not None:
+        _write_json(tables, comparison.diff.to_dict())
+
+
+@app.command()
+def diff(
+    plan: PlanFile,
+    other: Annotated[Path, typer.Argument(help="plan file to compare it with")],
+    model: Model,
+    measure: Measure = False,
+    plot: Plot = None,
+    trace: Trace = None,
+    tables: Tables = None,
+) -> None:
+    """Say where the predicted steps of two plans differ."""
+    plans, graph = [Plan.load(plan), Plan.load(other)], load_graph(model)
+    timelines = [
+        replace(_simulated(loaded, graph, measure).timeline, label=path.stem)
+        for loaded, path in zip(plans, (plan, other), strict=True)
+    ]
+    difference = diff_timelines(*timelines)
+    if plot is not None:
+        plot_timelines(timelines, plot)
+    if trace is not None:
+        write_trace(trace, *timelines)
+    _print_diff(difference)
+    _say_written(plot, trace)
+    if tables is not None:
+        _write_json(tables, difference.to_dict())
 
 
 @app.command()
@@ -317,12 +381,40 @@ def _costs(
     return face.profile(graph, cluster, training=training) if measure else None
 
 
+def _simulated(plan: Plan, graph: OperatorGraph, measure: bool) -> Simulation:
+    plan.check(graph)
+    costs = _costs(graph, plan.cluster, plan.training, measure)
+    return face.simulate(plan, graph, costs)
+
+
+def _print_diff(difference: TimelineDiff) -> None:
+    console.print(f"\n{difference.headline}", soft_wrap=True)
+    _print_tables(*difference.tables)
+
+
+def _print_tables(*tables: Table) -> None:
+    for table in tables:
+        console.print()
+        console.print(result_table(table, most=MAX_ROWS))
+        if table.note:
+            console.print(table.note, soft_wrap=True)
+
+
+def _write_json(path: Path, columns: dict[str, Any]) -> None:
+    write_text(path, json.dumps(columns, ensure_ascii=False, indent=1) + "\n")
+    _say_written(path)
+
+
 def _report(
-    simulation: Simulation, graph: OperatorGraph, plot: Path | None, trace: Path | None
+    simulation: Simulation,
+    graph: OperatorGraph,
+    plot: Path | None,
+    trace: Path | None,
+    critical_path: StepPath | None = None,
 ) -> None:
     console.print(describe(simulation, graph), soft_wrap=True)
     if plot is not None:
-        plot_timelines([simulation.timeline], plot)
+        plot_timelines([simulation.timeline], plot, critical_path=critical_path)
     if trace is not None:
         write_trace(trace, simulation.timeline)
     _say_written(plot, trace)

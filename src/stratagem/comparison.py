@@ -18,6 +18,7 @@ from stratagem.simulator.timeline import (
     lane_group,
     statistics,
 )
+from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
 from stratagem.simulator.trace import write_trace
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class Comparison:
     def figure(self) -> Figure:
         """The two timelines, one above the other."""
         return plot_timelines([self.predicted, self.measured])
+
+    @cached_property
+    def diff(self) -> TimelineDiff:
+        """Where the measured step takes longer, to the last nanosecond of both timelines."""
+        return diff_timelines(self.predicted, self.measured)
 
     def save_plot(self, path: str | Path) -> None:
         """Save the figure; the suffix is the format."""

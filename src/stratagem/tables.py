@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from stratagem.comparison import Comparison
-from stratagem.simulator.describe import format_bytes
+from stratagem.simulator import table as results
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.table import Unit, format_bytes
 from stratagem.simulator.timeline import format_duration
 
 
@@ -50,6 +51,17 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
             style="bold" if number == 0 else None,
             end_section=number == 0,
         )
+    return table
+
+
+def result_table(result: results.Table, *, most: int | None = None) -> Table:
+    """A table of results, of which the first `most` rows; numbers stand on the right."""
+    shown = result if most is None else result.head(most)
+    table = Table(title=shown.title, title_justify="left", title_style="bold")
+    for heading, unit in shown.columns.items():
+        table.add_column(heading, justify="left" if unit is Unit.TEXT else "right")
+    for row in shown.texts():
+        table.add_row(*row)
     return table
 
 
