@@ -20,6 +20,7 @@ Gathers of sharded parameters are prefetched while the operators before run, two
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,35 @@ PREFETCH = 2
 """How many operators with sharded parameters are gathered ahead of the one that runs."""
 
 
+class Role(enum.Enum):
+    """What a task is to its operator, its edge (converts) or its tied parameter."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    CONVERT = "convert"
+    CONVERT_BACK = "convert back"
+    GATHER = "gather"
+    SYNC = "sync"
+    PUBLISH = "publish"
+    TIE_GRADIENT = "tie gradient"
+    TIE_PUBLISH = "tie publish"
+
+
+_KINDS = {
+    Role.FORWARD: TaskKind.FORWARD,
+    Role.BACKWARD: TaskKind.BACKWARD,
+    Role.UPDATE: TaskKind.UPDATE,
+    Role.CONVERT: TaskKind.COMMUNICATION,
+    Role.CONVERT_BACK: TaskKind.COMMUNICATION,
+    Role.GATHER: TaskKind.GRADIENT_SYNC,
+    Role.SYNC: TaskKind.GRADIENT_SYNC,
+    Role.PUBLISH: TaskKind.GRADIENT_SYNC,
+    Role.TIE_GRADIENT: TaskKind.GRADIENT_SYNC,
+    Role.TIE_PUBLISH: TaskKind.GRADIENT_SYNC,
+}
+
+
 def _mask_sets() -> tuple[IntArray, IntArray]:
     """Resource sets in which set number = bit mask."""
     members = [[bit for bit in range(NUM_RESOURCES) if mask >> bit & 1] for mask in range(8)]
@@ -57,6 +87,8 @@ class Block:
     `base` is for the last microbatch of a step, `inner_base` for all before it, which neither
     update parameters nor (below ZeRO-2) reduce gradients. Pool entry 0 is "nothing to do". `first`
     and `second` are operator indices of the graph; `stride` is 0 where `second` does not count.
+    `roles` say what each task is, and `subjects` of what: the index of an operator, or the number
+    of an edge or a tied parameter in the cost table.
     """
 
     successor_offsets: IntArray
@@ -70,6 +102,8 @@ class Block:
     second_stride: IntArray
     names: tuple[str, ...]
     kinds: tuple[TaskKind, ...]
+    roles: tuple[Role, ...]
+    subjects: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,39 +190,46 @@ class _Draft:
     stride: list[int] = field(default_factory=list)
     second_stride: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    kinds: list[TaskKind] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)
+    subjects: list[int] = field(default_factory=list)
     predecessors: list[tuple[int, ...]] = field(default_factory=list)
 
     def operator_task(
         self,
         name: str,
-        kind: TaskKind,
+        role: Role,
         operator: int,
         base: int,
         predecessors: Sequence[int],
         inner_base: int | None = None,
     ) -> int:
         """Add a task whose duration one operator's choice decides."""
-        return self._add(name, kind, (operator, 1), (operator, 0), base, predecessors, inner_base)
+        ends = (operator, 1), (operator, 0)
+        return self._add(name, role, operator, *ends, base, predecessors, inner_base)
 
     def pair_task(
         self,
         name: str,
-        kind: TaskKind,
+        role: Role,
+        number: int,
         pair: tuple[int, int],
         width: int,
         base: int,
         predecessors: Sequence[int],
         inner_base: int | None = None,
     ) -> int:
-        """Add a task whose duration two operators decide; the second has `width` choices."""
+        """Add a task whose duration two operators decide; the second has `width` choices.
+
+        `number` is that of the edge or the tied parameter.
+        """
         first, second = (pair[0], width), (pair[1], 1)
-        return self._add(name, kind, first, second, base, predecessors, inner_base)
+        return self._add(name, role, number, first, second, base, predecessors, inner_base)
 
     def _add(
         self,
         name: str,
-        kind: TaskKind,
+        role: Role,
+        subject: int,
         first: tuple[int, int],
         second: tuple[int, int],
         base: int,
@@ -196,7 +237,8 @@ class _Draft:
         inner_base: int | None,
     ) -> int:
         self.names.append(name)
-        self.kinds.append(kind)
+        self.roles.append(role)
+        self.subjects.append(subject)
         self.first.append(first[0])
         self.stride.append(first[1])
         self.second.append(second[0])
@@ -224,7 +266,9 @@ class _Draft:
             second=_int64(self.second),
             second_stride=_int64(self.second_stride),
             names=tuple(self.names),
-            kinds=tuple(self.kinds),
+            kinds=tuple(_KINDS[role] for role in self.roles),
+            roles=tuple(self.roles),
+            subjects=_int64(self.subjects),
         )
 
 
@@ -251,14 +295,15 @@ def _forward_block(
             before.append(
                 draft.pair_task(
                     f"{source} → {name}",
-                    TaskKind.COMMUNICATION,
+                    Role.CONVERT,
+                    k,
                     (edge.producer, edge.consumer),
                     width,
                     edges[table.edge_row_of[k]][0],
                     [done[edge.producer]],
                 )
             )
-        done[i] = draft.operator_task(f"{name} forward", TaskKind.FORWARD, i, row.forward, before)
+        done[i] = draft.operator_task(f"{name} forward", Role.FORWARD, i, row.forward, before)
         if weighted:
             gathers.ran(done[i])
     return draft.finish()
@@ -281,9 +326,7 @@ def _backward_block(
         weighted = bool(table.graph.operators[i].weights)
         before = [gathers.task(i, name, row.gather)] if weighted else []
         before += returned.get(i, ())
-        done[i] = draft.operator_task(
-            f"{name} backward", TaskKind.BACKWARD, i, row.backward, before
-        )
+        done[i] = draft.operator_task(f"{name} backward", Role.BACKWARD, i, row.backward, before)
         if weighted:
             gathers.ran(done[i])
         for k in incoming.get(i, ()):
@@ -291,7 +334,8 @@ def _backward_block(
             source = table.graph.operators[edge.producer].name
             task = draft.pair_task(
                 f"{source} ← {name}",
-                TaskKind.COMMUNICATION,
+                Role.CONVERT_BACK,
+                k,
                 (edge.producer, edge.consumer),
                 len(table.row(edge.consumer).choices),
                 edges[table.edge_row_of[k]][1],
@@ -314,27 +358,31 @@ def _parameter_tasks(
         name = table.graph.operators[i].name
         row = rows[table.row_of[i]]
         tied = [k for k, (owner, _) in enumerate(table.ties) if owner == i]
-        arrived = [_tie_task(table, k, draft, ties[k][0], [done[table.ties[k][1]]]) for k in tied]
+        arrived = [
+            _tie_task(table, k, draft, Role.TIE_GRADIENT, ties[k][0], [done[table.ties[k][1]]])
+            for k in tied
+        ]
         added = [done[table.ties[k][1]] for k in tied]
         sync = draft.operator_task(
-            f"{name} sync", TaskKind.GRADIENT_SYNC, i, row.sync, [done[i], *added], row.each_sync
+            f"{name} sync", Role.SYNC, i, row.sync, [done[i], *added], row.each_sync
         )
         update = draft.operator_task(
-            f"{name} update", TaskKind.UPDATE, i, row.update, [sync, *arrived], 0
+            f"{name} update", Role.UPDATE, i, row.update, [sync, *arrived], 0
         )
-        draft.operator_task(f"{name} publish", TaskKind.GRADIENT_SYNC, i, row.publish, [update], 0)
+        draft.operator_task(f"{name} publish", Role.PUBLISH, i, row.publish, [update], 0)
         for k in tied:
-            _tie_task(table, k, draft, ties[k][1], [update])
+            _tie_task(table, k, draft, Role.TIE_PUBLISH, ties[k][1], [update])
 
 
 def _tie_task(
-    table: CostTable, k: int, draft: _Draft, base: int, predecessors: Sequence[int]
+    table: CostTable, k: int, draft: _Draft, role: Role, base: int, predecessors: Sequence[int]
 ) -> int:
     owner, user = table.ties[k]
     names = [table.graph.operators[i].name for i in (owner, user)]
     return draft.pair_task(
         f"{names[0]} ↔ {names[1]}",
-        TaskKind.GRADIENT_SYNC,
+        role,
+        k,
         (owner, user),
         len(table.row(user).choices),
         base,
@@ -353,9 +401,7 @@ class _Prefetch:
     def task(self, operator: int, name: str, base: int) -> int:
         """Add the gather of an operator with parameters."""
         released = self._ran[-PREFETCH:][:1] if len(self._ran) >= PREFETCH else []
-        return self._draft.operator_task(
-            f"{name} gather", TaskKind.GRADIENT_SYNC, operator, base, released
-        )
+        return self._draft.operator_task(f"{name} gather", Role.GATHER, operator, base, released)
 
     def ran(self, task: int) -> None:
         """Note that an operator with parameters has its pass at `task`."""

@@ -11,7 +11,7 @@ baselines.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from stratagem.simulator.parameters import (
     Use,
     home_placements,
     owners,
+    residences,
     trainable_weights,
     use_of,
 )
@@ -207,7 +208,7 @@ class TableBuilder:
         for edge in edges:
             key, edge_row = self._edge_row(edge, choices)
             edge_row_of.append(edge_rows.setdefault(key, (len(edge_rows), edge_row))[0])
-        ties = self._ties(operators)
+        ties = self.ties(operators)
         return CostTable(
             graph=self.graph,
             mesh=self.mesh,
@@ -351,18 +352,12 @@ class TableBuilder:
         timed: dict[str, list[tuple[float, int]]],
     ) -> None:
         sync, gather, updated = (0.0, 0), (0.0, 0), 0
-        for weight, use in zip(operator.weights, uses, strict=True):
-            if use in (Use.BUFFER, Use.TIED_HERE):
-                continue
-            own = choice if use is Use.OWNED else replace(choice, zero=0)
-            home = home_placements(weight, operator.sizes, own, self.mesh.shape)
-            made = weight_gradient_placements(weight, choice.config)
-            used = weight_placements(weight, choice.config)
-            sync = _add(sync, self._convert(operator, weight, made, home))
-            gather = _add(gather, self._convert(operator, weight, home, used))
-            if use is Use.OWNED:
-                whole = factor_sizes(weight.layout, operator.sizes)
-                updated += local_elements(whole, home, self.mesh.shape)
+        for lies in residences(operator, uses, choice, self.mesh.shape):
+            sync = _add(sync, self._convert(operator, lies.weight, lies.made, lies.home))
+            gather = _add(gather, self._convert(operator, lies.weight, lies.home, lies.used))
+            if lies.use is Use.OWNED:
+                whole = factor_sizes(lies.weight.layout, operator.sizes)
+                updated += local_elements(whole, lies.home, self.mesh.shape)
         idle = (0.0, 0)
         timed["sync"].append(sync)
         timed["each_sync"].append(sync if choice.zero >= 2 else idle)
@@ -385,7 +380,7 @@ class TableBuilder:
         steps = self.resharder.path(sizes, itemsize, source, target)
         return self.resharder.seconds(steps, itemsize), self.resharder.mask(steps)
 
-    def _ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
+    def ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
         """(owner, user, owner's weight, user's weight) of all parameters tied in the stage."""
         inside = set(operators)
         ties: list[tuple[int, int, Weight, Weight]] = []
