@@ -26,7 +26,7 @@ the pinned axes it says that no more cells are needed than `simulate_plan` makes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -79,20 +79,20 @@ def cell_block(
     blocks: StageBlocks,
     block: Block,
     choices: IntArray,
-    split: Sequence[int],
+    cells: Cells,
     *,
     last: bool,
 ) -> CellBlock:
-    """A block under `choices` (per operator of the graph) on cells cut along the axes `split`.
+    """A block under `choices` (per operator of the graph) on the cells of its stage.
 
     Without split axes it is the block's own graph. `builder` is the one that made `table`.
     """
     folded = blocks.task_graph(block, choices, last=last)
-    if not split:
+    if not cells.split:
         tasks = np.arange(folded.num_tasks)
         counts = np.arange(folded.num_tasks + 1)
         return CellBlock(block, folded, 1, tasks, counts, np.zeros_like(tasks))
-    layouts = Layouts(builder, table, choices, Cells(table.mesh.shape, tuple(split)))
+    layouts = Layouts(builder, table, choices, cells)
     return _Expansion(block, folded, layouts).result()
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from stratagem.simulator.block import RESOURCE_NAMES, Block, StageBlocks, stage_blocks
+from stratagem.simulator.block import (
+    RESOURCE_NAMES,
+    Block,
+    StageBlocks,
+    stage_blocks,
+)
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
+from stratagem.simulator.cell_layouts import Cells
+from stratagem.simulator.cells import CellBlock, cell_block, pinned_axes
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder, Timed
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
@@ -29,7 +36,6 @@ from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.schedule import peak_in_flight
-from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
 
 
@@ -61,11 +67,66 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class StageModel:
-    """One stage: its builder (prices on its mesh), table and blocks."""
+    """One stage: its builder (prices on its mesh), its table with one choice per operator, and the
+    axes of its mesh that split its devices into cells (see `cells`).
+    """
 
     builder: TableBuilder
     table: CostTable
-    blocks: StageBlocks
+    split: tuple[int, ...]
+
+    @cached_property
+    def cells(self) -> Cells:
+        """Its devices, those together that are never told apart."""
+        return Cells(self.table.mesh.shape, self.split)
+
+    @cached_property
+    def blocks(self) -> StageBlocks:
+        """The blocks of the stage, folded."""
+        return stage_blocks(self.table)
+
+    @cached_property
+    def cell_blocks(self) -> tuple[CellBlock, CellBlock, CellBlock]:
+        """The blocks of `FORWARD`, `BACKWARD` and `LAST_BACKWARD` on the stage's cells."""
+        blocks = self.blocks
+        return (
+            self._on_cells(blocks.forward, last=True),
+            self._on_cells(blocks.backward, last=False),
+            self._on_cells(blocks.backward, last=True),
+        )
+
+    def _on_cells(self, block: Block, *, last: bool) -> CellBlock:
+        choices = np.zeros(len(self.table.graph.operators), dtype=np.int64)
+        return cell_block(
+            self.builder, self.table, self.blocks, block, choices, self.cells, last=last
+        )
+
+    def cell_name(self, cell: int) -> str:
+        """What tells a cell from the others of the stage: `", node 1"`; empty for the only one."""
+        axes = [self.table.mesh.axes[axis].name for axis in self.split]
+        where = [int(self.cells.index(axis)[cell]) for axis in self.split]
+        return "".join(f", {axis} {index}" for axis, index in zip(axes, where, strict=True))
+
+    @cached_property
+    def content(self) -> tuple[object, ...]:
+        """Equal for stages of one model whose blocks differ in nothing but names."""
+        table, edges = self.table, zip(self.table.edges, self.table.edge_row_of, strict=True)
+        place = {i: position for position, i in enumerate(table.operators)}
+        operators = self.table.graph.operators
+        return (
+            self.split,
+            tuple((id(table.row(i)), bool(operators[i].weights)) for i in table.operators),
+            tuple(
+                (place[e.producer], place[e.consumer], id(table.edge_rows[row]))
+                for e, row in edges
+            ),
+            tuple((place[i], place[j]) for i, j in table.ties),
+            tuple(id(row) for row in table.tie_rows),
+        )
+
+
+BlockTimes = tuple[Times, Times, Times]
+"""Times of a stage's forward, inner backward and last backward block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +143,25 @@ class PlanModel:
     boundaries: tuple[tuple[Edge, BoundaryRow], ...]
     ties: tuple[tuple[int, int, Timed], ...]
     macro: MacroGraph
+
+    @cached_property
+    def block_times(self) -> tuple[BlockTimes, ...]:
+        """Per stage the times of its blocks; blocks that differ in names only are played once."""
+        played: dict[tuple[object, ...], BlockTimes] = {}
+        for stage in self.stages:
+            if stage.content not in played:
+                played[stage.content] = block_times(stage)
+        return tuple(played[stage.content] for stage in self.stages)
+
+    def split_along(self, axes: Sequence[Sequence[int]]) -> PlanModel:
+        """The same with the devices of each stage cut into cells along other axes of its mesh.
+
+        Along all axes every device has tasks of its own; the times are the same (see `cells`).
+        """
+        stages = [
+            replace(stage, split=tuple(a)) for stage, a in zip(self.stages, axes, strict=True)
+        ]
+        return replace(self, stages=tuple(stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +220,12 @@ def simulate_plan(
         ValueError: when the plan is not for `graph` (see `Plan.check`).
     """
     plan.check(graph)
-    model = plan_model(plan, graph, costs, memory)
+    return simulate_model(plan_model(plan, graph, costs, memory))
+
+
+def simulate_model(model: PlanModel) -> Simulation:
+    """Play a plan whose prices are known."""
+    plan = model.plan
     durations = macro_durations(model)
     times = simulate(model.macro.with_durations(durations))
     return Simulation(
@@ -158,13 +243,15 @@ def plan_model(
 ) -> PlanModel:
     """Price everything that a plan does, and nothing else."""
     small = graph.microbatch(plan.num_microbatches)
+    memory = memory or RowMemory()
     stages = []
     for stage in plan.stages:
         builder = TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs, memory)
         operators = sorted(small.index[name] for name in stage.operators)
         choices = {i: (stage.choices[small.operators[i].name],) for i in operators}
         table = builder.build(operators, choices)
-        stages.append(StageModel(builder, table, stage_blocks(table)))
+        none = np.zeros(len(small.operators), dtype=np.int64)
+        stages.append(StageModel(builder, table, pinned_axes(table, none)))
     boundaries = tuple(
         (edge, _boundary(edge, plan, small, stages))
         for edge in crossing_edges(plan.stage_of, small)
@@ -203,8 +290,7 @@ def stage_pairs(
 def macro_durations(model: PlanModel) -> IntArray:
     """The duration table of the macro graph: blocks by simulation, transfers by their rows."""
     durations = np.zeros((6, model.macro.num_items), dtype=np.int64)
-    for s, stage in enumerate(model.stages):
-        forward, backward, last = block_times(stage, len(model.graph.operators))
+    for s, (forward, backward, last) in enumerate(model.block_times):
         durations[FORWARD, s] = forward.makespan
         durations[BACKWARD, s] = backward.makespan
         durations[LAST_BACKWARD, s] = last.makespan
@@ -222,15 +308,9 @@ def macro_durations(model: PlanModel) -> IntArray:
     return durations
 
 
-def block_times(stage: StageModel, num_operators: int) -> tuple[Times, Times, Times]:
+def block_times(stage: StageModel) -> BlockTimes:
     """Times of a stage's forward, inner backward and last backward block."""
-    blocks, choices = stage.blocks, np.zeros(num_operators, dtype=np.int64)
-    graphs = (
-        blocks.task_graph(blocks.forward, choices, last=True),
-        blocks.task_graph(blocks.backward, choices, last=False),
-        blocks.task_graph(blocks.backward, choices, last=True),
-    )
-    forward, backward, last = (simulate(graph) for graph in graphs)
+    forward, backward, last = (simulate(block.graph) for block in stage.cell_blocks)
     return forward, backward, last
 
 
@@ -327,36 +407,36 @@ def _timeline(model: PlanModel, macro: Times) -> Timeline:
     rows: list[Row] = []
     lanes: list[str] = []
     for s, stage in enumerate(model.stages):
-        lanes += [lane_name(f"stage {s}", name) for name in RESOURCE_NAMES.values()]
-        times = dict(
-            zip(
-                (FORWARD, BACKWARD, LAST_BACKWARD),
-                block_times(stage, len(model.graph.operators)),
-                strict=True,
-            )
-        )
+        names = _lanes(stage, s)
+        lanes += names
         for task in np.flatnonzero((model.macro.item == s) & (model.macro.kind <= LAST_BACKWARD)):
             kind = int(model.macro.kind[task])
-            block = stage.blocks.forward if kind == FORWARD else stage.blocks.backward
-            rows += _block_rows(stage, block, times[kind], s, int(macro.start[task]), kind)
+            block, times = stage.cell_blocks[kind], model.block_times[s][kind]
+            rows += _block_rows(block, times, names, int(macro.start[task]))
     rows += _transfer_rows(model, macro)
     used = {row.lane for row in rows}
     return from_rows(rows, label="predicted", lanes=[lane for lane in lanes if lane in used])
 
 
+def _lanes(stage: StageModel, s: int) -> list[str]:
+    """A lane for each resource of the stage's cells, in the order of their numbers."""
+    return [
+        lane_name(f"stage {s}{stage.cell_name(cell)}", name)
+        for cell in range(stage.cells.count)
+        for name in RESOURCE_NAMES.values()
+    ]
+
+
 def _block_rows(
-    stage: StageModel, block: Block, times: Times, s: int, offset: int, kind: int
-) -> list[Row]:
-    choices = np.zeros(len(stage.table.graph.operators), dtype=np.int64)
-    graph: TaskGraph = stage.blocks.task_graph(block, choices, last=kind != BACKWARD)
-    rows: list[Row] = []
-    for task in np.flatnonzero(graph.durations):
-        start, end = offset + int(times.start[task]), offset + int(times.end[task])
-        for bit, name in RESOURCE_NAMES.items():
-            if graph.resource_sets[task] & bit:
-                lane = lane_name(f"stage {s}", name)
-                rows.append(Row(block.names[task], block.kinds[task], lane, start, end))
-    return rows
+    block: CellBlock, times: Times, lanes: Sequence[str], offset: int
+) -> Iterator[Row]:
+    graph = block.graph
+    for copy in np.flatnonzero(graph.durations):
+        task, held = block.task[copy], graph.resource_sets[copy]
+        start, end = offset + int(times.start[copy]), offset + int(times.end[copy])
+        name, kind = block.block.names[task], block.block.kinds[task]
+        for resource in graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]:
+            yield Row(name, kind, lanes[resource], start, end)
 
 
 def _transfer_rows(model: PlanModel, macro: Times) -> list[Row]:
