@@ -147,7 +147,7 @@ class _Expansion:
         before = np.repeat(np.arange(folded.num_tasks), np.diff(folded.successor_offsets))
         after = folded.successors
         kinds = self.number[before] * len(self.layouts) + self.number[after]
-        found: list[tuple[IntArray, IntArray]] = list(self._late_releases())
+        found = [(np.zeros(0, np.int64), np.zeros(0, np.int64)), *self._late_releases()]
         for kind in np.unique(kinds):
             u, v = divmod(int(kind), len(self.layouts))
             ours, theirs = _sharing(self.layouts[u], self.layouts[v])
