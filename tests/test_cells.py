@@ -21,14 +21,20 @@ from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.engine import Times, simulate
+from stratagem.simulator.engine import simulate
 from stratagem.simulator.flat import FlatGraph, flat_graph
-from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.graph import OperatorGraph, factor_sizes
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import bert, gpt, mlp, resnet
 from stratagem.simulator.oracle import simulate_plain
 from stratagem.simulator.pipeline import LAST_BACKWARD, TIE
-from stratagem.simulator.placement import REPLICATE, Pin, Shard
+from stratagem.simulator.placement import (
+    REPLICATE,
+    Pin,
+    Placements,
+    input_placements,
+    output_placements,
+)
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.simulation import (
     PlanModel,
@@ -40,6 +46,7 @@ from stratagem.simulator.simulation import (
     simulate_plan,
 )
 from stratagem.simulator.training import Training
+from stratagem.simulator.transfers import local_bounds
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
 COSTS = RooflineCosts()
@@ -205,6 +212,117 @@ def test_pins_need_cells_along_their_own_axes_only(name: str, seed: int, pins: f
         assert_same_times(stage, fine)
 
 
+DATA = {
+    (Role.FORWARD, Role.CONVERT),
+    (Role.CONVERT, Role.FORWARD),
+    (Role.GATHER, Role.FORWARD),
+    (Role.GATHER, Role.BACKWARD),
+    (Role.BACKWARD, Role.CONVERT_BACK),
+    (Role.CONVERT_BACK, Role.BACKWARD),
+    (Role.SYNC, Role.UPDATE),
+    (Role.UPDATE, Role.PUBLISH),
+    (Role.BACKWARD, Role.TIE_GRADIENT),
+    (Role.TIE_GRADIENT, Role.UPDATE),
+    (Role.UPDATE, Role.TIE_PUBLISH),
+}
+"""Roles between which data goes: (made by, read by)."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(models, seeds)
+def test_every_copy_waits_for_all_that_it_reads(name: str, seed: int) -> None:
+    graph = model_graph(name)
+    model = plan_model(random_plan(name, random.Random(seed), pins=0.5), graph, COSTS)
+    for stage in (*model.stages, *unfolded(model).stages):
+        for block, last in zip(stage.cell_blocks, (True, False, True), strict=True):
+            choices = np.zeros(len(graph.operators), dtype=np.int64)
+            folded = stage.blocks.task_graph(block.block, choices, last=last)
+            waits = waits_for(block)
+            before = np.repeat(np.arange(folded.num_tasks), np.diff(folded.successor_offsets))
+            for u, v in zip(before.tolist(), folded.successors.tolist(), strict=True):
+                if (last or not is_tie(block, u, v)) and carries_data(stage, block, u, v):
+                    for copy in np.flatnonzero(block.task == v).tolist():
+                        assert u in waits[copy], (block.block.names[u], block.block.names[v])
+
+
+def is_tie(block: CellBlock, u: int, v: int) -> bool:
+    """Tied parameters meet once a step, in the last backward."""
+    return bool({Role.TIE_GRADIENT, Role.TIE_PUBLISH} & {block.block.roles[t] for t in (u, v)})
+
+
+def carries_data(stage: StageModel, block: CellBlock, u: int, v: int) -> bool:
+    roles, subjects = block.block.roles, block.block.subjects
+    if (roles[u], roles[v]) == (Role.BACKWARD, Role.SYNC):
+        return bool(subjects[u] == subjects[v])
+    for task in (u, v):
+        if roles[task] is Role.CONVERT_BACK:
+            edge = stage.table.edges[subjects[task]]
+            if not stage.table.graph.edge_needs_gradient(edge):
+                return False
+    return (roles[u], roles[v]) in DATA
+
+
+def waits_for(block: CellBlock) -> list[set[int]]:
+    """The tasks whose copies each copy waits for."""
+    waits: list[set[int]] = [set() for _ in range(block.graph.num_tasks)]
+    for copy, task in enumerate(block.task.tolist()):
+        for after in successors(block, copy):
+            waits[after].add(task)
+    return waits
+
+
+@settings(max_examples=30, deadline=None)
+@given(models, seeds)
+def test_conversions_join_the_devices_that_talk(name: str, seed: int) -> None:
+    """Against the groups of the mesh, one collective after the other, device by device."""
+    graph = model_graph(name)
+    model = plan_model(random_plan(name, random.Random(seed), pins=0.5), graph, COSTS)
+    for stage in unfolded(model).stages:
+        block, mesh = stage.cell_blocks[0], stage.table.mesh
+        small = stage.table.graph
+        for task, groups in copies(block, Role.CONVERT).items():
+            edge = stage.table.edges[int(block.block.subjects[task])]
+            producer, consumer = small.operators[edge.producer], small.operators[edge.consumer]
+            made, read = producer.outputs[edge.output], consumer.inputs[edge.slot]
+            ours, theirs = (
+                stage.table.row(i).choices[0].config for i in (edge.producer, edge.consumer)
+            )
+            sizes = factor_sizes(made.layout, producer.sizes)
+            expected = talking(
+                stage,
+                sizes,
+                Training().bytes_of(made.dtype),
+                output_placements(made, ours),
+                input_placements(read, theirs),
+            )
+            first = mesh.devices[0]
+            assert sorted(groups) == sorted([d - first for d in group] for group in expected)
+
+
+def talking(
+    stage: StageModel,
+    sizes: tuple[int, ...],
+    itemsize: int,
+    state: Placements,
+    target: Placements,
+) -> list[list[int]]:
+    """Devices that a conversion joins, directly or through others."""
+    mesh, joined = stage.table.mesh, list[set[int]]()
+    for step in stage.builder.resharder.path(sizes, itemsize, state, target):
+        after = (*state[: step.axis], step.target, *state[step.axis + 1 :])
+        for group in mesh.groups(step.axis) if step.collective.value != "slice" else ():
+            members = {
+                device
+                for device in group
+                if any(local_bounds(sizes, s, mesh, device) is not None for s in (state, after))
+            }
+            if members:
+                apart = [each for each in joined if not each & members]
+                joined = [*apart, members.union(*(each for each in joined if each & members))]
+        state = after
+    return [sorted(each) for each in joined]
+
+
 @settings(max_examples=25, deadline=None)
 @given(models, seeds, st.sampled_from([0.0, 0.5]))
 def test_whole_plans_are_equal_on_every_lane(name: str, seed: int, pins: float) -> None:
@@ -303,21 +421,10 @@ def copies(block: CellBlock, role: Role) -> dict[int, list[list[int]]]:
 def test_gradients_are_summed_by_the_groups_of_the_mesh(axis: int) -> None:
     """With samples sharded along one axis, the groups of its all-reduces are the mesh's own."""
     graph, shape = mlp([64, 64], batch=32), (2, 2, 2)
-    config = tuple(Shard("sample") if a == axis else REPLICATE for a in range(3))
+    wanted = data_parallel(graph, (2,))
     choices = {
-        name: replace(
-            choice, config=config if choice.config[0] == Shard("sample") else (REPLICATE,) * 3
-        )
-        for name, choice in data_parallel(graph, (2,)).items()
-    }
-    choices = {
-        op.name: Choice(
-            tuple(
-                data_parallel(graph, (2,))[op.name].config[0] if a == axis else REPLICATE
-                for a in range(3)
-            )
-        )
-        for op in graph.operators
+        name: Choice(tuple(choice.config[0] if a == axis else REPLICATE for a in range(3)))
+        for name, choice in wanted.items()
     }
     model = unfolded(plan_model(one_stage(graph, shape, choices), graph, COSTS))
     syncs = copies(model.stages[0].cell_blocks[2], Role.SYNC)
@@ -423,26 +530,22 @@ def composed_times(model: PlanModel, flat: FlatGraph) -> tuple[list[int], list[i
     """When two levels say that each task of the flat graph starts and ends."""
     macro = simulate(model.macro.with_durations(macro_durations(model)))
     start, end = [], []
-    seen: set[int] = set()
+    begun: set[int] = set()
     for task, within in zip(flat.macro_task.tolist(), flat.block_task.tolist(), strict=True):
         kind, stage = int(model.macro.kind[task]), int(model.macro.item[task])
         if within >= 0:
-            times = block_times(model.stages[stage])[kind] if False else played(model, stage, kind)
+            times = model.block_times[stage][kind]
             start.append(int(macro.start[task] + times.start[within]))
             end.append(int(macro.start[task] + times.end[within]))
         elif kind > LAST_BACKWARD:
             start.append(int(macro.start[task]))
             end.append(int(macro.end[task]))
         else:
-            at = macro.end if task in seen else macro.start
-            start.append(int(at[task]))
-            end.append(int(at[task]))
-        seen.add(task)
+            both = macro.end if task in begun else macro.start
+            start.append(int(both[task]))
+            end.append(int(both[task]))
+        begun.add(task)
     return start, end
-
-
-def played(model: PlanModel, stage: int, kind: int) -> Times:
-    return model.block_times[stage][kind]
 
 
 @settings(max_examples=60, deadline=None)
