@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from stratagem.simulator.placement import (
     REPLICATE,
     Pin,
     Placements,
+    Shard,
     input_placements,
     output_placements,
 )
@@ -52,6 +54,17 @@ CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
 COSTS = RooflineCosts()
 BATCH = 240
 
+
+def shared_linears() -> OperatorGraph:
+    """Six linears with two weights between them: parameters tied in and between stages."""
+    b = GraphBuilder("shared")
+    x, labels = b.input("x", (BATCH, 64)), b.input("target", (BATCH,), "int64")
+    weights = [b.parameter(name, (64, 64)) for name in ("one", "two")]
+    for i, which in enumerate((0, 1, 0, 1, 1, 0)):
+        x = b.pointwise("relu", b.linear(x, weights[which], name=f"linear.{i}"))
+    return b.build(b.cross_entropy(x, labels))
+
+
 MODELS: dict[str, Callable[[], OperatorGraph]] = {
     "gpt": lambda: gpt(
         num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=BATCH
@@ -59,6 +72,7 @@ MODELS: dict[str, Callable[[], OperatorGraph]] = {
     "bert": lambda: bert(
         num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=BATCH
     ),
+    "shared": shared_linears,
     "mlp": lambda: mlp([64, 128, 96, 32], batch=BATCH),
     "resnet": lambda: resnet(18, batch=BATCH, image=32, classes=16),
 }
@@ -177,7 +191,7 @@ seeds = st.integers(0, 2**32)
 models = st.sampled_from(sorted(MODELS))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(models, seeds)
 def test_a_task_per_device_takes_the_same_time_as_one_for_all(name: str, seed: int) -> None:
     model = plan_model(random_plan(name, random.Random(seed)), model_graph(name), COSTS)
@@ -187,7 +201,7 @@ def test_a_task_per_device_takes_the_same_time_as_one_for_all(name: str, seed: i
         assert_same_times(stage, fine)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(models, seeds, st.sets(st.integers(0, 2)))
 def test_cutting_along_some_axes_takes_the_same_time(name: str, seed: int, axes: set[int]) -> None:
     model = plan_model(random_plan(name, random.Random(seed)), model_graph(name), COSTS)
@@ -196,7 +210,7 @@ def test_cutting_along_some_axes_takes_the_same_time(name: str, seed: int, axes:
         assert_same_times(stage, fine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(models, seeds, st.sampled_from([0.2, 0.5, 1.0]))
 def test_pins_need_cells_along_their_own_axes_only(name: str, seed: int, pins: float) -> None:
     """Cells split along the pinned axes say the same as a task per device."""
@@ -228,7 +242,7 @@ DATA = {
 """Roles between which data goes: (made by, read by)."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(models, seeds)
 def test_every_copy_waits_for_all_that_it_reads(name: str, seed: int) -> None:
     graph = model_graph(name)
@@ -271,7 +285,7 @@ def waits_for(block: CellBlock) -> list[set[int]]:
     return waits
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(models, seeds)
 def test_conversions_join_the_devices_that_talk(name: str, seed: int) -> None:
     """Against the groups of the mesh, one collective after the other, device by device."""
@@ -433,6 +447,25 @@ def test_gradients_are_summed_by_the_groups_of_the_mesh(axis: int) -> None:
     assert all(sorted(groups) == expected for groups in syncs.values())
 
 
+@pytest.mark.parametrize(("kind", "dim"), [("batch_norm", "sample"), ("cross_entropy", "class")])
+def test_sums_inside_an_operator_are_gangs(kind: str, dim: str) -> None:
+    """Statistics over the samples and a loss over the vocabulary need all shards at once."""
+    graph, shape = model_graph("resnet"), (2, 4)
+    choices = replicated(graph, shape)
+    names = [op.name for op in graph.operators if op.kind == kind]
+    dims = {n: [d.name for d in graph.operator(n).dims] for n in names}
+    assert all(dim in found for found in dims.values()), dims
+    for name in names:
+        choices[name] = Choice((REPLICATE, Shard(dim)))
+    stage = unfolded(plan_model(one_stage(graph, shape, choices), graph, COSTS)).stages[0]
+    together = sorted(list(group) for group in mesh_of(shape).groups(1))
+    apart = [[device] for device in range(8)]
+    block = stage.cell_blocks[0]
+    for task, groups in copies(block, Role.FORWARD).items():
+        name = graph.operators[int(block.block.subjects[task])].name
+        assert sorted(groups) == (together if name in names else apart)
+
+
 def test_a_send_holds_its_two_ends_and_no_other_cell() -> None:
     graph = mlp([64, 64, 64], batch=32)
     choices = replicated(graph, (4,))
@@ -548,7 +581,7 @@ def composed_times(model: PlanModel, flat: FlatGraph) -> tuple[list[int], list[i
     return start, end
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(models, seeds, st.sampled_from([0.0, 0.4]), st.booleans())
 def test_two_levels_are_the_flat_graph(name: str, seed: int, pins: float, blocking: bool) -> None:
     plan = random_plan(name, random.Random(seed), pins=pins, blocking=blocking)
@@ -579,6 +612,29 @@ def test_the_flat_graph_of_a_tied_pipeline_has_its_ties_and_all_tasks() -> None:
     transfers = int((model.macro.kind > LAST_BACKWARD).sum())
     assert flat.graph.num_tasks == tasks + transfers
     assert flat.graph.num_resources == 2 * NUM_RESOURCES + 2 * len(model.macro.pairs)
+
+
+def test_ties_of_one_stage_go_one_after_the_other() -> None:
+    """Two parameters of the last stage are owned by two others: both ties hold the last stage."""
+    graph = model_graph("shared")
+    names = tuple(op.name for op in graph.operators)
+    first, second = (next(i for i, n in enumerate(names) if n == f"linear.{k}") for k in (1, 2))
+    stages = [
+        Stage(part, mesh_of((2,), 2 * s), {n: replicated(graph, (2,))[n] for n in part})
+        for s, part in enumerate((names[:first], names[first:second], names[second:]))
+    ]
+    model = plan_model(make_plan(graph, stages), graph, COSTS)
+    flat = flat_graph(model)
+    times = simulate(flat.graph)
+    ties = [
+        (int(times.start[t]), int(times.end[t]))
+        for t, task in enumerate(flat.macro_task.tolist())
+        if model.macro.kind[task] == TIE
+    ]
+    assert len(ties) >= 2
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(ties)))
+    start, end = composed_times(model, flat)
+    assert (times.start.tolist(), times.end.tolist()) == (start, end)
 
 
 def test_equal_stages_are_played_once_and_others_are_not() -> None:
