@@ -21,10 +21,8 @@ from stratagem.simulator._kernels import simulate_tasks
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-FORWARD, BACKWARD, LAST_BACKWARD = range(3)
-"""Rows of the duration table that blocks fill, those of `simulator.pipeline`."""
 SEND = 6
-"""The first row of what joins blocks."""
+"""The first row of the duration table (see `simulator.pipeline`) of what joins blocks."""
 OVER_MEMORY = 4.0
 """Weight of the relative excess over the memory in the score of a plan that does not fit."""
 
@@ -169,7 +167,7 @@ def score(
     macro: tuple[Ints, ...],
     macro_work: Ints,
     table: Ints,
-    num_microbatches: int,
+    plays: Ints,
 ) -> float:
     """Score of a plan: seconds of its step, times more than 1 when a rank is over its memory.
 
@@ -180,14 +178,12 @@ def score(
     pool_ns = blocks[0]
     for s in range(num_stages):
         if dirty[s]:
-            block_ns[FORWARD, s] = play_block(2 * s, 0, choice, 3, *blocks)
-            block_ns[LAST_BACKWARD, s] = play_block(2 * s + 1, 0, choice, 3, *blocks)
-            if num_microbatches > 1:
-                block_ns[BACKWARD, s] = play_block(2 * s + 1, 1, choice, 3, *blocks)
             measure_stage(s, choice, profiles[s], *tensors)
-    for kind in range(3):
-        for s in range(num_stages):
-            table[kind, s] = block_ns[kind, s]
+    for k in range(plays.shape[0]):
+        s, kind, block, inner = plays[k]
+        if dirty[s]:
+            block_ns[kind, s] = play_block(block, inner, choice, 3, *blocks)
+        table[kind, s] = block_ns[kind, s]
     table[SEND:, :] = 0
     for k in range(crossings.shape[0]):
         kind, item, first, width, second, base, group, target = crossings[k]
@@ -324,7 +320,7 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
         macro: tuple[Ints, ...],
         macro_work: Ints,
         table: Ints,
-        num_microbatches: int,
+        plays: Ints,
     ) -> int:
         """Run `num_evaluations` proposals of a chain of `total`; return how many were accepted.
 
@@ -359,7 +355,7 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
                 macro,
                 macro_work,
                 table,
-                num_microbatches,
+                plays,
             )
             if new <= scores[0] or rng.random() < np.exp((scores[0] - new) / (heat * scores[0])):
                 accepted += 1

@@ -36,7 +36,7 @@ class Chain:
     def __post_init__(self) -> None:
         stages = self.problem.num_stages
         self._rng = np.random.default_rng(self.seed)
-        self._block_ns = np.zeros((3, stages), dtype=np.int64)
+        self._block_ns = np.zeros((6, stages), dtype=np.int64)
         self._profiles = np.zeros((stages, 6), dtype=np.int64)
         self.choice = self.choice.copy()
         self.best = self.choice.copy()
@@ -80,7 +80,7 @@ class Chain:
             p.moves,
             self._block_ns,
             self._profiles,
-            np.empty((3, stages), dtype=np.int64),
+            np.empty((6, stages), dtype=np.int64),
             np.empty((stages, 6), dtype=np.int64),
             np.empty(operators, dtype=np.int64),
             np.empty(operators, dtype=np.int64),
@@ -101,5 +101,5 @@ def _arguments(p: Problem) -> tuple[Any, ...]:
         p.macro,
         p.macro_work,
         p.table,
-        p.skeleton.num_microbatches,
+        p.plays,
     )

@@ -14,7 +14,7 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import Edge, OperatorGraph
-from stratagem.simulator.memory import situations
+from stratagem.simulator.memory import passes_of
 from stratagem.simulator.pipeline import (
     NUM_KINDS,
     TIE,
@@ -24,12 +24,12 @@ from stratagem.simulator.pipeline import (
 )
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan_model import crossing_edges, crossing_ties, stage_pairs
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedules import schedule_by_name
 from stratagem.simulator.segments import recomputed_operators
-from stratagem.simulator.simulation import crossing_edges, crossing_ties, stage_pairs
 from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.training import Training
 
@@ -56,6 +56,7 @@ class Problem:
     crossings: IntArray
     arrivals: IntArray
     macro: tuple[IntArray, ...]
+    plays: IntArray
     macro_work: IntArray
     table: IntArray
 
@@ -130,7 +131,7 @@ def make_problem(
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
         tables.append(builder.build(inside, {i: choices[i] for i in inside}))
-    shapes = StageShapes(bucket_bytes=options.bucket_bytes)
+    shapes = StageShapes(split=schedule.splits_backward, bucket_bytes=options.bucket_bytes)
     blocks = [shapes.blocks(table) for table in tables]
     edges = [
         (edge, _price(edge, small, stage_of, builders, choices, cluster))
@@ -187,6 +188,7 @@ def make_problem(
             macro.kind,
             macro.item,
         ),
+        plays=_plays(blocks, macro.kind),
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((NUM_KINDS, macro.num_items), dtype=np.int64),
     )
@@ -259,9 +261,9 @@ def _flat_blocks(
     """All blocks in one set of arrays, all pools in one pool; and what crosses between stages."""
     pool_ns, pool_mask, shift = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 1
     shifted: list[tuple[IntArray, IntArray]] = []
-    flat = [block for stage in blocks for block in (stage.forward, stage.backward)]
+    flat = [block for stage in blocks for block in stage.all]
     for stage in blocks:
-        for block in (stage.forward, stage.backward):
+        for block in stage.all:
             moved = (np.where(b > 0, b + shift, 0) for b in (block.base, block.inner_base))
             shifted.append((next(moved), next(moved)))
         pool_ns.append(stage.pool_ns)
@@ -309,6 +311,20 @@ def _flat_blocks(
     return arrays, flat_crossings, np.array(arrivals, dtype=np.int64)
 
 
+def _plays(blocks: Sequence[StageBlocks], kinds: IntArray) -> IntArray:
+    """(stage, kind of macro task, block, whether it is an inner one) of all that a step plays."""
+    used = set(kinds.tolist())
+    plays: list[tuple[int, int, int, int]] = []
+    before = 0
+    for s, stage in enumerate(blocks):
+        for kind in stage.kinds:
+            if kind in used:
+                block, last = stage.of_kind(kind)
+                plays.append((s, kind, before + stage.all.index(block), int(not last)))
+        before += len(stage.all)
+    return np.array(plays, dtype=np.int64)
+
+
 def _flat_tensors(
     tables: Sequence[CostTable],
     crossing: Sequence[tuple[Edge, BoundaryRow]],
@@ -345,21 +361,25 @@ def _flat_situations(
     schedule: Schedule, skeleton: Skeleton, cluster: Cluster
 ) -> tuple[IntArray, tuple[IntArray, ...]]:
     """Per rank the bytes of its device; and which stages it has and its situations, flat."""
-    ranks = situations(schedule)
-    flat = [situation for rank in ranks for situation in rank]
+    split = schedule.splits_backward
+    ranks = [
+        [(s, which) for s in found for which in passes_of(s.kind, split=split)]
+        for found in schedule.situations
+    ]
+    flat = [moment for rank in ranks for moment in rank]
     stages = np.zeros((len(ranks), schedule.num_stages), dtype=np.int64)
     capacities = np.zeros(len(ranks), dtype=np.int64)
     for rank, found in enumerate(ranks):
-        for situation in found:
+        for situation, _ in found:
             stages[rank, situation.stage] = 1
             devices = skeleton.meshes[situation.stage].devices
             capacities[rank] = min(cluster.device_type(d).memory_bytes for d in devices)
-    held = [each for situation in flat for each in situation.held]
+    held = [each for situation, _ in flat for each in situation.held]
     return capacities, (
         stages,
         np.cumsum([0, *(len(found) for found in ranks)]).astype(np.int64),
-        np.array([s[:2] for s in flat], dtype=np.int64),
-        np.cumsum([0, *(len(s.held) for s in flat)]).astype(np.int64),
+        np.array([(situation.stage, which) for situation, which in flat], dtype=np.int64),
+        np.cumsum([0, *(len(situation.held) for situation, _ in flat)]).astype(np.int64),
         np.array(held, dtype=np.int64).reshape(-1, 3),
     )
 

@@ -12,6 +12,7 @@ so a change of choice is a change of a few durations. Which tasks there are is s
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stratagem.simulator.pipeline import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    LAST_BACKWARD,
+    LAST_WEIGHT_GRADIENT,
+    WEIGHT_GRADIENT,
+)
 from stratagem.simulator.resharding import COMPUTE, INTER_NODE, INTRA_NODE, IntArray
 from stratagem.simulator.rows import Timed
 from stratagem.simulator.taskgraph import TaskGraph
@@ -32,6 +41,49 @@ RESOURCE_NAMES = {
 }
 PREFETCH = 2
 """How many operators with sharded parameters are gathered ahead of the one that runs."""
+
+
+class Role(enum.Enum):
+    """What a task is to its operator, its edge (converts) or its tied parameter."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    WEIGHT_GRADIENT = "weight gradient"
+    UPDATE = "update"
+    CONVERT = "convert"
+    CONVERT_BACK = "convert back"
+    CONVERT_AGAIN = "convert again"
+    GATHER = "gather"
+    BUCKET = "bucket is full"
+    SYNC = "sync"
+    PUBLISH = "publish"
+    TIE_GRADIENT = "tie gradient"
+    TIE_PUBLISH = "tie publish"
+
+
+KIND_OF_ROLE = {
+    Role.FORWARD: TaskKind.FORWARD,
+    Role.BACKWARD: TaskKind.BACKWARD,
+    Role.RECOMPUTE: TaskKind.RECOMPUTE,
+    Role.WEIGHT_GRADIENT: TaskKind.BACKWARD,
+    Role.UPDATE: TaskKind.UPDATE,
+    Role.CONVERT: TaskKind.COMMUNICATION,
+    Role.CONVERT_BACK: TaskKind.COMMUNICATION,
+    Role.CONVERT_AGAIN: TaskKind.COMMUNICATION,
+    Role.GATHER: TaskKind.GRADIENT_SYNC,
+    Role.BUCKET: TaskKind.GRADIENT_SYNC,
+    Role.SYNC: TaskKind.GRADIENT_SYNC,
+    Role.PUBLISH: TaskKind.GRADIENT_SYNC,
+    Role.TIE_GRADIENT: TaskKind.GRADIENT_SYNC,
+    Role.TIE_PUBLISH: TaskKind.GRADIENT_SYNC,
+}
+
+
+PAIRED = frozenset(
+    {Role.CONVERT, Role.CONVERT_BACK, Role.CONVERT_AGAIN, Role.TIE_GRADIENT, Role.TIE_PUBLISH}
+)
+"""Roles of tasks whose subject is an edge or a tied parameter."""
 
 
 def _mask_sets() -> tuple[IntArray, IntArray]:
@@ -52,6 +104,8 @@ class Block:
     update parameters nor (below ZeRO-2) reduce gradients. Pool entry 0 is "nothing to do". `first`
     and `second` are operator indices of the graph, `operators` its names; `second_stride` is 0
     where `second` does not count. `labels` name the tasks, ``{0}`` and ``{1}`` being the two.
+    `roles` say what each task is, and `subjects` of what: the index of an operator, or the number
+    of an edge or a tied parameter in the cost table.
     """
 
     successor_offsets: IntArray
@@ -64,8 +118,14 @@ class Block:
     second: IntArray
     second_stride: IntArray
     labels: tuple[str, ...]
-    kinds: tuple[TaskKind, ...]
+    roles: tuple[Role, ...]
+    subjects: IntArray
     operators: tuple[str, ...]
+
+    @cached_property
+    def kinds(self) -> tuple[TaskKind, ...]:
+        """The kinds of the tasks."""
+        return tuple(KIND_OF_ROLE[role] for role in self.roles)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +136,13 @@ class Block:
 
     def moved(self, by: int) -> Block:
         """The same block for equal operators that stand `by` places further on in the graph."""
-        return replace(self, first=self.first + by, second=self.second + by)
+        pairs = np.array([role in PAIRED for role in self.roles], dtype=np.bool_)
+        return replace(
+            self,
+            first=self.first + by,
+            second=self.second + by,
+            subjects=np.where(pairs, self.subjects, self.subjects + by),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +159,37 @@ class StageBlocks:
     weight_backward: Block | None
     pool_ns: IntArray
     pool_mask: IntArray
+
+    @cached_property
+    def all(self) -> tuple[Block, ...]:
+        """The blocks that there are."""
+        blocks = (self.forward, self.backward, self.input_backward, self.weight_backward)
+        return tuple(block for block in blocks if block is not None)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kinds of macro tasks (see `pipeline`) that these blocks are."""
+        whole = (FORWARD, BACKWARD, LAST_BACKWARD)
+        parts = (INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT)
+        return whole if self.input_backward is None else whole + parts
+
+    def of_kind(self, kind: int) -> tuple[Block, bool]:
+        """The block of a kind of macro task, and whether the step's updates are in it.
+
+        Raises:
+            ValueError: if the blocks were made without that kind.
+        """
+        block = {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            LAST_BACKWARD: self.backward,
+            INPUT_GRADIENT: self.input_backward,
+            WEIGHT_GRADIENT: self.weight_backward,
+            LAST_WEIGHT_GRADIENT: self.weight_backward,
+        }[kind]
+        if block is None:
+            raise ValueError("these blocks run backward as a whole: build them with split=True")
+        return block, kind in (FORWARD, LAST_BACKWARD, LAST_WEIGHT_GRADIENT)
 
     def moved(self, by: int) -> StageBlocks:
         """The blocks of a stage of equal operators, `by` places further on in the graph."""
@@ -157,7 +254,8 @@ class _Task(NamedTuple):
     """A task of a block that is being built."""
 
     label: str
-    kind: TaskKind
+    role: Role
+    subject: int
     first: int
     stride: int
     second: int
@@ -181,7 +279,7 @@ class Draft:
     def operator_task(
         self,
         label: str,
-        kind: TaskKind,
+        role: Role,
         operator: int,
         base: int,
         predecessors: Sequence[int],
@@ -189,30 +287,36 @@ class Draft:
     ) -> int:
         """Add a task whose duration one operator's choice decides."""
         inner = base if inner_base is None else inner_base
-        task = _Task(label, kind, operator, 1, operator, 0, base, inner, predecessors)
+        task = _Task(label, role, operator, operator, 1, operator, 0, base, inner, predecessors)
         self._tasks.append(task)
         return len(self._tasks) - 1
 
     def pair_task(
         self,
         label: str,
-        kind: TaskKind,
+        role: Role,
+        subject: int,
         pair: tuple[int, int],
         width: int,
         base: int,
         predecessors: Sequence[int],
         inner_base: int | None = None,
     ) -> int:
-        """Add a task whose duration two operators decide; the second has `width` choices."""
+        """Add a task whose duration two operators decide; the second has `width` choices.
+
+        `subject` is the number of the edge or the tied parameter, or an operator.
+        """
         inner = base if inner_base is None else inner_base
-        task = _Task(label, kind, pair[0], width, pair[1], 1, base, inner, predecessors)
+        task = _Task(label, role, subject, pair[0], width, pair[1], 1, base, inner, predecessors)
         self._tasks.append(task)
         return len(self._tasks) - 1
 
     def finish(self) -> Block:
         """Flat arrays, successors in ascending order."""
-        label, kind, *columns, before = zip(*self._tasks, strict=True)
-        first, stride, second, second_stride, base, inner_base = np.array(columns, dtype=np.int64)
+        label, role, *columns, before = zip(*self._tasks, strict=True)
+        subject, first, stride, second, second_stride, base, inner_base = np.array(
+            columns, dtype=np.int64
+        )
         counts = np.array([len(each) for each in before], dtype=np.int64)
         sources = np.array([source for each in before for source in each], dtype=np.int64)
         by_source = np.argsort(sources, kind="stable")
@@ -228,6 +332,7 @@ class Draft:
             second=second,
             second_stride=second_stride,
             labels=label,
-            kinds=kind,
+            roles=role,
+            subjects=subject,
             operators=self._operators,
         )

@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stratagem.simulator.block import PREFETCH, Block, Draft, Pool, StageBlocks
+from stratagem.simulator.block import PREFETCH, Block, Draft, Pool, Role, StageBlocks
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, Timed
-from stratagem.simulator.timeline import TaskKind
 
 
 def stage_blocks(table: CostTable, *, split: bool = False, bucket_bytes: int = 0) -> StageBlocks:
@@ -49,6 +48,13 @@ def stage_blocks(table: CostTable, *, split: bool = False, bucket_bytes: int = 0
         inputs = writer.backward(lambda row: row.input_gradient, parameters=False)
         parts = inputs, writer.weight_backward()
     return StageBlocks(forward, backward, *parts, *writer.pool.arrays())
+
+
+_ARROWS = {
+    Role.CONVERT: "{0} → {1}",
+    Role.CONVERT_BACK: "{0} ← {1}",
+    Role.CONVERT_AGAIN: "{0} → {1} again",
+}
 
 
 @dataclass(eq=False)
@@ -78,11 +84,11 @@ class _Writer:
                 edge, row = self.table.edges[k], self._edge_row(k)
                 made = row.made_forward, row.read_forward
                 tasks = self._conversion(
-                    draft, k, "{0} → {1}", row.forward, made, done[edge.producer]
+                    draft, k, Role.CONVERT, row.forward, made, done[edge.producer]
                 )
                 _arrive(arrivals, first, tasks)
             done[i] = self._passes(
-                draft, i, "forward", TaskKind.FORWARD, self._row(i).forward, first, arrivals
+                draft, i, "forward", Role.FORWARD, self._row(i).forward, first, arrivals
             )
             gathers.ran(i, done[i][-1])
         return draft.finish()
@@ -110,13 +116,13 @@ class _Writer:
             for tasks in returned.get(i, ()):
                 _arrive(arrivals, first, tasks)
             done[i] = self._passes(
-                draft, i, "backward", TaskKind.BACKWARD, passes(self._row(i)), first, arrivals
+                draft, i, "backward", Role.BACKWARD, passes(self._row(i)), first, arrivals
             )
             gathers.ran(i, done[i][-1])
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self._edge_row(k)
                 made = row.made_backward, row.read_backward
-                tasks = self._conversion(draft, k, "{0} ← {1}", row.backward, made, done[i])
+                tasks = self._conversion(draft, k, Role.CONVERT_BACK, row.backward, made, done[i])
                 returned.setdefault(edge.producer, []).append(tasks)
         if parameters:
             self._parameters(draft, {i: tasks[-1] for i, tasks in done.items()})
@@ -131,7 +137,7 @@ class _Writer:
             whole = self._whole(i, row.weight_gradient, row.pieces)
             done[i] = draft.operator_task(
                 "{0} weight gradient",
-                TaskKind.BACKWARD,
+                Role.WEIGHT_GRADIENT,
                 i,
                 self.pool.add(whole),
                 [],
@@ -146,7 +152,7 @@ class _Writer:
         draft: Draft,
         i: int,
         what: str,
-        kind: TaskKind,
+        role: Role,
         timed: Timed,
         first: Sequence[int],
         arrivals: Sequence[Sequence[int]],
@@ -154,21 +160,21 @@ class _Writer:
         """A task for each piece that an operator's pass may have, one after the other."""
         if len(arrivals) == 1:
             before = [*first, *arrivals[0]]
-            return [draft.operator_task(f"{{0}} {what}", kind, i, self.pool.add(timed), before)]
+            return [draft.operator_task(f"{{0}} {what}", role, i, self.pool.add(timed), before)]
         tasks: list[int] = []
         pieces = self._row(i).pieces
         for j, arrived in enumerate(arrivals):
             part = self._part(timed, j, pieces > j)
             before = [*(first if j == 0 else tasks[-1:]), *arrived]
             label = f"{{0}} {what}" + (f", piece {j + 1}" if j else "")
-            tasks.append(draft.operator_task(label, kind, i, self.pool.add(part), before))
+            tasks.append(draft.operator_task(label, role, i, self.pool.add(part), before))
         return tasks
 
     def _conversion(
         self,
         draft: Draft,
         k: int,
-        name: str,
+        role: Role,
         timed: Timed,
         pieces: tuple[IntArray, IntArray],
         made: Sequence[int],
@@ -177,25 +183,26 @@ class _Writer:
         by_maker, by_reader = pieces
         last = len(made) - 1
         if last == 0 and self._edge_row(k).is_whole:
-            return [self._pair(draft, k, name, 0, timed, made)], []
+            return [self._pair(draft, k, role, 0, timed, made)], []
         ours: list[int] = []
         for j, task in enumerate(made):
             active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
             part = self._part(timed, j - len(made), active)
-            ours.append(self._pair(draft, k, name, j, part, [task]))
+            ours.append(self._pair(draft, k, role, j, part, [task]))
         theirs: list[int] = []
         for j in range(int(by_reader.max())):
             part = self._part(timed, j, by_reader > j)
-            theirs.append(self._pair(draft, k, name, j, part, ours[-1:]))
+            theirs.append(self._pair(draft, k, role, j, part, [ours[-1], made[-1]]))
         return ours, theirs
 
     def _pair(
-        self, draft: Draft, k: int, name: str, j: int, timed: Timed, before: Sequence[int]
+        self, draft: Draft, k: int, role: Role, j: int, timed: Timed, before: Sequence[int]
     ) -> int:
         edge = self.table.edges[k]
         return draft.pair_task(
-            name + (f", piece {j + 1}" if j else ""),
-            TaskKind.COMMUNICATION,
+            _ARROWS[role] + (f", piece {j + 1}" if j else ""),
+            role,
+            k,
             (edge.producer, edge.consumer),
             len(self._row(edge.consumer).choices),
             self.pool.add(timed),
@@ -215,11 +222,12 @@ class _Writer:
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self._edge_row(k)
             made = [again[edge.producer]] if edge.producer in again else []
-            label = "{0} → {1} again"
-            before.append(self._pair(draft, k, label, 0, row.recompute, [*made, *gate]))
+            before.append(
+                self._pair(draft, k, Role.CONVERT_AGAIN, 0, row.recompute, [*made, *gate])
+            )
         return draft.operator_task(
             "{0} recompute",
-            TaskKind.RECOMPUTE,
+            Role.RECOMPUTE,
             i,
             self.pool.add(self._row(i).recompute),
             before,
@@ -232,7 +240,7 @@ class _Writer:
         for bucket in self._buckets():
             full = [done[i] for i in bucket]
             if len(full) > 1:
-                full = [draft.operator_task("bucket", TaskKind.GRADIENT_SYNC, bucket[0], 0, full)]
+                full = [draft.operator_task("bucket", Role.BUCKET, bucket[0], 0, full)]
             for place, i in enumerate(bucket):
                 before = bucket[place - 1] if place else None
                 self._parameter(draft, i, before, full, done)
@@ -245,23 +253,24 @@ class _Writer:
         full: Sequence[int],
         done: Mapping[int, int],
     ) -> None:
-        row, ties = self._row(i), self.table.ties
+        row, ties, tie_rows = self._row(i), self.table.ties, self.table.tie_rows
         tied = [k for k, (owner, _) in enumerate(ties) if owner == i]
         added = [done[ties[k][1]] for k in tied]
         arrived = [
-            self._tie(draft, k, self.table.tie_rows[k].gradient, [done[ties[k][1]]]) for k in tied
+            self._tie(draft, k, Role.TIE_GRADIENT, tie_rows[k].gradient, [done[ties[k][1]]])
+            for k in tied
         ]
         sync = self._sync(draft, i, before, [*full, *added])
         update = draft.operator_task(
-            "{0} update", TaskKind.UPDATE, i, self.pool.add(row.update), [sync, *arrived], 0
+            "{0} update", Role.UPDATE, i, self.pool.add(row.update), [sync, *arrived], 0
         )
         publish = self.pool.add(row.publish)
-        draft.operator_task("{0} publish", TaskKind.GRADIENT_SYNC, i, publish, [update], 0)
+        draft.operator_task("{0} publish", Role.PUBLISH, i, publish, [update], 0)
         for k in tied:
-            self._tie(draft, k, self.table.tie_rows[k].publish, [update])
+            self._tie(draft, k, Role.TIE_PUBLISH, tie_rows[k].publish, [update])
 
     def _sync(self, draft: Draft, i: int, before: int | None, after: Sequence[int]) -> int:
-        kind, row = TaskKind.GRADIENT_SYNC, self._row(i)
+        role, row = Role.SYNC, self._row(i)
         if self.bucket_bytes:
             row_before = None if before is None else self._row(before)
             saved = _shared_latency(row_before, row)
@@ -270,9 +279,9 @@ class _Writer:
             sync, each = row.sync, row.each_sync
         bases = self.pool.add(sync), self.pool.add(each)
         if before is None or not self.bucket_bytes:
-            return draft.operator_task("{0} sync", kind, i, bases[0], after, bases[1])
+            return draft.operator_task("{0} sync", role, i, bases[0], after, bases[1])
         width = len(row.choices)
-        return draft.pair_task("{1} sync", kind, (before, i), width, bases[0], after, bases[1])
+        return draft.pair_task("{1} sync", role, i, (before, i), width, bases[0], after, bases[1])
 
     def _buckets(self) -> list[list[int]]:
         """The operators by bucket, in the order in which their gradients are made."""
@@ -291,11 +300,12 @@ class _Writer:
             filled += nbytes
         return buckets
 
-    def _tie(self, draft: Draft, k: int, timed: Timed, before: Sequence[int]) -> int:
+    def _tie(self, draft: Draft, k: int, role: Role, timed: Timed, before: Sequence[int]) -> int:
         owner, user = self.table.ties[k]
         return draft.pair_task(
             "{0} ↔ {1}",
-            TaskKind.GRADIENT_SYNC,
+            role,
+            k,
             (owner, user),
             len(self._row(user).choices),
             self.pool.add(timed),
@@ -344,7 +354,7 @@ class _Prefetch:
         self._made.add(i)
         released = self._ran[-PREFETCH:][:1] if len(self._ran) >= PREFETCH else []
         base = writer.pool.add(writer.table.row(i).gather)
-        return [self._draft.operator_task("{0} gather", TaskKind.GRADIENT_SYNC, i, base, released)]
+        return [self._draft.operator_task("{0} gather", Role.GATHER, i, base, released)]
 
     def ran(self, i: int, task: int) -> None:
         """Note that an operator has its pass at `task`."""

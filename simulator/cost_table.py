@@ -161,7 +161,7 @@ class TableBuilder:
         for edge in edges:
             key, edge_row = self._edge_row(edge, choices)
             edge_row_of.append(edge_rows.setdefault(key, (len(edge_rows), edge_row))[0])
-        ties = self._ties(operators)
+        ties = self.ties(operators)
         return CostTable(
             graph=self.graph,
             mesh=self.mesh,
@@ -207,7 +207,7 @@ class TableBuilder:
             reads[edge.consumer].append(edge)
         return reads
 
-    def _ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
+    def ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
         """(owner, user, owner's weight, user's weight) of all parameters tied in the stage."""
         inside = set(operators)
         ties: list[tuple[int, int, Weight, Weight]] = []

@@ -94,7 +94,7 @@ def _stage_lines(
         _wrapped(f"Stage {number}: {_devices_phrase(simulation.plan, stage)}", hanging="  "),
         f"  {len(operators)} operators, from {operators[0].name} to {operators[-1].name}:",
     ]
-    seconds = _operator_seconds(simulation.timeline, number)
+    seconds = _operator_seconds(simulation.timeline, simulation.plan.group(number))
     groups: dict[str, list[str]] = {}
     for operator in operators:
         phrase = _choice_phrase(operator, stage.choices[operator.name], stage.mesh.shape)
@@ -110,7 +110,7 @@ def _stage_lines(
     if len(ordered) > MAX_GROUPS:
         rest = sum(len(names) for _, names in ordered[MAX_GROUPS:])
         lines.append(f"  • {rest} more operators in {len(ordered) - MAX_GROUPS} other ways")
-    memory = _memory_phrase(simulation.memory[number])
+    memory = _memory_phrase(simulation.memory[simulation.plan.rank_of[number]])
     return [*lines, _wrapped(memory, indent="  ", hanging="  ")]
 
 
@@ -127,9 +127,9 @@ def _devices_phrase(plan: Plan, stage: Stage) -> str:
     return f"{len(devices)} × {kinds} (devices {min(devices)}–{max(devices)}){arranged}"
 
 
-def _operator_seconds(timeline: Timeline, number: int) -> dict[str, float]:
+def _operator_seconds(timeline: Timeline, group: str) -> dict[str, float]:
     """Time of each operator on a stage's compute lane, both passes of all microbatches."""
-    wanted = lane_name(f"stage {number}", "compute")
+    wanted = lane_name(group, "compute")
     suffixes = {
         TaskKind.FORWARD: " forward",
         TaskKind.BACKWARD: " backward",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from stratagem.simulator.footprint import Footprint, operator_footprint
 from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
 from stratagem.simulator.mesh import AxisLink, DeviceMesh
 from stratagem.simulator.overlap import fuses_forward, piece_dim
-from stratagem.simulator.parameters import Use, home_placements, trainable_weights
+from stratagem.simulator.parameters import Use, residences, trainable_weights
 from stratagem.simulator.placement import (
     Placements,
     Shard,
     local_elements,
     local_sizes,
-    weight_gradient_placements,
-    weight_placements,
 )
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import COMPUTE, IntArray, Resharder, link_mask
@@ -181,18 +179,12 @@ class OperatorPricer:
     def _parameters(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> _Moved:
         sync, gather, updated = IDLE, IDLE, 0
         latency: dict[str, tuple[int, float]] = {}
-        for weight, use in zip(operator.weights, uses, strict=True):
-            if use in (Use.BUFFER, Use.TIED_HERE):
-                continue
-            own = choice if use is Use.OWNED else replace(choice, zero=0)
-            home = home_placements(weight, operator.sizes, own, self.mesh.shape)
-            made = weight_gradient_placements(weight, choice.config)
-            used = weight_placements(weight, choice.config)
-            sync = _add(sync, self._convert(operator, weight, made, home, latency))
-            gather = _add(gather, self._convert(operator, weight, home, used))
-            if use is Use.OWNED:
-                whole = factor_sizes(weight.layout, operator.sizes)
-                updated += local_elements(whole, home, self.mesh.shape)
+        for lies in residences(operator, uses, choice, self.mesh.shape):
+            sync = _add(sync, self._convert(operator, lies.weight, lies.made, lies.home, latency))
+            gather = _add(gather, self._convert(operator, lies.weight, lies.home, lies.used))
+            if lies.use is Use.OWNED:
+                whole = factor_sizes(lies.weight.layout, operator.sizes)
+                updated += local_elements(whole, lies.home, self.mesh.shape)
         update = (self._update_seconds(updated), COMPUTE) if updated else IDLE
         each = sync if choice.zero >= 2 else IDLE
         if choice.fused and sync[0] > 0:

@@ -18,7 +18,8 @@ between stages) of its own, and the new value comes back the same way.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
 from stratagem.simulator.placement import (
@@ -108,3 +109,26 @@ def use_of(
 def trainable_weights(graph: OperatorGraph, operator: Operator) -> tuple[Weight, ...]:
     """The weights of `operator` that are trained (buffers left out)."""
     return tuple(w for w in operator.weights if graph.parameter_index[w.parameter].trainable)
+
+
+@dataclass(frozen=True)
+class Residence:
+    """The three placements of a trained weight: its gradient as made, its home, as it is used."""
+
+    weight: Weight
+    use: Use
+    made: Placements
+    home: Placements
+    used: Placements
+
+
+def residences(
+    operator: Operator, uses: Sequence[Use], choice: Choice, shape: Sequence[int]
+) -> Iterator[Residence]:
+    """The weights of `operator` whose gradients it syncs itself; ZeRO is the owner's affair."""
+    for weight, use in zip(operator.weights, uses, strict=True):
+        if use not in (Use.BUFFER, Use.TIED_HERE):
+            own = choice if use is Use.OWNED else replace(choice, zero=0)
+            home = home_placements(weight, operator.sizes, own, shape)
+            made = weight_gradient_placements(weight, choice.config)
+            yield Residence(weight, use, made, home, weight_placements(weight, choice.config))

@@ -134,9 +134,7 @@ def check_priced(schedule: Schedule) -> None:
         ValueError: naming what it needs and what to do instead.
     """
     needs = None
-    if schedule.splits_backward:
-        needs = "blocks of input gradients alone and of weight gradients alone"
-    elif schedule.num_slices > 1:
+    if schedule.num_slices > 1:
         needs = "blocks of a slice of the tokens, whose attention grows with its place"
     elif schedule.update_every is not None:
         needs = "updates amid the step, and copies of the weights that wait for them"
@@ -145,7 +143,8 @@ def check_priced(schedule: Schedule) -> None:
     if needs is not None:
         raise ValueError(
             f"schedule {schedule.name!r} needs {needs}, which plans do not price yet: play it "
-            "with given durations (play_schedule), or plan with 1f1b, gpipe, interleaved or custom"
+            "with given durations (play_schedule), or plan with 1f1b, gpipe, interleaved, zb-h1 "
+            "or custom"
         )
 
 

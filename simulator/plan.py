@@ -134,6 +134,11 @@ class Plan:
         """Number of different sets of devices that stages run on."""
         return max(self.rank_of) + 1
 
+    def group(self, stage: int) -> str:
+        """What the lanes of a stage's devices are called: by stage, or by rank if those differ."""
+        alone = self.num_ranks == len(self.stages)
+        return f"stage {stage}" if alone else f"rank {self.rank_of[stage]}"
+
     @cached_property
     def stage_of(self) -> dict[str, int]:
         """The stage of each operator, by name."""

@@ -17,8 +17,9 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
 from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan_model import StageModel, plan_model
 from stratagem.simulator.segments import recomputed_operators, segments_of
-from stratagem.simulator.simulation import StageModel, plan_model, simulate_plan
+from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
 

@@ -1,0 +1,275 @@
+"""A plan with every price looked up: what the simulator plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from stratagem.simulator.block import StageBlocks
+from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
+from stratagem.simulator.cell_layouts import Cells
+from stratagem.simulator.cells import CellBlock, cell_block, pinned_axes
+from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.engine import Times, simulate
+from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.memory import StageTensors
+from stratagem.simulator.parameters import owners, trainable_weights
+from stratagem.simulator.pipeline import (
+    NUM_KINDS,
+    TIE,
+    MacroGraph,
+    check_priced,
+    macro_graph,
+    transfer_kinds,
+)
+from stratagem.simulator.placement import Placements
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import Timed
+from stratagem.simulator.stage_shapes import StageShapes
+
+
+@dataclass(frozen=True, eq=False)
+class StageModel:
+    """One stage with one choice per operator.
+
+    Attributes:
+        builder: prices on the stage's mesh.
+        table: of its operators.
+        blocks: folded, all its devices as one.
+        tensors: what its devices keep in memory.
+        split: the axes of its mesh that split its devices into cells (see `cells`).
+    """
+
+    builder: TableBuilder
+    table: CostTable
+    blocks: StageBlocks
+    tensors: StageTensors
+    split: tuple[int, ...]
+
+    @cached_property
+    def cells(self) -> Cells:
+        """Its devices, those together that are never told apart."""
+        return Cells(self.table.mesh.shape, self.split)
+
+    @cached_property
+    def cell_blocks(self) -> dict[int, CellBlock]:
+        """The blocks on the stage's cells, by the kind of macro task that they are."""
+        none = np.zeros(len(self.table.graph.operators), dtype=np.int64)
+        found: dict[int, CellBlock] = {}
+        for kind in self.blocks.kinds:
+            block, last = self.blocks.of_kind(kind)
+            found[kind] = cell_block(
+                self.builder, self.table, self.blocks, block, none, self.cells, last=last
+            )
+        return found
+
+    def cell_name(self, cell: int) -> str:
+        """What tells a cell from the others of the stage: `", node 1"`; empty for the only one."""
+        axes = [self.table.mesh.axes[axis].name for axis in self.split]
+        where = [int(self.cells.index(axis)[cell]) for axis in self.split]
+        return "".join(f", {axis} {index}" for axis, index in zip(axes, where, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class PlanModel:
+    """A plan with every price looked up: what `simulate_plan` plays.
+
+    `boundaries` are the edges between stages and `ties` the parameters shared between stages, as
+    (owner operator, user operator, price).
+    """
+
+    graph: OperatorGraph
+    plan: Plan
+    stages: tuple[StageModel, ...]
+    boundaries: tuple[tuple[Edge, BoundaryRow], ...]
+    ties: tuple[tuple[int, int, Timed], ...]
+    macro: MacroGraph
+
+    @cached_property
+    def block_times(self) -> tuple[dict[int, Times], ...]:
+        """Per stage the times of its blocks by kind; equal stages are played once."""
+        played: dict[tuple[int, tuple[int, ...]], dict[int, Times]] = {}
+        for stage in self.stages:
+            # Stages of one shape share their pool (see `StageShapes`).
+            shape = id(stage.blocks.pool_ns), stage.split
+            if shape not in played:
+                played[shape] = block_times(stage)
+        return tuple(played[id(stage.blocks.pool_ns), stage.split] for stage in self.stages)
+
+    def split_along(self, axes: Sequence[Sequence[int]]) -> PlanModel:
+        """The same with the devices of each stage cut into cells along other axes of its mesh.
+
+        Along all axes every device has tasks of its own; the times are the same (see `cells`).
+        """
+        stages = [
+            replace(stage, split=tuple(a)) for stage, a in zip(self.stages, axes, strict=True)
+        ]
+        return replace(self, stages=tuple(stages))
+
+    def stages_of(self, edge: Edge) -> tuple[int, int]:
+        """The stages of an edge's producer and consumer."""
+        return _stages_of((edge.producer, edge.consumer), self.plan, self.graph)
+
+    @cached_property
+    def sent(self) -> tuple[tuple[Edge, BoundaryRow], ...]:
+        """The edges between stages; of those that want one tensor in the same way, the first."""
+        found: dict[tuple[int, int, int, Placements], tuple[Edge, BoundaryRow]] = {}
+        for edge, row in self.boundaries:
+            _, target = self.stages_of(edge)
+            found.setdefault((edge.producer, edge.output, target, row.targets[0]), (edge, row))
+        return tuple(found.values())
+
+
+def plan_model(
+    plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None = None
+) -> PlanModel:
+    """Price everything that a plan does, and nothing else.
+
+    Raises:
+        ValueError: when plans of its schedule are not priced (see `check_priced`).
+    """
+    schedule = plan.make_schedule()
+    check_priced(schedule)
+    small = graph.microbatch(plan.num_microbatches)
+    memory = memory or RowMemory()
+    builders = [
+        TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs, memory)
+        for stage in plan.stages
+    ]
+    boundaries = tuple(
+        (edge, _boundary(edge, plan, small, builders))
+        for edge in crossing_edges(plan.stage_of, small)
+    )
+    shapes = StageShapes(split=schedule.splits_backward, bucket_bytes=plan.bucket_bytes)
+    stages = [
+        _stage(s, plan, small, builders[s], boundaries, shapes) for s in range(len(builders))
+    ]
+    ties = _ties(plan, small, builders)
+    pairs = stage_pairs([e for e, _ in boundaries], plan.stage_of, small)
+    meshes = [stage.mesh for stage in plan.stages]
+    macro = macro_graph(
+        schedule,
+        pairs,
+        [_stages_of((i, j), plan, small) for i, j, _ in ties],
+        [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
+    )
+    return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
+
+
+def _stage(
+    s: int,
+    plan: Plan,
+    graph: OperatorGraph,
+    builder: TableBuilder,
+    boundaries: Sequence[tuple[Edge, BoundaryRow]],
+    shapes: StageShapes,
+) -> StageModel:
+    """One stage under the plan's choices."""
+    stage = plan.stages[s]
+    operators = sorted(graph.index[name] for name in stage.operators)
+    choices = {i: (stage.choices[graph.operators[i].name],) for i in operators}
+    table = builder.build(operators, choices)
+    arriving = {e: row.received_bytes for e, row in boundaries if e.consumer in table.row_of}
+    lifetimes = shapes.lifetimes(table, arriving)
+    tensors = StageTensors(
+        s,
+        lifetimes,
+        lifetimes.bytes_under(np.zeros(len(graph.operators), dtype=np.int64)),
+        graph.names,
+    )
+    none = np.zeros(len(graph.operators), dtype=np.int64)
+    return StageModel(builder, table, shapes.blocks(table), tensors, pinned_axes(table, none))
+
+
+def block_times(stage: StageModel) -> dict[int, Times]:
+    """Times of a stage's blocks, by the kind of macro task that they are."""
+    return {kind: simulate(block.graph) for kind, block in stage.cell_blocks.items()}
+
+
+def macro_durations(model: PlanModel) -> IntArray:
+    """The duration table of the macro graph: blocks by simulation, transfers by their rows."""
+    durations = np.zeros((NUM_KINDS, model.macro.num_items), dtype=np.int64)
+    for s, times in enumerate(model.block_times):
+        for kind, played in times.items():
+            durations[kind, s] = played.makespan
+    for edge, row in model.sent:
+        stages = model.stages_of(edge)
+        pair = model.macro.pairs.index(stages)
+        ahead, back = transfer_kinds(model.macro.schedule, stages)
+        durations[ahead, pair] += row.forward.ns[0, 0]
+        durations[back, pair] += row.backward.ns[0, 0]
+    for t, (_, _, price) in enumerate(model.ties):
+        durations[TIE, t] = price.ns[0, 0]
+    return durations
+
+
+def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[Edge, ...]:
+    """The edges between operators of different stages (sources are everywhere)."""
+    return tuple(
+        edge
+        for edge in graph.edges
+        if graph.operators[edge.producer].kind != "source"
+        and stage_of[graph.operators[edge.producer].name]
+        != stage_of[graph.operators[edge.consumer].name]
+    )
+
+
+def stage_pairs(
+    edges: Sequence[Edge], stage_of: Mapping[str, int], graph: OperatorGraph
+) -> tuple[tuple[int, int], ...]:
+    """The (stage, later stage) pairs that edges cross, in order."""
+    names = [(graph.operators[e.producer].name, graph.operators[e.consumer].name) for e in edges]
+    return tuple(sorted({(stage_of[a], stage_of[b]) for a, b in names}))
+
+
+def _boundary(
+    edge: Edge, plan: Plan, graph: OperatorGraph, builders: Sequence[TableBuilder]
+) -> BoundaryRow:
+    source, target = _stages_of((edge.producer, edge.consumer), plan, graph)
+    names = [graph.operators[i].name for i in (edge.producer, edge.consumer)]
+    ours, theirs = (plan.choice(name) for name in names)
+    return price_boundary(edge, builders[source], builders[target], [ours], [theirs], plan.cluster)
+
+
+def _ties(
+    plan: Plan, graph: OperatorGraph, builders: Sequence[TableBuilder]
+) -> tuple[tuple[int, int, Timed], ...]:
+    return tuple(
+        (
+            i,
+            j,
+            price_tie(
+                (builders[ours], i, [plan.choice(graph.operators[i].name)]),
+                (builders[theirs], j, [plan.choice(graph.operators[j].name)]),
+                parameter,
+                plan.cluster,
+            ),
+        )
+        for i, j, parameter in crossing_ties(plan.stage_of, graph)
+        for ours, theirs in [_stages_of((i, j), plan, graph)]
+    )
+
+
+def crossing_ties(
+    stage_of: Mapping[str, int], graph: OperatorGraph
+) -> tuple[tuple[int, int, str], ...]:
+    """(owner, user, parameter) of every use of a parameter whose owner is in another stage."""
+    owner = owners(graph)
+    return tuple(
+        (graph.index[owner[weight.parameter]], j, weight.parameter)
+        for j, operator in enumerate(graph.operators)
+        for weight in trainable_weights(graph, operator)
+        if stage_of[owner[weight.parameter]] != stage_of[operator.name]
+    )
+
+
+def _stages_of(pair: tuple[int, int], plan: Plan, graph: OperatorGraph) -> tuple[int, int]:
+    return (
+        plan.stage_of[graph.operators[pair[0]].name],
+        plan.stage_of[graph.operators[pair[1]].name],
+    )

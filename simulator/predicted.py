@@ -1,0 +1,189 @@
+"""What a simulated step looks like: its timeline, critical path, memory and communication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from stratagem.simulator.block import RESOURCE_NAMES, Role
+from stratagem.simulator.cells import CellBlock
+from stratagem.simulator.engine import Times
+from stratagem.simulator.memory import (
+    BlockRun,
+    DeviceMemory,
+    MemoryTimeline,
+    device_memory,
+    memory_over_time,
+    passes_of,
+)
+from stratagem.simulator.pipeline import FORWARD, RESHARD_BACK, SEND, SEND_BACK, TIE
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan_model import PlanModel, StageModel
+from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.step_path import Played, StepPath, step_path
+from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
+from stratagem.simulator.traffic import crossing_bytes, stage_bytes
+
+
+def step_timeline(model: PlanModel, macro: Times) -> Timeline:
+    """Every task of a step, `macro` being the times of its blocks and transfers."""
+    rows: list[Row] = []
+    lanes = {s: _lanes(model, s) for s in range(len(model.stages))}
+    for task in np.flatnonzero(model.macro.kind < SEND).tolist():
+        kind, s = int(model.macro.kind[task]), int(model.macro.item[task])
+        block, times = model.stages[s].cell_blocks[kind], model.block_times[s][kind]
+        rows += _block_rows(block, times, lanes[s], int(macro.start[task]))
+    rows += [
+        Row(*_transfer_label(model, task), int(macro.start[task]), int(macro.end[task]))
+        for task in np.flatnonzero(model.macro.kind >= SEND).tolist()
+        if macro.end[task] > macro.start[task]
+    ]
+    used = {row.lane for row in rows}
+    ordered = dict.fromkeys(lane for s in lanes for lane in lanes[s] if lane in used)
+    return from_rows(rows, label="predicted", lanes=list(ordered))
+
+
+def _lanes(model: PlanModel, s: int) -> list[str]:
+    """A lane for each resource of the stage's cells, in the order of their numbers."""
+    stage, group = model.stages[s], model.plan.group(s)
+    return [
+        lane_name(f"{group}{stage.cell_name(cell)}", name)
+        for cell in range(stage.cells.count)
+        for name in RESOURCE_NAMES.values()
+    ]
+
+
+def _block_rows(
+    block: CellBlock, times: Times, lanes: Sequence[str], offset: int
+) -> Iterator[Row]:
+    graph = block.graph
+    for copy in np.flatnonzero(graph.durations):
+        task, held = block.task[copy], graph.resource_sets[copy]
+        start, end = offset + int(times.start[copy]), offset + int(times.end[copy])
+        name, kind = block.block.names[task], block.block.kinds[task]
+        for resource in graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]:
+            yield Row(name, kind, lanes[resource], start, end)
+
+
+def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:
+    """Name, kind and lane of what happens between stages."""
+    kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+    if kind == TIE:
+        i, j, _ = model.ties[item]
+        names = [model.graph.operators[k].name for k in (i, j)]
+        lane = lane_name(model.plan.group(model.macro.ties[item][0]), "tied parameters")
+        return f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane
+    source, target = model.macro.pairs[item]
+    if kind in (SEND_BACK, RESHARD_BACK):
+        source, target = target, source
+    name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
+    return name, TaskKind.COMMUNICATION, lane_name(model.plan.group(source), f"to stage {target}")
+
+
+def communication_bytes(model: PlanModel) -> dict[str, int]:
+    """Bytes per device that each communication of a step moves once, by its name."""
+    sizes: dict[str, int] = {}
+    for stage in model.stages:
+        sizes |= stage_bytes(stage.builder, stage.table)
+    between: Counter[str] = Counter()
+    for edge, row in model.sent:
+        source, target = model.stages_of(edge)
+        choice = model.plan.choice(model.graph.operators[edge.producer].name)
+        received = int(row.received_bytes[0, 0])
+        there, back = crossing_bytes(edge, model.stages[source].builder, choice, received)
+        between[f"stage {source} ⇢ stage {target}"] += there
+        between[f"stage {target} ⇢ stage {source}"] += back
+    return sizes | dict(between)
+
+
+def critical_path(model: PlanModel, macro: Times) -> StepPath:
+    """The path through blocks and transfers, each block replaced by the path through it."""
+    played: dict[tuple[int, int], Played] = {}
+
+    def inside(task: int) -> Played | None:
+        kind, s = int(model.macro.kind[task]), int(model.macro.item[task])
+        if kind >= SEND:
+            return None
+        if (kind, s) not in played:
+            played[kind, s] = _played_block(model, s, kind)
+        return played[kind, s]
+
+    step = Played(model.macro.graph, macro, lambda task: _transfer_label(model, task))
+    return step_path(step, inside, {op.name: op.kind for op in model.graph.operators})
+
+
+def _played_block(model: PlanModel, s: int, kind: int) -> Played:
+    block, lanes = model.stages[s].cell_blocks[kind], _lanes(model, s)
+    graph = block.graph
+
+    def label(copy: int) -> tuple[str, TaskKind, str]:
+        task, held = block.task[copy], graph.set_offsets[graph.resource_sets[copy]]
+        lane = lanes[graph.set_resources[held]]
+        return block.block.names[task], block.block.kinds[task], lane
+
+    return Played(graph, model.block_times[s][kind], label)
+
+
+def rank_memory(model: PlanModel) -> tuple[DeviceMemory, ...]:
+    """The peak of each rank."""
+    schedule = model.macro.schedule
+    return tuple(
+        device_memory(
+            {stage: model.stages[stage].tensors for stage in {s.stage for s in found}},
+            found,
+            _capacity(model.plan, found[0].stage),
+            split=schedule.splits_backward,
+        )
+        for found in schedule.situations
+    )
+
+
+def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline:
+    """The memory of one device of a rank over a step."""
+    schedule = model.macro.schedule
+    order = schedule.orders[rank]
+    tensors = {s: model.stages[s].tensors for s in sorted({action.stage for action in order})}
+    places: dict[tuple[int, int, int], tuple[IntArray, IntArray]] = {}
+    runs: list[BlockRun] = []
+    for action in order:
+        task, s = model.macro.number[action], action.stage
+        kind, offset = int(model.macro.kind[task]), int(macro.start[task])
+        for which in passes_of(action.kind, split=schedule.splits_backward):
+            if (s, kind, which) not in places:
+                times = model.block_times[s][kind]
+                places[s, kind, which] = _place_times(model.stages[s], kind, times, which)
+            start, end = places[s, kind, which]
+            runs.append(BlockRun(s, which, start + offset, end + offset))
+    capacity = _capacity(model.plan, order[0].stage)
+    return memory_over_time(f"rank {rank}", tensors, runs, macro.makespan, capacity)
+
+
+def _capacity(plan: Plan, stage: int) -> int:
+    return min(plan.cluster.device_type(d).memory_bytes for d in plan.stages[stage].mesh.devices)
+
+
+def _place_times(
+    stage: StageModel, kind: int, times: Times, which: int
+) -> tuple[IntArray, IntArray]:
+    """When each place of a pass starts and ends, ns from the start of its block.
+
+    A whole backward in a schedule that splits others makes both passes; the gradients of
+    parameters then count as made at its end.
+    """
+    block = stage.cell_blocks[kind]
+    order = stage.table.operators if kind == FORWARD else stage.table.operators[::-1]
+    role = {0: Role.FORWARD, 1: Role.BACKWARD, 2: Role.WEIGHT_GRADIENT}[which]
+    copies = [c for c, task in enumerate(block.task) if block.block.roles[task] is role]
+    if not copies:
+        over = np.full(len(order), times.makespan)
+        return over, over
+    place = {operator: p for p, operator in enumerate(order)}
+    places = np.array([place[int(block.block.first[block.task[c]])] for c in copies])
+    start = np.full(len(order), times.makespan)
+    end = np.zeros(len(order), dtype=np.int64)
+    np.minimum.at(start, places, times.start[copies])
+    np.maximum.at(end, places, times.end[copies])
+    both = np.maximum.accumulate(np.stack([start, end], axis=1).ravel())
+    return both[::2], both[1::2]
