@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 from stratagem.search.strategies import tensor_parallel
-from stratagem.simulator import simulation
+from stratagem.simulator import plan_model, predicted, simulation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory, TableBuilder
 from stratagem.simulator.costs import RooflineCosts
@@ -135,9 +135,9 @@ class Stopwatch:
 PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "table": ((TableBuilder, "__init__"), (TableBuilder, "build")),
     "blocks": ((StageShapes, "blocks"),),
-    "macro": ((simulation, "macro_graph"), (Plan, "make_schedule")),
+    "macro": ((plan_model, "macro_graph"), (Plan, "make_schedule")),
     "play": ((simulation, "macro_durations"), (simulation, "simulate")),
-    "memory": ((StageShapes, "lifetimes"), (simulation, "rank_memory")),
+    "memory": ((StageShapes, "lifetimes"), (predicted, "rank_memory")),
 }
 """The functions of each part, timed where `simulate_plan` calls them."""
 
@@ -182,7 +182,7 @@ def measure(case: Case) -> dict[str, object]:
 def num_tasks(predicted: simulation.Simulation) -> int:
     """Tasks of all blocks of a simulation and of its macro graph."""
     model = predicted._model
-    blocks = [b for s in model.stages for b in (s.blocks.forward, s.blocks.backward)]
+    blocks = [block for stage in model.stages for block in stage.blocks.all]
     return model.macro.graph.num_tasks + sum(block.base.size for block in blocks)
 
 

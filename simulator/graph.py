@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 Layout = tuple[tuple[str, ...], ...]
 """Per tensor dimension the operator dims whose product it is, outermost first; () is size 1."""
@@ -147,8 +147,7 @@ class Operator:
         )
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """Operator `consumer` reads output `output` of `producer` as its input `slot` (indices)."""
 
     producer: int
@@ -190,6 +189,14 @@ class OperatorGraph:
             raise ValueError(
                 f"graph {self.name!r}: the loss {self.loss!r} is not one of its operators"
             )
+
+    @cached_property
+    def readers(self) -> tuple[tuple[Edge, ...], ...]:
+        """Per operator the edges that read its results."""
+        found: list[list[Edge]] = [[] for _ in self.operators]
+        for edge in self.edges:
+            found[edge.producer].append(edge)
+        return tuple(map(tuple, found))
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -123,6 +123,7 @@ class _Writer:
     _size: int = 0
     _seen: dict[bytes, int] = field(default_factory=dict)
     _split: dict[tuple[int, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    _needs: dict[Edge, int | None] = field(default_factory=dict)
     _known: dict[int, tuple[IntArray, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -306,6 +307,11 @@ class _Writer:
 
     def _needed_until(self, edge: Edge) -> int | None:
         """The place at which backward needs an input; None if it does not."""
+        if edge not in self._needs:
+            self._needs[edge] = self._find_need(edge)
+        return self._needs[edge]
+
+    def _find_need(self, edge: Edge) -> int | None:
         consumer = self.table.graph.operators[edge.consumer]
         if not self.table.graph.needs_gradient[edge.consumer]:
             return None
@@ -322,14 +328,7 @@ class _Writer:
         return all(self.segment[edge.consumer] == self.segment[i] for edge in reads)
 
     def _all_reads(self, i: int, output: int) -> list[Edge]:
-        return [e for e in self._graph_reads[i] if e.output == output]
-
-    @cached_property
-    def _graph_reads(self) -> list[list[Edge]]:
-        reads: list[list[Edge]] = [[] for _ in self.table.graph.operators]
-        for edge in self.table.graph.edges:
-            reads[edge.producer].append(edge)
-        return reads
+        return [e for e in self.table.graph.readers[i] if e.output == output]
 
     # -- places ---------------------------------------------------------------------------------
 

@@ -10,9 +10,8 @@ other on each rank, each as long as its block, joined by transfers between ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,7 +98,6 @@ def macro_graph(
         blocking: per pair whether a transfer keeps the cores of both ranks busy (CPU processes).
     """
     draft = _Draft(schedule)
-    draft.blocks()
     for p, pair in enumerate(pairs):
         draft.transfers(p, pair, bool(blocking) and blocking[p])
     last = _last_gradients(schedule)
@@ -108,23 +106,7 @@ def macro_graph(
     for stage in range(schedule.num_stages):
         if len(last[stage]) > 1:
             draft.joint(REPLICA_SYNC, stage, last[stage])
-    graph = build_task_graph(
-        np.ones(len(draft.kind), dtype=np.int64),
-        np.array(draft.edges, dtype=np.int64).reshape(-1, 2),
-        resource_sets=draft.sets,
-        num_resources=schedule.num_ranks + len(draft.links),
-    )
-    return MacroGraph(
-        schedule=schedule,
-        graph=graph,
-        kind=np.array(draft.kind, dtype=np.int64),
-        item=np.array(draft.item, dtype=np.int64),
-        microbatch=np.array(draft.microbatch, dtype=np.int64),
-        rank=np.array(draft.rank, dtype=np.int64),
-        number=draft.number,
-        pairs=tuple(pairs),
-        ties=tuple(ties),
-    )
+    return draft.finish(pairs, ties)
 
 
 def check_priced(schedule: Schedule) -> None:
@@ -154,77 +136,125 @@ def transfer_kinds(schedule: Schedule, pair: tuple[int, int]) -> tuple[int, int]
     return (RESHARD, RESHARD_BACK) if same else (SEND, SEND_BACK)
 
 
-@dataclass
 class _Draft:
-    """A macro graph while it is being built."""
+    """A macro graph while it is being built: blocks first, in the order of ranks and actions."""
 
-    schedule: Schedule
-    number: dict[Action, int] = field(default_factory=dict)
-    links: dict[tuple[int, int], int] = field(default_factory=dict)
-    kind: list[int] = field(default_factory=list)
-    item: list[int] = field(default_factory=list)
-    microbatch: list[int] = field(default_factory=list)
-    rank: list[int] = field(default_factory=list)
-    sets: list[tuple[int, ...]] = field(default_factory=list)
-    edges: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        actions = [action for order in schedule.orders for action in order]
+        self.number = {action: task for task, action in enumerate(actions)}
+        code = {kind: row for row, kind in enumerate(ActionKind)}
+        columns = [(code[a.kind], a.stage, a.microbatch, a.slice) for a in actions]
+        kind, stage, microbatch, part = np.array(columns, dtype=np.int64).reshape(-1, 4).T
+        sizes = schedule.num_stages, schedule.num_microbatches, schedule.num_slices
+        self._at = np.full((len(code), *sizes), -1, dtype=np.int64)
+        self._at[kind, stage, microbatch, part] = np.arange(len(actions))
+        updates = np.zeros(len(actions), dtype=np.int64)
+        updates[[self.number[action] for action in schedule.updates]] = 1
+        rows = np.array([_BLOCKS[each] for each in ActionKind], dtype=np.int64)
+        lengths = [len(order) for order in schedule.orders]
+        self.kind = [rows[kind, updates]]
+        self.item = [stage * schedule.num_slices + part]
+        self.microbatch = [microbatch]
+        self.rank = [np.repeat(np.arange(len(lengths)), lengths)]
+        self.sets: list[tuple[int, ...]] = [(rank,) for rank in self.rank[0].tolist()]
+        self.edges = [self._chains(), *self._own_needs()]
+        self.links: dict[tuple[int, int], int] = {}
 
-    def blocks(self) -> None:
-        """Add every action, after the one before it and what it needs of its own stage."""
-        schedule = self.schedule
-        for rank, order in enumerate(schedule.orders):
-            for action in order:
-                item = action.stage * schedule.num_slices + action.slice
-                kind = _BLOCKS[action.kind][action in schedule.updates]
-                self.number[action] = self._add(kind, item, action.microbatch, rank, (rank,))
-        for order in schedule.orders:
-            self.edges += [(self.number[a], self.number[b]) for a, b in pairwise(order)]
-            for action in order:
-                self.edges += [
-                    (self.number[need], self.number[action])
-                    for need in schedule.requirements(action)
-                    if need.stage == action.stage
-                ]
+    @property
+    def num_tasks(self) -> int:
+        """Tasks so far."""
+        return len(self.sets)
+
+    def _chains(self) -> IntArray:
+        """Each action after the one before it on its rank."""
+        rank = self.rank[0]
+        before = np.flatnonzero(rank[:-1] == rank[1:])
+        return np.stack([before, before + 1], axis=1)
+
+    def _own_needs(self) -> Iterator[IntArray]:
+        """What actions need of their own stage (see `Schedule.requirements`)."""
+        forward, _, split, weight = self._at
+        gradient = self._gradient
+        yield _pairs(forward[..., :-1], forward[..., 1:])
+        yield _pairs(forward, gradient)
+        yield _pairs(gradient[..., 1:], gradient[..., :-1])
+        yield _pairs(split, weight)
+
+    @property
+    def _gradient(self) -> IntArray:
+        """The tasks that make gradients of inputs: B, or I where backward is split."""
+        _, whole, split, _ = self._at
+        return np.where(split >= 0, split, whole)
 
     def transfers(self, p: int, pair: tuple[int, int], blocking: bool) -> None:
         """Add what travels between two stages, forward and backward."""
-        schedule = self.schedule
         source, target = pair
-        for m in range(schedule.num_microbatches):
-            for k in range(schedule.num_slices):
-                item = p * schedule.num_slices + k
-                ahead = [Action(stage, ActionKind.FORWARD, m, k) for stage in (source, target)]
-                back = [schedule.gradient(stage, m, k) for stage in (target, source)]
-                self._transfer((SEND, RESHARD), item, ahead, blocking)
-                self._transfer((SEND_BACK, RESHARD_BACK), item, back, blocking)
+        forward, gradient = self._at[0], self._gradient
+        there = np.stack([forward[source].ravel(), forward[target].ravel()])
+        back = np.stack([gradient[target].ravel(), gradient[source].ravel()])
+        ends = np.stack([there, back], axis=2).reshape(2, -1)
+        count = ends.shape[1]
+        tasks = self.num_tasks + np.arange(count)
+        sender, receiver = self.rank[0][ends]
+        kinds = np.tile([[SEND, SEND_BACK], [RESHARD, RESHARD_BACK]], count // 2)
+        self.kind.append(np.where(sender == receiver, kinds[1], kinds[0]))
+        parts = np.tile(np.arange(self.schedule.num_slices), self.schedule.num_microbatches)
+        self.item.append(p * self.schedule.num_slices + np.repeat(parts, 2))
+        self.microbatch.append(self.microbatch[0][ends[0]])
+        self.rank.append(sender)
+        self.edges += [np.stack([ends[0], tasks], axis=1), np.stack([tasks, ends[1]], axis=1)]
+        for ours, theirs in zip(sender.tolist(), receiver.tolist(), strict=True):
+            self.sets.append(self._held(ours, theirs, blocking))
+
+    def _held(self, source: int, target: int, blocking: bool) -> tuple[int, ...]:
+        if source == target:
+            return (source,)
+        link = self.links.setdefault((source, target), len(self.links))
+        held = (source, target) if blocking else ()
+        return (*held, self.schedule.num_ranks + link)
 
     def joint(self, kind: int, item: int, after: Sequence[Action]) -> None:
         """Add what several ranks do together after their last gradients."""
         ranks = tuple(sorted({self.schedule.rank_of[action] for action in after}))
-        task = self._add(kind, item, -1, ranks[0], ranks)
-        self.edges += [(self.number[action], task) for action in after]
+        task = self.num_tasks
+        for column, value in (
+            (self.kind, kind),
+            (self.item, item),
+            (self.microbatch, -1),
+            (self.rank, ranks[0]),
+        ):
+            column.append(np.array([value], dtype=np.int64))
+        self.sets.append(ranks)
+        self.edges.append(np.array([(self.number[a], task) for a in after], dtype=np.int64))
 
-    def _transfer(
-        self, kinds: tuple[int, int], item: int, ends: Sequence[Action], blocking: bool
-    ) -> None:
-        source, target = (self.schedule.rank_of[action] for action in ends)
-        if source == target:
-            task = self._add(kinds[1], item, ends[0].microbatch, source, (source,))
-        else:
-            link = self.links.setdefault((source, target), len(self.links))
-            held = (source, target) if blocking else ()
-            resources = (*held, self.schedule.num_ranks + link)
-            task = self._add(kinds[0], item, ends[0].microbatch, source, resources)
-        self.edges += [(self.number[ends[0]], task), (task, self.number[ends[1]])]
+    def finish(
+        self, pairs: Sequence[tuple[int, int]], ties: Sequence[tuple[int, int]]
+    ) -> MacroGraph:
+        """The graph, and where its durations are looked up."""
+        graph = build_task_graph(
+            np.ones(self.num_tasks, dtype=np.int64),
+            np.concatenate(self.edges),
+            resource_sets=self.sets,
+            num_resources=self.schedule.num_ranks + len(self.links),
+        )
+        return MacroGraph(
+            schedule=self.schedule,
+            graph=graph,
+            kind=np.concatenate(self.kind),
+            item=np.concatenate(self.item),
+            microbatch=np.concatenate(self.microbatch),
+            rank=np.concatenate(self.rank),
+            number=self.number,
+            pairs=tuple(pairs),
+            ties=tuple(ties),
+        )
 
-    def _add(
-        self, kind: int, item: int, microbatch: int, rank: int, resources: tuple[int, ...]
-    ) -> int:
-        self.kind.append(kind)
-        self.item.append(item)
-        self.microbatch.append(microbatch)
-        self.rank.append(rank)
-        self.sets.append(resources)
-        return len(self.kind) - 1
+
+def _pairs(before: IntArray, after: IntArray) -> IntArray:
+    """The edges between tasks at the same places of two arrays, where both are there."""
+    both = (before >= 0) & (after >= 0)
+    return np.stack([before[both], after[both]], axis=1)
 
 
 def _last_gradients(schedule: Schedule) -> list[list[Action]]:

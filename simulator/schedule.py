@@ -28,9 +28,10 @@ class ActionKind(Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
+    __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
 
-@dataclass(frozen=True)
-class Action:
+
+class Action(NamedTuple):
     """One stage working on one microbatch, or on one slice of its tokens, in one direction.
 
     Example:
@@ -139,7 +140,7 @@ class Schedule:
         """The number of lists of actions."""
         return len(self.orders)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether some backward is run as an input gradient and a weight gradient."""
         return any(action.kind is ActionKind.INPUT_GRADIENT for action in self.rank_of)

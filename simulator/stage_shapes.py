@@ -28,12 +28,13 @@ class StageShapes:
 
     split: bool = False
     bucket_bytes: int = 0
+    _shapes: dict[int, tuple[CostTable, Any]] = field(default_factory=dict)
     _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
     _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
 
     def blocks(self, table: CostTable) -> StageBlocks:
         """The blocks of a stage."""
-        key = _shape(table)
+        key = self._shape(table)
         if key not in self._blocks:
             made = stage_blocks(table, split=self.split, bucket_bytes=self.bucket_bytes)
             self._blocks[key] = table, made
@@ -44,7 +45,7 @@ class StageShapes:
         """The tensors of a stage to which `arriving` bytes come from other stages."""
         base = table.operators[0]
         key = (
-            _shape(table),
+            self._shape(table),
             _leaving(table),
             tuple(
                 # A producer in another stage stands for itself: its choices price the arrival.
@@ -57,8 +58,13 @@ class StageShapes:
         first, lifetimes = self._lifetimes[key]
         return lifetimes.moved(base - first.operators[0])
 
+    def _shape(self, table: CostTable) -> Any:
+        if id(table) not in self._shapes:
+            self._shapes[id(table)] = table, _shape_of(table)
+        return self._shapes[id(table)][1]
 
-def _shape(table: CostTable) -> tuple[Any, ...]:
+
+def _shape_of(table: CostTable) -> tuple[Any, ...]:
     """What equal stages have in common; rows are told apart by identity."""
     base = table.operators[0]
     segments: tuple[int, ...] = ()
@@ -85,6 +91,7 @@ def _leaving(table: CostTable) -> tuple[tuple[int, int], ...]:
     base = table.operators[0]
     return tuple(
         (edge.producer - base, edge.output)
-        for edge in table.graph.edges
-        if edge.producer in inside and edge.consumer not in inside
+        for i in table.operators
+        for edge in table.graph.readers[i]
+        if edge.consumer not in inside
     )

@@ -156,9 +156,12 @@ def _offsets(lengths: ArrayLike) -> Ints:
 def _number_sets(resource_sets: Sequence[Iterable[int]]) -> tuple[Ints, list[tuple[int, ...]]]:
     """Number the distinct sets by first use, the empty one first."""
     numbers: dict[tuple[int, ...], int] = {(): 0}
-    of_task = [
-        numbers.setdefault(tuple(sorted(set(members))), len(numbers)) for members in resource_sets
-    ]
+    seen: dict[tuple[int, ...], int] = {}  # as they were given: sorting each anew is slow
+    of_task: list[int] = []
+    for given in map(tuple, resource_sets):
+        if given not in seen:
+            seen[given] = numbers.setdefault(tuple(sorted(set(given))), len(numbers))
+        of_task.append(seen[given])
     return np.array(of_task, np.int64), list(numbers)
 
 
