@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from stratagem.search.partition import balanced_stages
+from stratagem.search.space import VIRTUAL_STAGES
 from stratagem.search.strategies import (
     Choices,
     data_parallel,
@@ -40,8 +41,10 @@ class Situation:
         return simulate_plan(plan, self.graph, self.costs, memory=self.memory)
 
 
-def baseline_plans(situation: Situation) -> dict[str, Simulation]:
+def baseline_plans(situation: Situation, schedule: str = "1f1b") -> dict[str, Simulation]:
     """The plan of each known strategy, simulated; a strategy that cannot be built is left out.
+
+    Pipelines come under GPipe, under 1F1B and under `schedule`.
 
     Strategies with degrees of their own (tensor ways, stages, microbatches) come with the degrees
     that are fastest among those that fit. Where none does, full recompute is tried, and what is
@@ -57,7 +60,7 @@ def baseline_plans(situation: Situation) -> dict[str, Simulation]:
         True
     """
     found: dict[str, Simulation] = {}
-    for name, plans in _families(situation):
+    for name, plans in _families(situation, schedule):
         simulated = [situation.simulate(plan) for plan in plans]
         if simulated and not any(simulation.fits for simulation in simulated):
             simulated += [situation.simulate(_recomputed(situation, plan)) for plan in plans]
@@ -81,7 +84,7 @@ def rank(simulation: Simulation) -> tuple[float, float]:
     return (0.0, simulation.step_time) if simulation.fits else (over, simulation.step_time)
 
 
-def _families(situation: Situation) -> Iterator[tuple[str, list[Plan]]]:
+def _families(situation: Situation, schedule: str) -> Iterator[tuple[str, list[Plan]]]:
     def sample(zero: int) -> Strategy:
         return lambda graph, shape: data_parallel(graph, shape, zero=zero)
 
@@ -91,18 +94,21 @@ def _families(situation: Situation) -> Iterator[tuple[str, list[Plan]]]:
         )
 
     one = [_flat_mesh(range(situation.cluster.num_devices), situation.cluster)]
-    names = {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}
-    for zero, name in names.items():
+    stages = {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}
+    for zero, name in stages.items():
         yield name, [_plan(name, situation, [mesh], sample(zero), 1, "1f1b") for mesh in one]
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
         meshes = _tensor_meshes(situation)
         yield name, [_plan(name, situation, [m], tensor(sequence), 1, "1f1b") for m in meshes]
-    for name, schedule in (("GPipe pipeline", "gpipe"), ("1F1B pipeline", "1f1b")):
+    names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
+    names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}
+    for schedule, name in names.items():
+        rounds = VIRTUAL_STAGES if schedule == "interleaved" else 1
         yield (
             name,
             [
-                _plan(name, situation, meshes, sample(0), parts, schedule)
-                for meshes, parts in _pipelines(situation)
+                _plan(name, situation, meshes * rounds, sample(0), parts, schedule)
+                for meshes, parts in _pipelines(situation, rounds)
             ],
         )
 
@@ -129,11 +135,14 @@ def _tensor_meshes(situation: Situation) -> list[DeviceMesh]:
     return meshes
 
 
-def _pipelines(situation: Situation) -> Iterator[tuple[list[DeviceMesh], int]]:
-    """Stage counts that divide the devices, data parallel inside a stage, cuts of the batch."""
+def _pipelines(situation: Situation, rounds: int) -> Iterator[tuple[list[DeviceMesh], int]]:
+    """Stage counts that divide the devices, data parallel inside a stage, cuts of the batch.
+
+    Each set of devices has `rounds` stages.
+    """
     total = situation.cluster.num_devices
     num_layers = sum(op.kind != "source" for op in situation.graph.operators)
-    for num_stages in range(2, min(total, 16, num_layers) + 1):
+    for num_stages in range(2, min(total, 16, num_layers // rounds) + 1):
         if total % num_stages:
             continue
         share = total // num_stages

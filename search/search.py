@@ -77,7 +77,8 @@ def search(
         training: precision and optimizer; float32 and Adam when left out.
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number.
-        schedule: of the pipelines tried, ``"1f1b"`` or ``"gpipe"``.
+        schedule: of the pipelines tried, ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zb-h1"``
+            (the last two are simulated only).
         zero_stages: the ZeRO stages that a choice may have.
         num_skeletons: how many skeletons are annealed.
         options: recomputing, pieces, fusion and buckets; see `Options`.
@@ -92,7 +93,7 @@ def search(
     report = progress or (lambda _: None)
     situation = Situation(graph, cluster, training or Training(), costs or RooflineCosts())
     report(Progress("simulating baselines", 0.0, float("inf")))
-    baselines = baseline_plans(situation)
+    baselines = baseline_plans(situation, schedule)
     best = min(baselines.values(), key=rank)
     allowed = options or Options()
     run = _Run(situation, spend, seed, tuple(zero_stages), allowed, report, started, best)

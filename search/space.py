@@ -30,6 +30,9 @@ from stratagem.simulator.placement import (
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.segments import RECOMPUTE_POLICIES
 
+VIRTUAL_STAGES = 2
+"""Stages of each set of devices in an interleaved pipeline (Narayanan et al. 2021)."""
+
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""
 
@@ -78,7 +81,7 @@ class Skeleton:
         return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"
 
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 """Schedules that the search tries: one stage a rank, an update at the end of the step."""
 
 
@@ -174,28 +177,30 @@ def skeletons(
     """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
 
     Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in
-    order.
+    order, all of them `VIRTUAL_STAGES` times over if the schedule is interleaved.
 
     Raises:
         ValueError: if the schedule is none of `SCHEDULES`.
     """
     if schedule not in SCHEDULES:
         raise ValueError(
-            f"the search has no schedule {schedule!r}: choose {' or '.join(SCHEDULES)}; a plan of "
-            "your own may have others"
+            f"the search has no schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}; a "
+            "plan of your own may have others"
         )
     total = cluster.num_devices
     num_layers = sum(op.kind != "source" for op in graph.operators)
-    for num_stages in range(1, min(max_stages, total, num_layers) + 1):
-        if total % num_stages:
+    for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
+        rounds = VIRTUAL_STAGES if schedule == "interleaved" and num_ranks > 1 else 1
+        if total % num_ranks or num_ranks * rounds > num_layers:
             continue
-        stages = balanced_stages(graph, cluster, num_stages)
-        share = total // num_stages
-        groups = [range(s * share, (s + 1) * share) for s in range(num_stages)]
+        stages = balanced_stages(graph, cluster, num_ranks * rounds)
+        share = total // num_ranks
+        groups = [range(r * share, (r + 1) * share) for r in range(num_ranks)]
         options = [stage_meshes(group, cluster) for group in groups]
         for meshes in zip(*options, strict=True):
-            for parts in _microbatch_counts(graph.batch, num_stages, max_microbatches):
-                yield Skeleton(stages, meshes, parts, schedule)
+            for parts in _microbatch_counts(graph.batch, num_ranks, max_microbatches):
+                if rounds == 1 or parts % num_ranks == 0:
+                    yield Skeleton(stages, meshes * rounds, parts, schedule)
 
 
 def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:

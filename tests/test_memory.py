@@ -135,7 +135,7 @@ def test_the_peak_is_that_of_the_definition(model: str, policy: str) -> None:
 @given(
     seed=st.integers(0, 2**31),
     num_stages=st.sampled_from([1, 2, 4]),
-    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
 )
 def test_the_curve_peaks_where_the_peak_says(seed: int, num_stages: int, schedule: str) -> None:
     graph = small_gpt()

@@ -77,8 +77,32 @@ def test_the_kernels_score_stages_that_share_devices_as_the_simulator(ranks: int
 
 
 def test_schedules_that_are_not_searched_are_refused() -> None:
-    with pytest.raises(ValueError, match="the search has no schedule 'zb-h1': choose 1f1b or"):
-        next(skeletons(tiny_gpt(), CLUSTER, schedule="zb-h1"))
+    with pytest.raises(ValueError, match="the search has no schedule 'chimera': choose one of 1f"):
+        next(skeletons(tiny_gpt(), CLUSTER, schedule="chimera"))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_other_schedules_are_scored_as_they_are_simulated(schedule: str, policy: str) -> None:
+    graph = tiny_gpt()
+    rng = np.random.default_rng(5)
+    found = [s for s in skeletons(graph, CLUSTER, schedule=schedule) if len(s.stages) > 1]
+    for skeleton in found[:: max(1, len(found) // 4)]:
+        problem = problem_of(graph, replace(skeleton, recompute=policy), (0, 2))
+        number = rng.integers(0, [len(options) for options in problem.choices])
+        chain = Chain(problem, number, total=1, seed=0)
+        plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
+        simulation = situation(graph).simulate(plan)
+        assert chain.score() == pytest.approx(simulation.step_time, rel=1e-12)
+        assert chain.peaks() == [rank.peak for rank in simulation.memory]
+
+
+def test_a_zero_bubble_pipeline_is_found_and_shorter_than_1f1b() -> None:
+    """On a mesh of one device a stage there is nothing but the pipeline to choose."""
+    graph = gpt(num_layers=8, hidden=512, num_heads=8, vocabulary=512, sequence=128, batch=32)
+    result = search(graph, CLUSTER, budget=Budget(evaluations=200), schedule="zb-h1")
+    baselines = result.baselines
+    assert baselines["zb-h1 pipeline"].step_time < baselines["1F1B pipeline"].step_time
 
 
 def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:

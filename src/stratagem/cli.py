@@ -151,7 +151,9 @@ def search(
     devices: Devices = None,
     precision: Precision = "float32",
     optimizer: Optimizer = "adam",
-    schedule: Annotated[str, typer.Option(help="of pipelines: 1f1b or gpipe")] = "1f1b",
+    schedule: Annotated[
+        str, typer.Option(help="of pipelines: 1f1b, gpipe, interleaved or zb-h1")
+    ] = "1f1b",
     evaluations: Annotated[int, typer.Option(help="plans to evaluate")] = Budget.evaluations,
     seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
     seed: Annotated[int, typer.Option(help="of every random number")] = 0,

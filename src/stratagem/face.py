@@ -72,7 +72,8 @@ def search(
         training: precision and optimizer; float32 and Adam when left out.
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number; equal arguments give equal plans.
-        schedule: of the pipelines tried, ``"1f1b"`` or ``"gpipe"``.
+        schedule: of the pipelines tried, ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zb-h1"``
+            (the last two are simulated only).
         zero_stages: the ZeRO stages that an operator's parameters may have.
         num_skeletons: how many of the best skeletons are annealed: stages, meshes, microbatches.
         options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`.
