@@ -701,6 +701,26 @@ def test_ties_of_one_stage_go_one_after_the_other() -> None:
     assert (times.start.tolist(), times.end.tolist()) == (start, end)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("last", [3, 4, 5])
+def test_ties_wait_between_the_blocks_of_a_rank_that_has_two_stages(parts: int, last: int) -> None:
+    """The later stage of a rank is done, and tied, while its earlier one still works."""
+    graph = model_graph("shared")
+    names = tuple(op.name for op in graph.operators)
+    cuts = [0, *(names.index(f"linear.{k}") for k in (1, 2, last)), len(names)]
+    choices = data_parallel(graph, (2,))
+    stages = [
+        Stage(names[lo:hi], mesh_of((2,), 2 * (s % 2)), {n: choices[n] for n in names[lo:hi]})
+        for s, (lo, hi) in enumerate(itertools.pairwise(cuts))
+    ]
+    plan = make_plan(graph, stages, num_microbatches=parts, schedule="interleaved")
+    model = plan_model(plan, graph, COSTS)
+    assert (model.macro.kind == TIE).any()
+    flat = flat_graph(model)
+    times = simulate(flat.graph)
+    assert (times.start.tolist(), times.end.tolist()) == composed_times(model, flat)
+
+
 def test_equal_stages_are_played_once_and_others_are_not() -> None:
     graph = mlp([64] * 9, batch=32)
     names = [op.name for op in graph.operators if op.kind != "source"]
