@@ -39,6 +39,9 @@ from stratagem.simulator.placement import Pin
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.taskgraph import TaskGraph
 
+_RELEASED = (Role.GATHER, Role.RECOMPUTE, Role.CONVERT_AGAIN)
+"""What a pass before releases, so that it does not take memory too early."""
+
 
 @dataclass(frozen=True, eq=False)
 class CellBlock:
@@ -161,35 +164,35 @@ class _Expansion:
         return np.concatenate([u for u, _ in found]), np.concatenate([v for _, v in found])
 
     def _late_releases(self) -> Iterator[tuple[IntArray, IntArray]]:
-        """Gathers on cells without the pass that releases them.
+        """Gathers and recomputed tasks on cells without the pass that releases them.
 
-        The last pass before that one which the cell has, if any, releases them in its place: a
-        gather is never earlier than on a device that runs only what this cell does.
+        The last pass before that one which the cell has, if any, releases them in its place: they
+        are never earlier than on a device that runs only what this cell does.
         """
         roles = self.block.roles
-        if Role.GATHER not in roles:
-            return
-        gathers = [t for t, role in enumerate(roles) if role is Role.GATHER]
-        passes: list[int] = []
-        release: dict[int, list[int]] = {t: [] for t in gathers}
-        for u, (lo, hi) in enumerate(pairwise(self.folded.successor_offsets.tolist())):
-            for v in self.folded.successors[lo:hi].tolist():
-                if roles[u] is Role.GATHER:
-                    passes.append(v)
-                elif roles[v] is Role.GATHER:
-                    release[v].append(u)
-        for gather, released in release.items():
-            missing = self._layout(gather) >= 0
-            for task in released:
-                missing &= self._layout(task) < 0
-            earlier = sorted({p for p in passes if released and p < min(released)}, reverse=True)
-            for task in earlier:
+        passes = [t for t, role in enumerate(roles) if role in (Role.FORWARD, Role.BACKWARD)]
+        for task, released in self._releases().items():
+            missing = self._layout(task) >= 0
+            for before in released:
+                missing &= self._layout(before) < 0
+            for earlier in reversed([p for p in passes if p < min(released)]):
                 if not missing.any():
                     break
-                here = np.where(missing, self._layout(task), -1)
-                ours, theirs = _sharing(here, self._layout(gather))
-                yield self.first[task] + ours, self.first[gather] + theirs
+                here = np.where(missing, self._layout(earlier), -1)
+                ours, theirs = _sharing(here, self._layout(task))
+                yield self.first[earlier] + ours, self.first[task] + theirs
                 missing &= here < 0
+
+    def _releases(self) -> dict[int, list[int]]:
+        """The passes that release each gather and each recomputed task."""
+        roles, offsets = self.block.roles, self.folded.successor_offsets.tolist()
+        release: dict[int, list[int]] = {}
+        for before, (lo, hi) in enumerate(pairwise(offsets)):
+            if roles[before] in (Role.FORWARD, Role.BACKWARD):
+                for task in self.folded.successors[lo:hi].tolist():
+                    if roles[task] in _RELEASED:
+                        release.setdefault(task, []).append(before)
+        return release
 
     def _layout(self, task: int) -> IntArray:
         return self.layouts[int(self.number[task])]

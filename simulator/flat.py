@@ -4,20 +4,21 @@ Two levels say what a plan means: blocks are played alone, then a step is played
 one task (`pipeline`). The flat graph says the same in tasks alone, for plans small enough. Around
 the tasks of a block stand two idle ones:
 
-    what the block waits for ──▶ begin ──▶ its tasks ──▶ end ──▶ next block of the stage, transfers
+    what the block waits for ──▶ begin ──▶ its tasks ──▶ end ──▶ next block of the rank, transfers
 
-so a block is exclusive: it begins when the stage's block before it has ended with all that it
+so a block is exclusive: it begins when the rank's block before it has ended with all that it
 communicates, and a transfer leaves when a block has ended. Then **both levels together are
-exact**, on every start and end. All resources of a stage are free when one of its blocks begins,
+exact**, on every start and end. All resources of a rank are free when one of its blocks begins,
 and only the block's tasks use them until it ends. The engine's timeline shifts exactly with its
 start, so these tasks run as they do alone, `begin` later, and `end` is the makespan later. By
 induction over blocks and transfers in the engine's order they all begin and end as in the step in
 which a block is one task; numbering the tasks block by block, then transfers, then ties, keeps
 that order among equals.
 
-A transfer that keeps the cores of its stages busy (`Link.shares_compute`) is exclusive on them
-like a block. Who comes first then depends on when each is ready, which a graph without locks
-cannot say; such plans get edges in the order in which the step served them.
+Transfers within a rank, those that keep the cores of their ranks busy (`Link.shares_compute`) and
+ties of one of several stages of a rank are exclusive on it like a block, between its blocks. Who
+comes first then depends on when each is ready, which a graph without locks cannot say; such ranks
+get edges in the order in which the step served them.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class _Flattening:
         return held
 
     def _served(self) -> list[tuple[int, int]]:
-        """What holds a rank one after the other, where transfers come between its blocks."""
+        """What holds a rank one after the other, where more than its blocks' own order counts."""
         graph = self.macro.with_durations(self.table)
         start = simulate(graph).start
         holders: dict[int, list[int]] = {}
@@ -144,6 +145,7 @@ class _Flattening:
         return [
             pair
             for rank in range(self.num_ranks)
-            if any(SEND <= self.macro.kind[t] < TIE for t in holders.get(rank, ()))
-            for pair in pairwise(holders[rank])
+            if self.model.plan.rank_of.count(rank) > 1
+            or any(SEND <= self.macro.kind[t] < TIE for t in holders.get(rank, ()))
+            for pair in pairwise(holders.get(rank, ()))
         ]

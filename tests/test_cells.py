@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stratagem.search.space import Options, operator_choices
 from stratagem.search.strategies import data_parallel, replicated
-from stratagem.simulator.block import NUM_RESOURCES, Role
+from stratagem.simulator.block import NUM_RESOURCES, Block, Role
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock
@@ -122,13 +122,18 @@ def random_plan(
     A `plain` plan recomputes nothing, runs nothing in pieces and fuses nothing.
     """
     graph = model_graph(name)
+    schedule = rng.choice(["gpipe", "1f1b", "zb-h1", "interleaved"])
     num_stages, parts = rng.choice([1, 1, 2, 3, 4]), rng.choice([1, 2, 3, 4, 5, 6])
-    devices = {1: 8, 2: 4, 3: 2, 4: 2}[num_stages]
+    if schedule == "interleaved":
+        num_stages, parts = 4, rng.choice([2, 4, 6])
+    num_ranks = 2 if schedule == "interleaved" else num_stages
+    devices = {1: 8, 2: 4, 3: 2, 4: 2}[num_ranks]
+    shapes = [rng.choice(SHAPES[devices]) for _ in range(num_ranks)]
     names = [op.name for op in graph.operators]
     cuts = sorted(rng.sample(range(1, len(names)), num_stages - 1))
     stages, again = [], not plain and rng.random() < 0.5
     for s, (lo, hi) in enumerate(zip([0, *cuts], [*cuts, len(names)], strict=True)):
-        shape = rng.choice(SHAPES[devices])
+        shape = shapes[s % num_ranks]
         pinned = [axis for axis in range(len(shape)) if rng.random() < 0.6] if pins else []
         choices = {
             names[i]: pin(
@@ -139,12 +144,12 @@ def random_plan(
             )
             for i in range(lo, hi)
         }
-        stages.append(Stage(tuple(names[lo:hi]), mesh_of(shape, s * devices), choices))
+        stages.append(Stage(tuple(names[lo:hi]), mesh_of(shape, s % num_ranks * devices), choices))
     return make_plan(
         graph,
         stages,
         num_microbatches=parts,
-        schedule=rng.choice(["gpipe", "1f1b", "zb-h1"]),
+        schedule=schedule,
         bucket_bytes=rng.choice([0, 4096]),
         cluster=busy_cores(CLUSTER) if blocking else CLUSTER,
     )
@@ -240,39 +245,89 @@ def test_pins_need_cells_along_their_own_axes_only(name: str, seed: int, pins: f
         assert_same_times(stage, fine)
 
 
-DATA = {
-    (Role.FORWARD, Role.CONVERT),
-    (Role.CONVERT, Role.FORWARD),
-    (Role.GATHER, Role.FORWARD),
-    (Role.GATHER, Role.BACKWARD),
-    (Role.BACKWARD, Role.CONVERT_BACK),
-    (Role.CONVERT_BACK, Role.BACKWARD),
-    (Role.SYNC, Role.UPDATE),
-    (Role.UPDATE, Role.PUBLISH),
-    (Role.BACKWARD, Role.TIE_GRADIENT),
-    (Role.TIE_GRADIENT, Role.UPDATE),
-    (Role.UPDATE, Role.TIE_PUBLISH),
-}
-"""Roles between which data goes: (made by, read by)."""
-
-
 @settings(max_examples=20, deadline=None)
 @given(models, seeds)
 def test_every_copy_waits_for_all_that_it_reads(name: str, seed: int) -> None:
     graph = model_graph(name)
-    plan = random_plan(name, random.Random(seed), pins=0.5, plain=True)
-    model = plan_model(plan, graph, COSTS)
+    model = plan_model(random_plan(name, random.Random(seed), pins=0.5), graph, COSTS)
     for stage in (*model.stages, *unfolded(model).stages):
-        for kind, block in stage.cell_blocks.items():
-            _, last = stage.blocks.of_kind(kind)
-            choices = np.zeros(len(graph.operators), dtype=np.int64)
-            folded = stage.blocks.task_graph(block.block, choices, last=last)
-            waits = waits_for(block)
-            before = np.repeat(np.arange(folded.num_tasks), np.diff(folded.successor_offsets))
-            for u, v in zip(before.tolist(), folded.successors.tolist(), strict=True):
-                if (last or not is_tie(block, u, v)) and carries_data(stage, block, u, v):
-                    for copy in np.flatnonzero(block.task == v).tolist():
-                        assert u in waits[copy], (block.block.names[u], block.block.names[v])
+        small, table = stage.table.graph, stage.table
+        forward, last = (_Reads(stage.cell_blocks[k]) for k in (FORWARD, LAST_BACKWARD))
+        for edge in table.edges:
+            forward.check((Role.FORWARD, edge.consumer), (Role.FORWARD, edge.producer))
+            if small.edge_needs_gradient(edge):
+                last.check((Role.BACKWARD, edge.producer), (Role.BACKWARD, edge.consumer))
+        for i in table.operators:
+            if small.operators[i].weights:
+                forward.check((Role.FORWARD, i), (Role.GATHER, i))
+            last.check((Role.SYNC, i), (Role.BACKWARD, i))
+            last.check((Role.UPDATE, i), (Role.SYNC, i))
+            last.check((Role.PUBLISH, i), (Role.UPDATE, i))
+        for k, (owner, user) in enumerate(table.ties):
+            last.check((Role.TIE_GRADIENT, k), (Role.BACKWARD, user), busy=True)
+            last.check((Role.UPDATE, owner), (Role.TIE_GRADIENT, k))
+            last.check((Role.TIE_PUBLISH, k), (Role.UPDATE, owner), busy=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(models, seeds)
+def test_nothing_takes_memory_before_its_cell_has_run_what_was_before(
+    name: str, seed: int
+) -> None:
+    """A gather or a recomputation waits for the last of its cell's passes up to its release."""
+    graph = model_graph(name)
+    plan = random_plan(name, random.Random(seed), pins=0.5)
+    passes = (Role.FORWARD, Role.BACKWARD)
+    for stage in plan_model(plan, graph, COSTS).stages:
+        for kind in (FORWARD, LAST_BACKWARD):
+            block = stage.cell_blocks[kind]
+            roles, before = block.block.roles, _Reads(block).before
+            ran: dict[int, list[int]] = defaultdict(list)
+            for copy, task in enumerate(block.task.tolist()):
+                for cell in block.cells_of(copy).tolist() if roles[task] in passes else ():
+                    ran[cell].append(task)
+            released = releases(block.block, (Role.GATHER, Role.RECOMPUTE), passes)
+            for copy, task in enumerate(block.task.tolist()):
+                for cell in block.cells_of(copy).tolist() if task in released else ():
+                    earlier = [p for p in ran[cell] if p <= released[task]]
+                    assert set(earlier[-1:]) <= before[copy]
+
+
+def releases(block: Block, what: tuple[Role, ...], by: tuple[Role, ...]) -> dict[int, int]:
+    """The first of the tasks `by` that each task of `what` waits for in the folded block."""
+    found: dict[int, int] = {}
+    for task, role in enumerate(block.roles):
+        if role in by:
+            lo, hi = block.successor_offsets[task : task + 2]
+            for after in block.successors[lo:hi].tolist():
+                if block.roles[after] in what:
+                    found.setdefault(after, task)
+    return found
+
+
+class _Reads:
+    """What each copy of a block waits for, directly or through others."""
+
+    def __init__(self, block: CellBlock) -> None:
+        self.block = block
+        self.before: list[set[int]] = [set() for _ in range(block.graph.num_tasks)]
+        for copy, task in enumerate(block.task.tolist()):
+            for after in successors(block, copy):
+                assert after > copy
+                self.before[after] |= self.before[copy] | {task}
+
+    def tasks(self, role: Role, of: int) -> list[int]:
+        block = self.block.block
+        subject = block.subjects
+        return [t for t, r in enumerate(block.roles) if r is role and subject[t] == of]
+
+    def check(
+        self, reads: tuple[Role, int], made: tuple[Role, int], *, busy: bool = False
+    ) -> None:
+        """The last of the pieces of `reads` waits for all of `made`, on all of its cells."""
+        for copy in np.flatnonzero(self.block.task == self.tasks(*reads)[-1]).tolist():
+            if not busy or self.block.graph.durations[copy]:
+                assert set(self.tasks(*made)) <= self.before[copy], (reads, made)
 
 
 def test_a_reader_in_pieces_waits_for_a_producer_on_another_cell() -> None:
@@ -289,32 +344,6 @@ def test_a_reader_in_pieces_waits_for_a_producer_on_another_cell() -> None:
     moved = [start for name, start, _ in rows if name.startswith(f"{between} → {linears[1]}")]
     assert len(set(moved)) == 4
     assert min(moved) >= made
-
-
-def is_tie(block: CellBlock, u: int, v: int) -> bool:
-    """Tied parameters meet once a step, in the last backward."""
-    return bool({Role.TIE_GRADIENT, Role.TIE_PUBLISH} & {block.block.roles[t] for t in (u, v)})
-
-
-def carries_data(stage: StageModel, block: CellBlock, u: int, v: int) -> bool:
-    roles, subjects = block.block.roles, block.block.subjects
-    if (roles[u], roles[v]) == (Role.BACKWARD, Role.SYNC):
-        return bool(subjects[u] == subjects[v])
-    for task in (u, v):
-        if roles[task] is Role.CONVERT_BACK:
-            edge = stage.table.edges[subjects[task]]
-            if not stage.table.graph.edge_needs_gradient(edge):
-                return False
-    return (roles[u], roles[v]) in DATA
-
-
-def waits_for(block: CellBlock) -> list[set[int]]:
-    """The tasks whose copies each copy waits for."""
-    waits: list[set[int]] = [set() for _ in range(block.graph.num_tasks)]
-    for copy, task in enumerate(block.task.tolist()):
-        for after in successors(block, copy):
-            waits[after].add(task)
-    return waits
 
 
 @settings(max_examples=15, deadline=None)
@@ -582,7 +611,9 @@ def test_a_gather_waits_for_what_its_own_cell_runs() -> None:
         for c, t in enumerate(block.task.tolist())
     }
     gather = copy[f"{linears[3]} gather", (0,)]
-    assert gather in successors(block, copy[f"{linears[0]} forward", (0,)])
+    names = [op.name for op in graph.operators]
+    before = names[names.index(away) - 1]
+    assert gather in successors(block, copy[f"{before} forward", (0,)])
     assert gather not in successors(block, copy[f"{away} forward", (1,)])
 
 
@@ -668,6 +699,26 @@ def test_ties_of_one_stage_go_one_after_the_other() -> None:
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(ties)))
     start, end = composed_times(model, flat)
     assert (times.start.tolist(), times.end.tolist()) == (start, end)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("last", [3, 4, 5])
+def test_ties_wait_between_the_blocks_of_a_rank_that_has_two_stages(parts: int, last: int) -> None:
+    """The later stage of a rank is done, and tied, while its earlier one still works."""
+    graph = model_graph("shared")
+    names = tuple(op.name for op in graph.operators)
+    cuts = [0, *(names.index(f"linear.{k}") for k in (1, 2, last)), len(names)]
+    choices = data_parallel(graph, (2,))
+    stages = [
+        Stage(names[lo:hi], mesh_of((2,), 2 * (s % 2)), {n: choices[n] for n in names[lo:hi]})
+        for s, (lo, hi) in enumerate(itertools.pairwise(cuts))
+    ]
+    plan = make_plan(graph, stages, num_microbatches=parts, schedule="interleaved")
+    model = plan_model(plan, graph, COSTS)
+    assert (model.macro.kind == TIE).any()
+    flat = flat_graph(model)
+    times = simulate(flat.graph)
+    assert (times.start.tolist(), times.end.tolist()) == composed_times(model, flat)
 
 
 def test_equal_stages_are_played_once_and_others_are_not() -> None:
