@@ -1,0 +1,84 @@
+"""A pipeline under every schedule, against simulated plans and closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stratagem.search.partition import balanced_stages
+from stratagem.search.strategies import replicated
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.schedule_comparison import NAMES, compare_schedules
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.table import Table
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
+COSTS = RooflineCosts()
+
+
+def model() -> OperatorGraph:
+    return gpt(num_layers=8, hidden=512, num_heads=8, vocabulary=1024, sequence=128, batch=64)
+
+
+def pipeline(graph: OperatorGraph, num_stages: int = 4, parts: int = 8) -> Plan:
+    choices = replicated(graph.microbatch(parts), (1,))
+    return Plan(
+        name="pipeline",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=CLUSTER,
+        training=Training(),
+        stages=tuple(
+            Stage(names, DeviceMesh((MeshAxis("a", 1),), (s,)), {n: choices[n] for n in names})
+            for s, names in enumerate(balanced_stages(graph, CLUSTER, num_stages))
+        ),
+        num_microbatches=parts,
+    )
+
+
+def by_name(table: Table) -> dict[str, dict[str, object]]:
+    return {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+def test_schedules_that_plans_have_are_as_simulated() -> None:
+    """But for parameters tied between stages, whose way the comparison leaves out."""
+    graph = gpt(
+        num_layers=8, hidden=512, num_heads=8, vocabulary=1024, sequence=128, batch=64, tied=False
+    )
+    plan = pipeline(graph)
+    found = by_name(compare_schedules(plan, graph, COSTS))
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        simulated = simulate_plan(replace(plan, schedule=name), graph, COSTS)
+        assert found[name]["step"] == pytest.approx(simulated.step_time, rel=0.01)
+        assert found[name]["memory"] == simulated.peak_memory
+
+
+def test_the_order_that_the_papers_promise() -> None:
+    graph = model()
+    found = by_name(compare_schedules(pipeline(graph), graph, COSTS))
+    assert set(found) == set(NAMES)
+    assert found["zb-h1"]["step"] < found["1f1b"]["step"]
+    assert found["pipedream"]["step"] < found["1f1b"]["step"]
+    assert found["1f1b"]["memory"] < found["gpipe"]["memory"]
+    # Chimera keeps two copies of the weights, PipeDream as many versions as stages.
+    assert found["chimera"]["memory"] > found["1f1b"]["memory"]
+    assert (found["pipedream"]["versions"], found["pipedream"]["staleness"]) == (4, 3)
+    assert found["1f1b"]["versions"] == 1
+
+
+def test_an_odd_pipeline_has_no_chimera() -> None:
+    graph = model()
+    assert "chimera" not in by_name(compare_schedules(pipeline(graph, 3), graph, COSTS))
+
+
+def test_what_is_no_pipeline_is_refused() -> None:
+    graph = model()
+    with pytest.raises(ValueError, match="1 stages on 1 sets of devices: schedules are compared"):
+        compare_schedules(pipeline(graph, 1), graph, COSTS)
