@@ -20,6 +20,7 @@ from stratagem.simulator.lifetimes import Lifetimes, Use
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.schedule import ActionKind, Held, Situation
+from stratagem.simulator.table import Table, Unit, format_bytes
 
 PASSES = {
     ActionKind.FORWARD: (0,),
@@ -135,17 +136,26 @@ class DeviceMemory:
         """Whether the peak is within the device's memory."""
         return self.peak <= self.capacity
 
+    @property
+    def table(self) -> Table:
+        """What is alive at the peak, as a table."""
+        columns = {
+            "operator": Unit.TEXT,
+            "what": Unit.TEXT,
+            "stage": Unit.COUNT,
+            "microbatches": Unit.COUNT,
+            "size": Unit.BYTES,
+            "share": Unit.SHARE,
+        }
+        rows = tuple(
+            (a.operator, a.use.value, a.stage, a.copies, a.total, a.total / max(self.peak, 1))
+            for a in self.alive
+        )
+        peak, capacity = format_bytes(self.peak), format_bytes(self.capacity)
+        return Table(f"in memory at the peak: {peak} of {capacity} per device", columns, rows)
+
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{each.operator}</td><td>{each.use.value}</td><td>{each.copies}</td>"
-            f"<td>{each.total / 2**20:,.1f} MiB</td></tr>"
-            for each in self.alive[:12]
-        )
-        head = f"{self.peak / 2**30:.2f} of {self.capacity / 2**30:.0f} GiB at the peak"
-        return (
-            f"<table><caption>{head}</caption><tr><th>operator</th><th>what</th>"
-            f"<th>copies</th><th>size</th></tr>{rows}</table>"
-        )
+        return self.table._repr_html_()
 
 
 def device_memory(

@@ -41,6 +41,7 @@ _HOMES = {
     "Training": "stratagem.simulator.training",
     "capture": "stratagem.simulator.torch_ops.capture",
     "compare": "stratagem.comparison",
+    "compare_schedules": "stratagem.face",
     "describe": "stratagem.simulator.describe",
     "diff_timelines": "stratagem.simulator.timeline_diff",
     "execute": "stratagem.face",

@@ -26,6 +26,7 @@ from stratagem.simulator.describe import describe
 from stratagem.simulator.files import encode, write_text
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_to_json
+from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plot import plot_timelines
 from stratagem.simulator.simulation import Simulation
@@ -199,6 +200,10 @@ def simulate(
         bool, typer.Option("--critical-path", help="what the step time is made of; in --plot too")
     ] = False,
     plot: Plot = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option("--memory", help="picture of each rank's memory to write; lists the fullest"),
+    ] = None,
     trace: Trace = None,
     tables: Tables = None,
 ) -> None:
@@ -215,6 +220,11 @@ def simulate(
         _print_tables(simulation.groups, moved)
     if path is not None:
         _print_tables(path.by_work, path.by_group, path.by_operator)
+    if memory is not None:
+        ranks = range(len(simulation.memory))
+        plot_memory([simulation.memory_timeline(rank) for rank in ranks], memory)
+        _print_tables(max(simulation.memory, key=lambda rank: rank.peak).table)
+        _say_written(memory, None)
     if tables is not None:
         parts = ("groups", "operators", "collectives", "critical_path")
         _write_json(tables, {part: getattr(simulation, part).to_dict() for part in parts})
@@ -327,6 +337,20 @@ def diff(
     _say_written(plot, trace)
     if tables is not None:
         _write_json(tables, difference.to_dict())
+
+
+@app.command()
+def schedules(
+    plan: PlanFile, model: Model, measure: Measure = False, tables: Tables = None
+) -> None:
+    """Say what each pipeline schedule would do to a plan's step, bubble and memory."""
+    loaded, graph = Plan.load(plan), load_graph(model)
+    loaded.check(graph)
+    costs = _costs(graph, loaded.cluster, loaded.training, measure)
+    table = face.compare_schedules(loaded, graph, costs)
+    _print_tables(table)
+    if tables is not None:
+        _write_json(tables, table.to_dict())
 
 
 @app.command()

@@ -17,12 +17,14 @@ from stratagem.progress import progress_bar
 from stratagem.search import search as searching
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.space import ZERO_STAGES, Options, operator_choices, skeletons
+from stratagem.simulator import schedule_comparison
 from stratagem.simulator.cluster import Cluster, DeviceType
 from stratagem.simulator.costs import CostModel, RooflineCosts
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.table import Table
 from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.training import Training
 
@@ -119,6 +121,24 @@ def simulate(plan: Plan, graph: OperatorGraph, costs: CostModel | None = None) -
         ValueError: when the plan is not for this graph.
     """
     return simulate_plan(plan, graph, costs or RooflineCosts())
+
+
+def compare_schedules(plan: Plan, graph: OperatorGraph, costs: CostModel | None = None) -> Table:
+    """The step, bubble and memory of a pipelined plan under each schedule, the fastest first.
+
+    Example:
+        >>> sg.compare_schedules(sg.Plan.load("plan.json"), graph)  # doctest: +SKIP
+
+    Args:
+        plan: with one stage on each set of devices, for this graph; its own schedule does not
+            count.
+        graph: the model at its whole batch.
+        costs: prices of operators; the device model of the plan's cluster when left out.
+
+    Raises:
+        ValueError: when the plan is no such pipeline, or not for this graph.
+    """
+    return schedule_comparison.compare_schedules(plan, graph, costs or RooflineCosts())
 
 
 def profile(
