@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from numba import njit
 
-from stratagem.simulator._kernels import Ints, pop_task, push_task
+from stratagem.simulator._kernels import Ints, pop_task, push_task, slowed_by
 
 CHUNK_BITS = 5
 """Positions of the played order are kept in chunks of 32; so many bits fit a word of `held`."""
@@ -64,7 +64,7 @@ NUM_ROWS = 20
 MAKESPAN, PENDING, PROPOSED, CHANGES, WINDOWS, GENERATION, LIMIT, DRIFT, REPLAYED, CALLS = range(
     10
 )
-SET_LINKS, OFFSET_LINKS, LEVELS = range(10, 13)
+SET_LINKS, OFFSET_LINKS, CONTENTION, LEVELS = range(10, 14)
 """Entries of `DeltaState.numbers`."""
 
 NONE, REPLAY, FULL = range(3)
@@ -86,7 +86,8 @@ class DeltaState(NamedTuple):
             says that word 32 w + b of the level below is not 0.
         numbers: see `MAKESPAN`, ...; from `LEVELS` on, where each level begins in ``held``.
         links: successors; predecessors; then, from `SET_LINKS` on, where each resource set begins
-            in this array, and the sets; from `OFFSET_LINKS` on, where successors begin.
+            in this array, and the sets; from `OFFSET_LINKS` on, where successors begin;
+            from `CONTENTION` on, the graph's contention table, if it has one.
         free: [2, R], generation, and ns at which a resource becomes free in a replay.
         heap_ready: [T], the queue.
         heap_task: [T], a task, or a task - T if it is idle: idle ones go first.
@@ -269,6 +270,13 @@ def record_play(state: DeltaState) -> int:
         first = state.numbers[SET_LINKS] + task[taken, SET]
         for index in range(links[first], links[first + 1]):
             time = max(time, state.free[1, links[index]])
+        if state.numbers[CONTENTION] < links.size:
+            busy = time
+            table = state.numbers[CONTENTION]
+            first_rival = table + 1 + task[taken, SET]
+            for index in range(links[first_rival], links[first_rival + 1]):
+                busy = max(busy, state.free[1, links[table + index]])
+            time += slowed_by(task[taken, DURATION], busy - time, links[table])
         time += task[taken, DURATION]
         for index in range(links[first], links[first + 1]):
             state.free[1, links[index]] = time

@@ -19,6 +19,7 @@ from stratagem.simulator._delta_index import (
     CHANGED,
     CHANGES,
     CHUNK_BITS,
+    CONTENTION,
     DRIFT,
     DURATION,
     DURATIONS,
@@ -76,7 +77,7 @@ from stratagem.simulator._delta_index import (
     shift_from,
     unmark_holder,
 )
-from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks
+from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks, slowed_by
 
 
 @njit(forceinline=True)
@@ -178,7 +179,15 @@ def take_task(state: DeltaState, taken: int, time: int, begin: int, shift: int) 
     first, last = state.links[held], state.links[held + 1]
     for index in range(first, last):
         time = max(time, free_time(state, state.links[index], begin, shift))
-    time += state.task[taken, DURATION]
+    duration = state.task[taken, DURATION]
+    table = state.numbers[CONTENTION]
+    if table < state.links.size:
+        busy = time
+        held = table + 1 + state.task[taken, SET]
+        for index in range(state.links[held], state.links[held + 1]):
+            busy = max(busy, free_time(state, state.links[table + index], begin, shift))
+        time += slowed_by(duration, busy - time, state.links[table])
+    time += duration
     for index in range(first, last):
         state.free[1, state.links[index]] = time
     return time
@@ -425,6 +434,7 @@ def play_in_full(state: DeltaState) -> int:
         rows[SETS],
         links[numbers[SET_LINKS] :],
         links,
+        links[numbers[CONTENTION] :],
         rows[REMAINING],
         state.free[1],
         state.heap_ready,
@@ -542,6 +552,28 @@ def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
                 end[rows[NEW_ORDER, each]] = rows[NEW_END, each]
     for each in range(rows.shape[1]):
         start[each] = end[each] - rows[DURATIONS, each]
+    if state.numbers[CONTENTION] < state.links.size:
+        fill_slowed(state, num_windows, ready, start, end)
+
+
+@njit()
+def fill_slowed(state: DeltaState, num_windows: int, ready: Ints, start: Ints, end: Ints) -> None:
+    """Fill in starts where rivals may have lengthened tasks: in order, as resources get free."""
+    rows, links, free = state.rows, state.links, state.free[1]
+    free[:] = 0
+    window = 0
+    for place in range(rows.shape[1]):
+        while window < num_windows and rows[STOP, window] <= place:
+            window += 1
+        is_replayed = window < num_windows and rows[BEGIN, window] <= place
+        taken = rows[NEW_ORDER if is_replayed else ORDER, place]
+        first = state.numbers[SET_LINKS] + rows[SETS, taken]
+        time = ready[taken]
+        for index in range(links[first], links[first + 1]):
+            time = max(time, free[links[index]])
+        for index in range(links[first], links[first + 1]):
+            free[links[index]] = end[taken]
+        start[taken] = time
 
 
 _SOURCES = (__file__, _delta_index.__file__, _kernels.__file__)
