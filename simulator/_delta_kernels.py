@@ -10,8 +10,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from numba import njit
-
 from stratagem.simulator import _delta_index, _kernels
 from stratagem.simulator._delta_index import (
     BEGIN,
@@ -75,30 +73,34 @@ from stratagem.simulator._delta_index import (
     record_play,
     refresh_chunk,
     shift_from,
+    uncounted,
     unmark_holder,
 )
 from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks, slowed_by
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def effect_position(state: DeltaState, changed: int) -> int:
     """Return the first position whose state a change of a task can alter.
 
     That is its own, unless it becomes idle: then it goes before all busy tasks of its instant.
     """
-    task, rows, latest = state.task, state.rows, state.latest
+    task, rows, latest, numbers = state.task, state.rows, state.latest, state.numbers
     place: int = task[changed, POSITION]
     if task[changed, DURATION] > 0 or task[changed, PLAYED_DURATION] == 0:
         return place
-    instant = rows[READY, place] + chunk_shift(latest, place >> CHUNK_BITS)
+    instant = rows[READY, place] + chunk_shift(latest, numbers, place >> CHUNK_BITS)
     while place - 1 > task[changed, RELEASED]:
-        if rows[READY, place - 1] + chunk_shift(latest, place - 1 >> CHUNK_BITS) != instant:
+        if (
+            rows[READY, place - 1] + chunk_shift(latest, numbers, place - 1 >> CHUNK_BITS)
+            != instant
+        ):
             break
         place -= 1
     return place
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
     """Return when a resource becomes free in the replay of a window that begins at ``begin``."""
     generation = state.numbers[GENERATION]
@@ -108,14 +110,16 @@ def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
         time = 0
         if holder >= 0:
             time = (
-                state.rows[END, holder] + chunk_shift(state.latest, holder >> CHUNK_BITS) + shift
+                state.rows[END, holder]
+                + chunk_shift(state.latest, state.numbers, holder >> CHUNK_BITS)
+                + shift
             )
         state.free[1, resource] = time
     known: int = state.free[1, resource]
     return known
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def release_successors(
     state: DeltaState, taken: int, time: int, begin: int, shift: int, size: int
 ) -> int:
@@ -137,7 +141,7 @@ def release_successors(
                 each = links[back]
                 place = task[each, POSITION]
                 if place < begin:
-                    moved = chunk_shift(state.latest, place >> CHUNK_BITS) + shift
+                    moved = chunk_shift(state.latest, state.numbers, place >> CHUNK_BITS) + shift
                     heard = max(heard, rows[END, place] + moved)
                 elif task[each, TAKEN] == generation:
                     heard = max(heard, task[each, HEARD])
@@ -158,7 +162,7 @@ def release_successors(
     return size
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def horizon_of(rows: Ints, begin: int, stop: int, candidate: int, before: int) -> int:
     """Return the latest end, of either timeline, of a task whose end did not move by a candidate.
 
@@ -172,7 +176,7 @@ def horizon_of(rows: Ints, begin: int, stop: int, candidate: int, before: int) -
     return horizon
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def take_task(state: DeltaState, taken: int, time: int, begin: int, shift: int) -> int:
     """Let a task that is ready at ``time`` hold its resources; return when it ends."""
     held = state.numbers[SET_LINKS] + state.task[taken, SET]
@@ -193,7 +197,7 @@ def take_task(state: DeltaState, taken: int, time: int, begin: int, shift: int) 
     return time
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def replay_window(
     state: DeltaState,
     begin: int,
@@ -218,8 +222,7 @@ def replay_window(
         Where the replay ended, or -1 if there was no credit left; the shift from there on; the
         first change from there on; and the latest ends so far, as replayed and as played.
     """
-    # One long function: with step 1 in one of its own a proposal took 1.4 to 1.8 times as long,
-    # because numba then counts references to the arrays at every task.
+    # One long function: its many numbers then stay where they are from step to step.
     task, rows, latest = state.task, state.rows, state.latest
     heap_ready, heap_task, numbers = state.heap_ready, state.heap_task, state.numbers
     num_changes, num_tasks = numbers[CHANGES], rows.shape[1]
@@ -239,7 +242,7 @@ def replay_window(
         while scan < num_tasks:
             if scan >> CHUNK_BITS != chunk:
                 chunk = scan >> CHUNK_BITS
-                offset = chunk_shift(latest, chunk) + shift
+                offset = chunk_shift(latest, numbers, chunk) + shift
             time = rows[READY, scan] + offset
             while trigger < num_changes and rows[EFFECT, trigger] <= scan:
                 each = rows[CHANGED, trigger]
@@ -247,7 +250,7 @@ def replay_window(
                 is_idle = task[each, DURATION] == 0 and task[each, PLAYED_DURATION] > 0
                 if is_idle and task[each, RELEASED] < begin:
                     old = task[each, POSITION]
-                    old_ready = rows[READY, old] + chunk_shift(latest, old >> CHUNK_BITS)
+                    old_ready = rows[READY, old] + chunk_shift(latest, numbers, old >> CHUNK_BITS)
                     push_task(heap_ready, heap_task, size, old_ready + shift, each - num_tasks)
                     size += 1
             if size > 0 and heap_ready[0] < time:
@@ -274,7 +277,7 @@ def replay_window(
         position = task[taken, POSITION]
         old_offset = offset - shift
         if position >> CHUNK_BITS != chunk:
-            old_offset = chunk_shift(latest, position >> CHUNK_BITS)
+            old_offset = chunk_shift(latest, numbers, position >> CHUNK_BITS)
         # [2] The same tasks were taken as before: is all that follows shifted?
         if furthest < place and place > begin:
             while change < num_changes and rows[EFFECT, change] < place:
@@ -325,7 +328,7 @@ def replay_window(
     return place, candidate, num_changes, newest, oldest
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def replay(state: DeltaState) -> int:
     """Replay all that the noted changes alter; return the makespan in ns, or -1 to give up."""
     numbers, rows = state.numbers, state.rows
@@ -335,7 +338,7 @@ def replay(state: DeltaState) -> int:
     while change < numbers[CHANGES]:
         begin = rows[EFFECT, change]
         if begin > place:
-            top = latest_end(state.latest, state.rows, place, begin)
+            top = latest_end(state.latest, numbers, state.rows, place, begin)
             oldest = max(oldest, top)
             newest = max(newest, top + shift)
         credit = numbers[LIMIT] - taken
@@ -353,11 +356,13 @@ def replay(state: DeltaState) -> int:
     numbers[WINDOWS] = num_windows
     numbers[REPLAYED] = taken
     if place < num_tasks:
-        newest = max(newest, latest_end(state.latest, state.rows, place, num_tasks) + shift)
+        newest = max(
+            newest, latest_end(state.latest, numbers, state.rows, place, num_tasks) + shift
+        )
     return newest
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> None:
     """Write what is proposed, and note the tasks that it changes."""
     task, rows = state.task, state.rows
@@ -375,7 +380,7 @@ def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets:
     state.numbers[CHANGES] = count
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def sort_changes(state: DeltaState) -> None:
     """Put the changes in the order of their effect positions."""
     rows, heap_ready, heap_task = state.rows, state.heap_ready, state.heap_task
@@ -389,7 +394,7 @@ def sort_changes(state: DeltaState) -> None:
         pop_task(heap_ready, heap_task, count - index)
 
 
-@njit()
+@uncounted()
 def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> int:
     """See `propose_changes`."""
     numbers = state.numbers
@@ -422,7 +427,7 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     return makespan
 
 
-@njit()
+@uncounted()
 def play_in_full(state: DeltaState) -> int:
     """Play what is proposed from the beginning; return the makespan in ns."""
     rows, links, numbers = state.rows, state.links, state.numbers
@@ -446,7 +451,7 @@ def play_in_full(state: DeltaState) -> int:
     )
 
 
-@njit()
+@uncounted()
 def reject(state: DeltaState) -> None:
     """See `reject_changes`."""
     task = state.task
@@ -459,7 +464,7 @@ def reject(state: DeltaState) -> None:
     state.numbers[PENDING] = NONE
 
 
-@njit()
+@uncounted()
 def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
     """Write a replayed window over the played one; both hold the same tasks."""
     task = state.task
@@ -473,7 +478,7 @@ def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
             same_order = False
             state.rows[ORDER, place] = new
             task[new, POSITION] = place
-        shift = chunk_shift(state.latest, place >> CHUNK_BITS)
+        shift = chunk_shift(state.latest, state.numbers, place >> CHUNK_BITS)
         state.rows[READY, place] = state.rows[NEW_READY, place] - shift
         state.rows[END, place] = state.rows[NEW_END, place] - shift
     if same_order:
@@ -487,7 +492,7 @@ def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
                 task[after, RELEASED] = place
 
 
-@njit()
+@uncounted()
 def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
     """Note whether the task at a position holds the resources of a set."""
     first = state.numbers[SET_LINKS] + resources
@@ -499,7 +504,7 @@ def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
             unmark_holder(state.held, state.numbers, resource, place)
 
 
-@njit()
+@uncounted()
 def accept(state: DeltaState) -> None:
     """See `accept_changes`."""
     numbers, task, rows = state.numbers, state.task, state.rows
@@ -515,9 +520,9 @@ def accept(state: DeltaState) -> None:
         begin, stop = rows[BEGIN, index], rows[STOP, index]
         rewrite_window(state, begin, stop)
         if stop < state.rows.shape[1] and rows[SHIFT, index] != shift:
-            shift_from(state.latest, state.rows, stop, rows[SHIFT, index] - shift)
+            shift_from(state.latest, numbers, state.rows, stop, rows[SHIFT, index] - shift)
         for chunk in range(begin >> CHUNK_BITS, (stop - 1 >> CHUNK_BITS) + 1):
-            refresh_chunk(state.latest, state.rows, chunk)
+            refresh_chunk(state.latest, numbers, state.rows, chunk)
         shift = rows[SHIFT, index]
     for index in range(numbers[CHANGES]):
         each = state.rows[CHANGED, index]
@@ -527,14 +532,15 @@ def accept(state: DeltaState) -> None:
     numbers[MAKESPAN] = numbers[PROPOSED]
 
 
-@njit()
+@uncounted()
 def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
     """See `fill_times`."""
     rows = state.rows
     if state.numbers[PENDING] == FULL:
-        ready[:] = rows[FULL_READY]
-        start[:] = rows[FULL_START]
-        end[:] = rows[FULL_END]
+        for each in range(rows.shape[1]):
+            ready[each] = rows[FULL_READY, each]
+            start[each] = rows[FULL_START, each]
+            end[each] = rows[FULL_END, each]
         return
     num_windows = state.numbers[WINDOWS] if state.numbers[PENDING] == REPLAY else 0
     place, shift = 0, 0
@@ -542,7 +548,7 @@ def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
         gap_end = rows[BEGIN, index] if index < num_windows else rows.shape[1]
         for each in range(place, gap_end):
             taken = rows[ORDER, each]
-            moved = shift + chunk_shift(state.latest, each >> CHUNK_BITS)
+            moved = shift + chunk_shift(state.latest, state.numbers, each >> CHUNK_BITS)
             ready[taken] = rows[READY, each] + moved
             end[taken] = rows[END, each] + moved
         if index < num_windows:
@@ -556,7 +562,7 @@ def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
         fill_slowed(state, num_windows, ready, start, end)
 
 
-@njit()
+@uncounted()
 def fill_slowed(state: DeltaState, num_windows: int, ready: Ints, start: Ints, end: Ints) -> None:
     """Fill in starts where rivals may have lengthened tasks: in order, as resources get free."""
     rows, links, free = state.rows, state.links, state.free[1]
@@ -585,13 +591,13 @@ _fingerprint = int.from_bytes(
 def _entries(fingerprint: int) -> tuple[Any, ...]:
     """The kernels that other code calls; `fingerprint` is part of the keys of numba's cache."""
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def play_changes(state: DeltaState) -> int:
         """Play the graph in full and index it; return the makespan in ns, -1 for a cycle."""
         _ = fingerprint
         return record_play(state)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def propose_changes(
         state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     ) -> int:
@@ -602,19 +608,19 @@ def _entries(fingerprint: int) -> tuple[Any, ...]:
         _ = fingerprint
         return propose(state, tasks, durations, resource_sets)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def accept_changes(state: DeltaState) -> None:
         """Make the pending proposal the played graph."""
         _ = fingerprint
         accept(state)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def reject_changes(state: DeltaState) -> None:
         """Forget the pending proposal."""
         _ = fingerprint
         reject(state)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def fill_times(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
         """Fill in the timeline, in ns by task: of the pending proposal, or else as played."""
         _ = fingerprint

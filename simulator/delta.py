@@ -274,11 +274,10 @@ def allocate_delta(graph: TaskGraph) -> DeltaState:
     numbers[OFFSET_LINKS] = sum(part.size for part in links[:-2])
     numbers[CONTENTION] = sum(part.size for part in links[:-1])
     numbers[LEVELS:] = levels[:-1]
-    leaves = 1 << (levels[1] - 1).bit_length()
     return DeltaState(
         task=task,
         rows=rows,
-        latest=np.zeros((2, 2 * leaves), np.int64),
+        latest=np.zeros((2, levels[-1]), np.int64),
         held=np.zeros((num_resources, levels[-1]), np.int64),
         numbers=numbers,
         links=np.concatenate(links),
@@ -289,7 +288,7 @@ def allocate_delta(graph: TaskGraph) -> DeltaState:
 
 
 def _levels(num_tasks: int) -> list[int]:
-    """Where each level of a bitmap over positions begins, and where the last one ends."""
+    """Where each level of a tree over positions begins, and where the last one ends."""
     begins, size = [0], num_tasks
     while size > 1 or len(begins) == 1:
         size = (size + 31) // 32
