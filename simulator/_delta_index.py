@@ -53,8 +53,8 @@ where its neighbours begin in ``links``. Then the generation in which the task w
 ended predecessor that counts, how many it waits for, the latest end of the others (its own once it
 was taken), and the generation in which it was taken.
 """
-NUM_COLUMNS = 16
-"""Two cache lines a task."""
+NUM_COLUMNS = 12
+"""Columns a task, all of them used."""
 
 ORDER, READY, END, NEW_ORDER, NEW_READY, NEW_END, OLD_END = range(7)
 CHANGED, EFFECT, BEGIN, STOP, SHIFT = range(7, 12)
@@ -87,7 +87,7 @@ class DeltaState(NamedTuple):
     they pass on. Times by position are in ns and lack the shift of their chunk.
 
     Attributes:
-        task: [T + 1, 16], by task: see `DURATION`, ...
+        task: [T + 1, 12], by task: see `DURATION`, ...
         rows: [20, T]: see `ORDER`, ...
         latest: [2, words], a tree over chunks: the latest end below a node, and the shift of all
             that is below it. Node n of a level is above nodes 32 n to 32 n + 31 of the one before;

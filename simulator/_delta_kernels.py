@@ -132,6 +132,11 @@ def release_successors(
     generation = state.numbers[GENERATION]
     for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
         after = links[edge]
+        if task[after + 1, PREDECESSORS] - task[after, PREDECESSORS] == 1:
+            key = after if task[after, DURATION] else after - rows.shape[1]
+            push_task(state.heap_ready, state.heap_task, size, time, key)
+            size += 1
+            continue
         if task[after, SEEN] != generation:
             last = rows[ORDER, task[after, RELEASED]]
             if last != taken and task[last, TAKEN] != generation:
