@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stratagem.simulator import _kernels
 from stratagem.simulator.engine import Times, allocate, simulate
@@ -248,6 +250,94 @@ def test_times_respect_predecessors_and_resources(seed):
         users.sort(key=lambda task: times.start[task])
         for first, second in itertools.pairwise(users):
             assert times.end[first] <= times.start[second]
+
+
+def critical_path(graph: TaskGraph) -> int:
+    """The longest path, counted from its end."""
+    lists = np.split(graph.successors, graph.successor_offsets[1:-1])
+    rest: dict[int, int] = {}
+
+    def longest(task: int) -> int:
+        if task not in rest:
+            after = max((longest(each) for each in lists[task].tolist()), default=0)
+            rest[task] = int(graph.durations[task]) + after
+        return rest[task]
+
+    return max(longest(task) for task in range(graph.num_tasks))
+
+
+def largest_load(graph: TaskGraph) -> int:
+    """The most work of a resource."""
+    sets = np.split(graph.set_resources, graph.set_offsets[1:-1])
+    loads = [0] * (graph.num_resources + 1)
+    for held, duration in zip(graph.resource_sets, graph.durations.tolist(), strict=True):
+        for resource in sets[held]:
+            loads[resource] += duration
+    return max(loads)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_makespan_is_below_what_can_be_proved(seed):
+    graph = random_graph(seed)
+    makespan = simulate(graph).makespan
+    assert makespan >= max(critical_path(graph), largest_load(graph))
+    alone = dataclasses.replace(graph, resource_sets=np.zeros_like(graph.resource_sets))
+    assert simulate(alone).makespan == critical_path(graph)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    machines=st.lists(
+        st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=5
+    ),
+    random=st.randoms(use_true_random=False),
+)
+def test_a_schedule_without_gaps_is_played_as_it_was_made(machines, random):
+    """Its makespan is the load of every machine, so it is the optimum.
+
+    As in the Standard Task Graph set (Tobita, Kasahara 2002), an optimum is known because the
+    graph is made from a schedule: machines that are busy from 0 to the end, and edges from tasks
+    to some that begin when these have ended.
+    """
+    length = max(map(sum, machines))
+    placed = []
+    for machine, durations in enumerate(machines):
+        time = 0
+        for duration in [*durations, length - sum(durations)]:
+            if duration:
+                placed.append((time, time + duration, machine))
+                time += duration
+    random.shuffle(placed)  # so that ids say nothing of the order
+    pairs = list(itertools.permutations(range(len(placed)), 2))
+    edges = [
+        (a, b)
+        for a, b in pairs
+        if (placed[a][1] == placed[b][0] and placed[a][2] == placed[b][2])
+        or (placed[a][1] <= placed[b][0] and random.random() < 0.3)
+    ]
+    graph = build_task_graph(
+        [end - start for start, end, _ in placed],
+        edges,
+        resource_sets=[(machine,) for _, _, machine in placed],
+        num_resources=len(machines),
+    )
+    times = simulate(graph)
+    assert times.start.tolist() == [start for start, _, _ in placed]
+    assert times.makespan == length == largest_load(graph)
+
+
+@given(
+    durations=st.lists(st.integers(1, 99), min_size=1, max_size=40),
+    num_machines=st.integers(1, 5),
+)
+def test_independent_tasks_end_with_the_fullest_machine(durations, num_machines):
+    graph = build_task_graph(
+        durations,
+        [],
+        resource_sets=[(task % num_machines,) for task in range(len(durations))],
+        num_resources=num_machines,
+    )
+    assert simulate(graph).makespan == largest_load(graph)
 
 
 def test_scaling_durations_scales_times():
