@@ -238,6 +238,7 @@ def replay_window(
     moved_new, moved_old = NEVER, NEVER  # latest ends of tasks whose resources change
     trigger = change
     size, savings = 0, 0
+    last_moved = NEVER  # ns by which the end of the task that was taken last moved
     scan, chunk, offset = begin, -1, 0
     place = begin
     while place < num_tasks:
@@ -292,7 +293,13 @@ def replay_window(
                 change == num_changes or rows[EFFECT, change] >= place + MIN_GAP
             ):
                 moved = time - rows[READY, position] - old_offset
-                if time <= horizon and moved != candidate and place - begin <= savings:
+                # Another shift is worth a look where two tasks in a row moved by it.
+                if (
+                    time <= horizon
+                    and moved != candidate
+                    and moved == last_moved
+                    and place - begin <= savings
+                ):
                     savings -= place - begin
                     before = max(moved_new, moved_old + moved)
                     if moved != shift:
@@ -325,6 +332,7 @@ def replay_window(
         if is_held_anew:
             moved_new = max(moved_new, finish)
             moved_old = max(moved_old, old_end)
+        last_moved = finish - old_end
         if finish != old_end + candidate or is_held_anew:
             horizon = max(horizon, max(finish, old_end + candidate))
         furthest = max(furthest, position)
