@@ -69,6 +69,15 @@ def slowed_by(duration: int, wait: int, slowdown: int) -> int:
 
 
 @njit(cache=True)
+def lost_beside(contention: Ints, free: Ints, held: int, time: int, duration: int) -> int:
+    """Return how many ns a task that starts at ``time`` loses beside rivals of its resources."""
+    busy = time
+    for index in range(contention[1 + held], contention[2 + held]):
+        busy = max(busy, free[contention[index]])
+    return slowed_by(duration, busy - time, contention[0])
+
+
+@njit(cache=True)
 def simulate_tasks(
     successor_offsets: Ints,
     successors: Ints,
@@ -127,13 +136,9 @@ def simulate_tasks(
             for index in range(set_offsets[held], set_offsets[held + 1]):
                 time = max(time, free[set_resources[index]])
             start[task] = time
-            lost = 0
             if is_contended:
-                busy = time
-                for index in range(contention[1 + held], contention[2 + held]):
-                    busy = max(busy, free[contention[index]])
-                lost = slowed_by(durations[task], busy - time, contention[0])
-            time += durations[task] + lost
+                time += lost_beside(contention, free, held, time, durations[task])
+            time += durations[task]
             end[task] = time
             for index in range(set_offsets[held], set_offsets[held + 1]):
                 free[set_resources[index]] = time

@@ -22,7 +22,7 @@ def simulate_interpreted(graph: TaskGraph) -> Times:
     space = allocate(graph)
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
-        for name in ("push_task", "pop_task", "slowed_by"):
+        for name in ("push_task", "pop_task", "slowed_by", "lost_beside"):
             kernel = getattr(_kernels, name)
             context.setattr(_kernels, name, getattr(kernel, "py_func", kernel))
         kernel = _kernels.simulate_tasks
