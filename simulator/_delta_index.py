@@ -118,7 +118,7 @@ class DeltaState(NamedTuple):
 def highest_bit(word: int) -> int:
     """Return the number of the highest bit of a word of 32 bits that is not 0."""
     # Its exponent as a float says it.
-    return (np.float64(word).view(np.int64) >> 52) - 1023
+    return int(np.float64(word).view(np.int64) >> 52) - 1023
 
 
 @uncounted()
