@@ -256,6 +256,27 @@ def latest_end(latest: Ints, numbers: Ints, rows: Ints, begin: int, stop: int) -
     return top
 
 
+@uncounted(forceinline=True)
+def effect_position(state: DeltaState, changed: int) -> int:
+    """Return the first position whose state a change of a task can alter.
+
+    That is its own, unless it becomes idle: then it goes before all busy tasks of its instant.
+    """
+    task, rows, latest, numbers = state.task, state.rows, state.latest, state.numbers
+    place: int = task[changed, POSITION]
+    if task[changed, DURATION] > 0 or task[changed, PLAYED_DURATION] == 0:
+        return place
+    instant = rows[READY, place] + chunk_shift(latest, numbers, place >> CHUNK_BITS)
+    while place - 1 > task[changed, RELEASED]:
+        if (
+            rows[READY, place - 1] + chunk_shift(latest, numbers, place - 1 >> CHUNK_BITS)
+            != instant
+        ):
+            break
+        place -= 1
+    return place
+
+
 @uncounted()
 def record_play(state: DeltaState) -> int:
     """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle."""
@@ -322,3 +343,43 @@ def record_play(state: DeltaState) -> int:
     numbers[PENDING] = NONE
     numbers[DRIFT] = 0
     return makespan
+
+
+@uncounted()
+def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
+    """Note whether the task at a position holds the resources of a set."""
+    first = state.numbers[SET_LINKS] + resources
+    for index in range(state.links[first], state.links[first + 1]):
+        resource = state.links[index]
+        if held:
+            mark_holder(state.held, state.numbers, resource, place)
+        else:
+            unmark_holder(state.held, state.numbers, resource, place)
+
+
+@uncounted()
+def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
+    """Write a replayed window over the played one; both hold the same tasks."""
+    task = state.task
+    same_order = True
+    for place in range(begin, stop):
+        old, new = state.rows[ORDER, place], state.rows[NEW_ORDER, place]
+        if old != new or task[new, SET] != task[new, PLAYED_SET]:
+            mark_set(state, task[old, PLAYED_SET], place, False)
+            mark_set(state, task[new, SET], place, True)
+        if old != new:
+            same_order = False
+            state.rows[ORDER, place] = new
+            task[new, POSITION] = place
+        shift = chunk_shift(state.latest, state.numbers, place >> CHUNK_BITS)
+        state.rows[READY, place] = state.rows[NEW_READY, place] - shift
+        state.rows[END, place] = state.rows[NEW_END, place] - shift
+    if same_order:
+        return
+    for place in range(begin, stop):
+        taken = state.rows[ORDER, place]
+        for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
+            after = state.links[edge]
+            # A later predecessor of the window writes over this; one behind the window stays.
+            if task[after, RELEASED] < stop:
+                task[after, RELEASED] = place
