@@ -6,12 +6,17 @@ Prints one JSON object a line: the case, its tasks, the mean number of tasks rep
 nanoseconds a proposal and its rejection take inside numba, the ratio of a full simulation of the
 same changes to that, nanoseconds that an acceptance takes on top, and how many proposals were
 checked against full simulation and how many were equal to it, every time of every task included.
+
+The last two cases are moves of one operator of a pipelined GPT-3 (`benchmarks.delta_pipeline`),
+with the macro graph played in full and by delta. There a full simulation plays the blocks of all
+stages; `speedup_stage` compares with playing those of the changed stage only.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -20,13 +25,18 @@ import numpy as np
 from numba import njit
 
 from benchmarks.delta_cases import CASES, Case, Proposals
-from stratagem.simulator._delta_index import DURATION, DURATIONS, REPLAYED, SET, SETS, DeltaState
-from stratagem.simulator._delta_kernels import (
-    accept_changes,
-    play_in_full,
-    propose_changes,
-    reject_changes,
+from benchmarks.delta_pipeline import (
+    DELTA,
+    DELTA_MACRO,
+    NUM_MOVES,
+    PLAN,
+    STAGE,
+    Player,
+    change_and_play,
+    pipelined_gpt3,
 )
+from stratagem.simulator._delta_index import REPLAYED, DeltaState
+from stratagem.simulator._delta_kernels import accept_changes, propose_changes, reject_changes
 from stratagem.simulator.delta import DeltaEngine
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.taskgraph import Ints, TaskGraph
@@ -70,13 +80,8 @@ def full_all(
     total = 0
     for _ in range(rounds):
         for k in range(starts.size - 1):
-            for j in range(starts[k], starts[k + 1]):
-                state.rows[DURATIONS, tasks[j]] = durations[j]
-                state.rows[SETS, tasks[j]] = sets[j]
-            total += play_in_full(state)
-            for j in range(starts[k], starts[k + 1]):
-                state.rows[DURATIONS, tasks[j]] = state.task[tasks[j], DURATION]
-                state.rows[SETS, tasks[j]] = state.task[tasks[j], SET]
+            lo, hi = starts[k], starts[k + 1]
+            total += change_and_play(state, tasks[lo:hi], durations[lo:hi], sets[lo:hi])
     return total
 
 
@@ -154,6 +159,33 @@ def measure(case: Case) -> dict[str, object]:
     }
 
 
+def measure_pipeline() -> list[dict[str, object]]:
+    """Time and check moves of one operator of a pipeline."""
+    pipeline = pipelined_gpt3()
+    player = Player.of(pipeline)
+    num_moves = {DELTA: NUM_MOVES, DELTA_MACRO: NUM_MOVES, STAGE: 100, PLAN: 40}
+    replayed = {how: player.play(how, moves) for how, moves in num_moves.items()}
+    calls = [(functools.partial(player.play, how, n), n) for how, n in num_moves.items()]
+    ns = dict(zip(num_moves, best_ns(*calls), strict=True))
+    lines: list[dict[str, object]] = []
+    for how, name in ((DELTA, "in full"), (DELTA_MACRO, "by delta")):
+        player.play(how, NUM_CHECKED)
+        equal = sum(int(player.makespans[k]) == pipeline.makespan(k) for k in range(NUM_CHECKED))
+        lines.append(
+            {
+                "case": f"pipelined GPT-3, 8 stages × 64 microbatches, macro graph {name}",
+                "tasks": pipeline.num_tasks,
+                "replayed": round(replayed[how], 1),
+                "ns_per_proposal": round(ns[how]),
+                "speedup_full": round(ns[PLAN] / ns[how], 2),
+                "speedup_stage": round(ns[STAGE] / ns[how], 2),
+                "checked": NUM_CHECKED,
+                "equal": equal,
+            }
+        )
+    return lines
+
+
 def main() -> None:
     """Print one line a case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -162,6 +194,9 @@ def main() -> None:
     for case in CASES:
         if only in case.name:
             print(json.dumps(measure(case)), flush=True)
+    if only in "pipelined GPT-3":
+        for line in measure_pipeline():
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

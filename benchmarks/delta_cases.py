@@ -13,11 +13,13 @@ import numpy as np
 from stratagem.search.space import operator_choices, stage_meshes
 from stratagem.search.strategies import data_parallel
 from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks, stage_blocks
+from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.draft import Tensor
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, resnet
+from stratagem.simulator.models import gpt
 from stratagem.simulator.taskgraph import Ints, TaskGraph, build_task_graph
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
@@ -63,13 +65,43 @@ def join(changes: Sequence[tuple[Ints, Ints, Ints]]) -> Proposals:
 # --- Blocks of real models: one operator gets another choice ------------------------------------
 
 
+def wide_resnet(counts: Sequence[int], *, batch: int, widening: int = 2) -> OperatorGraph:
+    """A ResNet of bottlenecks with wide 3 × 3 convolutions (Zagoruyko & Komodakis 2016)."""
+    b = GraphBuilder("wide_resnet")
+
+    def convolved(name: str, x: Tensor, channels: int, kernel: int, stride: int = 1) -> Tensor:
+        weight = b.parameter(f"{name}.weight", (channels, x.shape[1], kernel, kernel))
+        pad = kernel // 2
+        y = b.conv2d(x, weight, stride=(stride, stride), padding=(pad, pad), name=name)
+        stored = [b.parameter(f"{name}.norm.{k}", (channels,), trainable=k < 2) for k in range(4)]
+        return b.batch_norm(y, *stored, name=f"{name}.norm")
+
+    images = b.input("images", (batch, 3, 224, 224))
+    labels = b.input("labels", (batch,), "int64")
+    x = b.pointwise("relu", convolved("conv1", images, 64, 7, 2))
+    x = b.pool2d(x, mode="max", kernel=(3, 3), stride=(2, 2), padding=(1, 1), name="pool")
+    for group, count in enumerate(counts):
+        width = 64 * 2**group
+        for i in range(count):
+            name, stride = f"group{group}.{i}", 2 if group and not i else 1
+            y = b.pointwise("relu", convolved(f"{name}.a", x, width * widening, 1))
+            y = b.pointwise("relu", convolved(f"{name}.b", y, width * widening, 3, stride))
+            y = convolved(f"{name}.c", y, 4 * width, 1)
+            if y.shape != x.shape:
+                x = convolved(f"{name}.short", x, 4 * width, 1, stride)
+            x = b.pointwise("relu", b.pointwise("add", y, x))
+    weight = b.parameter("fc.weight", (1000, x.shape[1]))
+    scores = b.linear(b.mean(x, [2, 3], name="mean"), weight, name="fc")
+    return b.build(b.cross_entropy(scores, labels))
+
+
 @functools.cache
 def priced(model: str, size: int) -> tuple[OperatorGraph, StageBlocks, Ints, Ints]:
     """Blocks of a model on 16 GPUs, data-parallel choices, and the number of choices."""
     graph = (
         gpt(num_layers=size, hidden=1024, num_heads=16, batch=32)
         if model == "gpt"
-        else resnet(size, batch=64)
+        else wide_resnet((3, 4, size, 3), batch=64)
     )
     cluster = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=8)
     mesh = stage_meshes(range(16), cluster)[0]
@@ -84,12 +116,26 @@ def priced(model: str, size: int) -> tuple[OperatorGraph, StageBlocks, Ints, Int
     return graph, blocks, np.array(base), np.array([len(options) for options in choices])
 
 
-def look_up(blocks: StageBlocks, block: Block, choices: Ints, tasks: Ints) -> tuple[Ints, Ints]:
-    """Durations and sets of some tasks of a block under some choices."""
-    where = block.base[tasks] + choices[block.first[tasks]] * block.stride[tasks]
+def change_of(
+    blocks: StageBlocks,
+    block: Block,
+    graph: TaskGraph,
+    choices: Ints,
+    operators: Sequence[int],
+    *,
+    last: bool = True,
+) -> tuple[Ints, Ints, Ints]:
+    """Tasks of a block, played as `graph`, that differ as operators turn to some choices."""
+    touched = np.isin(block.first, operators) & (block.stride > 0)
+    touched |= np.isin(block.second, operators) & (block.second_stride > 0)
+    tasks = np.flatnonzero(touched)
+    base = (block.base if last else block.inner_base)[tasks]
+    where = base + choices[block.first[tasks]] * block.stride[tasks]
     where += choices[block.second[tasks]] * block.second_stride[tasks]
-    where[block.base[tasks] == 0] = 0
-    return blocks.pool_ns[where], blocks.pool_mask[where]
+    where[base == 0] = 0
+    durations, sets = blocks.pool_ns[where], blocks.pool_mask[where]
+    differs = (durations != graph.durations[tasks]) | (sets != graph.resource_sets[tasks])
+    return tasks[differs], durations[differs], sets[differs]
 
 
 def block_case(
@@ -101,11 +147,13 @@ def block_case(
     copies: int = 1,
     drawn: bool = False,
     together: bool = False,
+    slowdown: int = 0,
 ) -> tuple[TaskGraph, Proposals]:
     """A block in which operators change their choice.
 
     It may be laid on several cells, or several times in a row. Base choices may be drawn at
-    random. Operators may change together with their likes in all layers.
+    random. Operators may change together with their likes in all layers. Computing and links may
+    slow each other down, by so many per mille.
     """
     model_graph, blocks, base, counts = priced(model, size)
     names = [re.sub(r"\d+", "", operator.name) for operator in model_graph.operators]
@@ -114,6 +162,8 @@ def block_case(
     if drawn:
         base = rng.integers(0, counts)
     graph = blocks.task_graph(block, base, last=True)
+    # Resource 0 computes, 1 and 2 are links.
+    graph = dataclasses.replace(graph, rivals=((0, 1), (0, 2)), slowdown=slowdown)
     changes = []
     while len(changes) < NUM_PROPOSALS:
         operator = int(rng.integers(counts.size))
@@ -122,13 +172,9 @@ def block_case(
         if together:
             likes = [i for i, name in enumerate(names) if name == names[operator]]
         choices[likes] = rng.integers(counts[likes].min())
-        touched = np.isin(block.first, likes) & (block.stride > 0)
-        touched |= np.isin(block.second, likes) & (block.second_stride > 0)
-        tasks = np.flatnonzero(touched)
-        durations, sets = look_up(blocks, block, choices, tasks)
-        differs = (durations != graph.durations[tasks]) | (sets != graph.resource_sets[tasks])
-        if differs.any():
-            changes.append((tasks[differs], durations[differs], sets[differs]))
+        change = change_of(blocks, block, graph, choices, likes)
+        if change[0].size:
+            changes.append(change)
     if cells > 1:
         shared = np.array([kind in SHARED for kind in block.kinds])
         return on_cells(graph, changes, shared, cells)
@@ -267,7 +313,10 @@ def branching_case(modules: int, cells: int) -> tuple[TaskGraph, Proposals]:
 
 
 def grid_case(layers: int, steps: int, cells: int) -> tuple[TaskGraph, Proposals]:
-    """LSTM-like: cell (layer, step) waits for (layer - 1, step) and (layer, step - 1)."""
+    """LSTMs on top of each other, as in machine translation.
+
+    Cell (layer, step) waits for (layer - 1, step) and (layer, step - 1).
+    """
     sketch = Sketch(3)
     made: dict[tuple[int, int], int] = {}
     for step in range(steps):
@@ -316,18 +365,21 @@ CASES = [
     Case("GPT 96 layers, forward, 8 cells", _block("gpt", 96, "forward", cells=8)),
     Case("GPT 96 layers, backward, 8 cells", _block("gpt", 96, "backward", cells=8)),
     Case("GPT 192 layers, forward, 8 cells", _block("gpt", 192, "forward", cells=8)),
+    Case("GPT 96 layers, backward, contention", _block("gpt", 96, "backward", slowdown=130)),
     Case(
         "GPT 96 layers, forward, all layers at once", _block("gpt", 96, "forward", together=True)
     ),
     Case(
         "GPT 96 layers, backward, all layers at once", _block("gpt", 96, "backward", together=True)
     ),
-    Case("ResNet-152, forward", _block("resnet", 152, "forward")),
-    Case("ResNet-152, backward", _block("resnet", 152, "backward")),
-    Case("branching, 300 modules, 1 cell", functools.partial(branching_case, 300, 1)),
-    Case("branching, 300 modules, 4 cells", functools.partial(branching_case, 300, 4)),
-    Case("grid 8 × 400, 1 cell", functools.partial(grid_case, 8, 400, 1)),
-    Case("grid 8 × 400, 8 cells", functools.partial(grid_case, 8, 400, 8)),
+    Case("Wide-ResNet-101, forward", _block("wide_resnet", 23, "forward")),
+    Case("Wide-ResNet-101, backward", _block("wide_resnet", 23, "backward")),
+    Case("Inception-like, 11 modules, 4 cells", functools.partial(branching_case, 11, 4)),
+    Case("Inception-like, 300 modules, 1 cell", functools.partial(branching_case, 300, 1)),
+    Case("Inception-like, 300 modules, 4 cells", functools.partial(branching_case, 300, 4)),
+    Case("NMT-like LSTM 8 × 400, 1 cell", functools.partial(grid_case, 8, 400, 1)),
+    Case("NMT-like LSTM 8 × 400, 4 cells", functools.partial(grid_case, 8, 400, 4)),
+    Case("NMT-like LSTM 8 × 400, 8 cells", functools.partial(grid_case, 8, 400, 8)),
     Case("random DAG 3k, 16 resources", functools.partial(random_case, 3000, 16, 64)),
     Case("random DAG 3k, 2 resources", functools.partial(random_case, 3000, 2, 64)),
     Case("random DAG 20k, 16 resources", functools.partial(random_case, 20000, 16, 64)),

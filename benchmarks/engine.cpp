@@ -1,9 +1,10 @@
 // The event engine's algorithm in C++, to compare its speed with: see benchmarks/engine.py.
 //
 // Reads a task graph as little-endian int64: the number of tasks T, edges E, resource sets S, members
-// of all sets M and resources R; then successor_offsets [T + 1], successors [E], num_predecessors [T],
-// durations [T], resource_sets [T], set_offsets [S + 1] and set_resources [M]. Prints the makespan
-// and the nanoseconds of the fastest of several plays.
+// of all sets M, resources R and the length of the contention table C; then successor_offsets
+// [T + 1], successors [E], num_predecessors [T], durations [T], resource_sets [T], set_offsets
+// [S + 1], set_resources [M] and contention [C] (see TaskGraph). Prints the makespan and the
+// nanoseconds of the fastest of several plays.
 
 #include <algorithm>
 #include <chrono>
@@ -51,9 +52,16 @@ struct Queue {
 
 struct Engine {
     Ints successor_offsets, successors, num_predecessors, durations, resource_sets, set_offsets,
-        set_resources;
+        set_resources, contention;
     Ints remaining, free, stack, ready, start, end;
     Queue queue;
+
+    int64_t lost(int64_t duration, int64_t wait) const {
+        if (wait <= 0) return 0;
+        const int64_t slowdown = contention[0], slowest = 1000 + slowdown;
+        return std::min(duration / 1000 * slowdown + duration % 1000 * slowdown / 1000,
+                        wait / slowest * slowdown + wait % slowest * slowdown / slowest);
+    }
 
     int64_t play() {
         const int64_t num_tasks = durations.size();
@@ -81,6 +89,13 @@ struct Engine {
                 for (int64_t i = first; i < last; ++i)
                     time = std::max(time, free[set_resources[i]]);
                 start[task] = time;
+                if (!contention.empty()) {
+                    const int64_t *begin = &contention[1 + resource_sets[task]];
+                    int64_t busy = time;
+                    for (int64_t i = begin[0]; i < begin[1]; ++i)
+                        busy = std::max(busy, free[contention[i]]);
+                    time += lost(durations[task], busy - time);
+                }
                 time += durations[task];
                 end[task] = time;
                 for (int64_t i = first; i < last; ++i) free[set_resources[i]] = time;
@@ -120,7 +135,7 @@ int main(int argc, char **argv) {
         std::fprintf(stderr, "usage: engine GRAPH REPEATS\n");
         return 1;
     }
-    const Ints sizes = read(file, 5);
+    const Ints sizes = read(file, 6);
     const int64_t num_tasks = sizes[0];
     Engine engine;
     engine.successor_offsets = read(file, num_tasks + 1);
@@ -130,6 +145,7 @@ int main(int argc, char **argv) {
     engine.resource_sets = read(file, num_tasks);
     engine.set_offsets = read(file, sizes[2] + 1);
     engine.set_resources = read(file, sizes[3]);
+    engine.contention = read(file, sizes[5]);
     std::fclose(file);
     for (Ints *work : {&engine.remaining, &engine.stack, &engine.ready, &engine.start, &engine.end,
                        &engine.queue.ready, &engine.queue.task})

@@ -37,6 +37,7 @@ class Case:
     num_tasks: int
     width: int
     num_resources: int = 16
+    slowdown: int = 0
 
 
 CASES = [
@@ -45,6 +46,7 @@ CASES = [
     Case("10k tasks, 8 wide", 10_000, 8),
     Case("10k tasks, 64 wide", 10_000, 64),
     Case("100k tasks, 64 wide", 100_000, 64),
+    Case("10k tasks, 64 wide, contention", 10_000, 64, slowdown=130),
 ]
 
 
@@ -65,6 +67,8 @@ def layered_graph(case: Case, seed: int = 0) -> TaskGraph:
             for a, b, gang in zip(first.tolist(), second.tolist(), is_gang.tolist(), strict=True)
         ],
         num_resources=case.num_resources,
+        rivals=[(r, r + 1) for r in range(0, case.num_resources, 2)],
+        slowdown=case.slowdown,
     )
 
 
@@ -93,7 +97,8 @@ def compile_cpp(folder: Path) -> Path | None:
 def play_cpp(program: Path, graph: TaskGraph, repeats: int) -> tuple[int, float]:
     """Play a graph in C++; return the makespan in ns and the seconds of the fastest play."""
     edges, sets = graph.successors.size, graph.set_offsets.size - 1
-    sizes = [graph.num_tasks, edges, sets, graph.set_resources.size, graph.num_resources]
+    members, rivals = graph.set_resources.size, graph.contention.size
+    sizes = [graph.num_tasks, edges, sets, members, graph.num_resources, rivals]
     path = program.with_name("graph")
     path.write_bytes(np.concatenate([sizes, *graph.arrays()]).astype("<i8").tobytes())
     command = [str(program), str(path), str(repeats)]

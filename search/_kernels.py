@@ -74,6 +74,7 @@ def play_block(
         sets,
         set_offsets,
         set_resources,
+        set_offsets[:0],  # no contention
         work[2, :count],
         free[:num_resources],
         work[3, :count],
@@ -213,6 +214,7 @@ def play_macro(
     resource_sets: Ints,
     set_offsets: Ints,
     set_resources: Ints,
+    contention: Ints,
     free: Ints,
     kind: Ints,
     item: Ints,
@@ -231,6 +233,7 @@ def play_macro(
         sets,
         set_offsets,
         set_resources,
+        contention,
         work[2],
         free,
         work[3],

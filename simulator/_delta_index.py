@@ -6,11 +6,20 @@ which alone are cached: a cached kernel does not see that one in another file ha
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from numba import njit
 
-from stratagem.simulator._kernels import Ints, pop_task, push_task
+from stratagem.simulator._kernels import Ints, pop_task, push_task, slowed_by
+
+uncounted = partial(njit, _nrt=False)
+"""`njit` without reference counts of arrays: for kernels that are given all of their memory.
+
+A replay reads a few numbers of many arrays. Where numba fails to see that counting is of no use,
+which a line more can bring about, it counts at every task, and takes two to four times as long.
+"""
 
 CHUNK_BITS = 5
 """Positions of the played order are kept in chunks of 32; so many bits fit a word of `held`."""
@@ -44,8 +53,8 @@ where its neighbours begin in ``links``. Then the generation in which the task w
 ended predecessor that counts, how many it waits for, the latest end of the others (its own once it
 was taken), and the generation in which it was taken.
 """
-NUM_COLUMNS = 16
-"""Two cache lines a task."""
+NUM_COLUMNS = 12
+"""Columns a task, all of them used."""
 
 ORDER, READY, END, NEW_ORDER, NEW_READY, NEW_END, OLD_END = range(7)
 CHANGED, EFFECT, BEGIN, STOP, SHIFT = range(7, 12)
@@ -64,7 +73,7 @@ NUM_ROWS = 20
 MAKESPAN, PENDING, PROPOSED, CHANGES, WINDOWS, GENERATION, LIMIT, DRIFT, REPLAYED, CALLS = range(
     10
 )
-SET_LINKS, OFFSET_LINKS, LEVELS = range(10, 13)
+SET_LINKS, OFFSET_LINKS, CONTENTION, LEVELS = range(10, 14)
 """Entries of `DeltaState.numbers`."""
 
 NONE, REPLAY, FULL = range(3)
@@ -78,15 +87,17 @@ class DeltaState(NamedTuple):
     they pass on. Times by position are in ns and lack the shift of their chunk.
 
     Attributes:
-        task: [T + 1, 16], by task: see `DURATION`, ...
+        task: [T + 1, 12], by task: see `DURATION`, ...
         rows: [20, T]: see `ORDER`, ...
-        latest: [2, 2 P], a tree over P chunks: the latest end below a node, and the shift of all
-            that is below it. Node 1 is the root, node P + c is chunk c.
+        latest: [2, words], a tree over chunks: the latest end below a node, and the shift of all
+            that is below it. Node n of a level is above nodes 32 n to 32 n + 31 of the one before;
+            the first level is the chunks, the last one the root.
         held: [R, words], a bitmap over positions for every resource; bit b of word w of a level
-            says that word 32 w + b of the level below is not 0.
-        numbers: see `MAKESPAN`, ...; from `LEVELS` on, where each level begins in ``held``.
+            says that word 32 w + b of the level before is not 0.
+        numbers: see `MAKESPAN`, ...; from `LEVELS` on, where each level begins in both.
         links: successors; predecessors; then, from `SET_LINKS` on, where each resource set begins
-            in this array, and the sets; from `OFFSET_LINKS` on, where successors begin.
+            in this array, and the sets; from `OFFSET_LINKS` on, where successors begin;
+            from `CONTENTION` on, the graph's contention table, if it has one.
         free: [2, R], generation, and ns at which a resource becomes free in a replay.
         heap_ready: [T], the queue.
         heap_task: [T], a task, or a task - T if it is idle: idle ones go first.
@@ -103,18 +114,14 @@ class DeltaState(NamedTuple):
     heap_task: Ints
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def highest_bit(word: int) -> int:
     """Return the number of the highest bit of a word of 32 bits that is not 0."""
-    bit = 0
-    for step in (16, 8, 4, 2, 1):
-        if word >> step:
-            word >>= step
-            bit += step
-    return bit
+    # Its exponent as a float says it.
+    return int(np.float64(word).view(np.int64) >> 52) - 1023
 
 
-@njit()
+@uncounted()
 def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position holds a resource."""
     for level in range(LEVELS, numbers.size):
@@ -122,7 +129,7 @@ def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None
         position >>= 5
 
 
-@njit()
+@uncounted()
 def unmark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position does not hold a resource."""
     for level in range(LEVELS, numbers.size):
@@ -133,7 +140,7 @@ def unmark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> No
         position >>= 5
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def last_holder(held: Ints, numbers: Ints, resource: int, before: int) -> int:
     """Return the last position before another that holds a resource, or -1."""
     for level in range(LEVELS, numbers.size):
@@ -147,81 +154,95 @@ def last_holder(held: Ints, numbers: Ints, resource: int, before: int) -> int:
     return -1
 
 
-@njit(forceinline=True)
-def chunk_shift(latest: Ints, chunk: int) -> int:
-    """Return the ns to add to the times of a chunk: the sum from its leaf to the root."""
-    node = (latest.shape[1] >> 1) + chunk
+@uncounted(forceinline=True)
+def chunk_shift(latest: Ints, numbers: Ints, chunk: int) -> int:
+    """Return the ns to add to the times of a chunk: the sum from its leaf to below the root."""
     shift = 0
-    while node:
-        shift += latest[1, node]
-        node >>= 1
+    for level in range(LEVELS, numbers.size - 1):
+        shift += latest[1, numbers[level] + chunk]
+        chunk >>= CHUNK_BITS
     return shift
 
 
-@njit()
-def refresh_chunk(latest: Ints, rows: Ints, chunk: int) -> None:
+@uncounted(forceinline=True)
+def refresh_node(latest: Ints, numbers: Ints, level: int, node: int) -> None:
+    """Bring the latest end of a node up to date after one below it changed."""
+    first = numbers[level - 1] + (node << CHUNK_BITS)
+    top = NEVER
+    for child in range(first, min(first + (1 << CHUNK_BITS), numbers[level])):
+        top = max(top, latest[0, child])
+    node += numbers[level]
+    latest[0, node] = top + latest[1, node]
+
+
+@uncounted()
+def refresh_chunk(latest: Ints, numbers: Ints, rows: Ints, chunk: int) -> None:
     """Bring the latest end of a chunk, and of all nodes above it, up to date."""
-    node = (latest.shape[1] >> 1) + chunk
     top = NEVER
     for place in range(chunk << CHUNK_BITS, min((chunk + 1) << CHUNK_BITS, rows.shape[1])):
         top = max(top, rows[END, place])
-    latest[0, node] = top + latest[1, node]
-    while node > 1:
-        node >>= 1
-        latest[0, node] = max(latest[0, 2 * node], latest[0, 2 * node + 1]) + latest[1, node]
+    latest[0, chunk] = top + latest[1, chunk]
+    for level in range(LEVELS + 1, numbers.size):
+        chunk >>= CHUNK_BITS
+        refresh_node(latest, numbers, level, chunk)
 
 
-@njit()
-def shift_from(latest: Ints, rows: Ints, position: int, shift: int) -> None:
-    """Add ``shift`` to all times from a position on."""
-    chunk = (position + (1 << CHUNK_BITS) - 1) >> CHUNK_BITS
-    for place in range(position, min(chunk << CHUNK_BITS, rows.shape[1])):
+@uncounted()
+def shift_from(latest: Ints, numbers: Ints, rows: Ints, position: int, shift: int) -> None:
+    """Add ``shift`` to all times from a position on, which is not the first."""
+    node = (position + (1 << CHUNK_BITS) - 1) >> CHUNK_BITS
+    for place in range(position, min(node << CHUNK_BITS, rows.shape[1])):
         rows[READY, place] += shift
         rows[END, place] += shift
-    if chunk << CHUNK_BITS >= rows.shape[1]:
+    if node << CHUNK_BITS >= rows.shape[1]:
         return
-    node = (latest.shape[1] >> 1) + chunk
-    latest[0, node] += shift
-    latest[1, node] += shift
-    while node > 1:
-        if node & 1 == 0:
-            latest[0, node + 1] += shift
-            latest[1, node + 1] += shift
-        node >>= 1
-        latest[0, node] = max(latest[0, 2 * node], latest[0, 2 * node + 1]) + latest[1, node]
+    first = node
+    for level in range(LEVELS, numbers.size - 1):
+        base = numbers[level]
+        for each in range(
+            base + first, min(base + ((node >> CHUNK_BITS) + 1 << CHUNK_BITS), numbers[level + 1])
+        ):
+            latest[0, each] += shift
+            latest[1, each] += shift
+        node >>= CHUNK_BITS
+        refresh_node(latest, numbers, level + 1, node)
+        first = node + 1
 
 
-@njit(forceinline=True)
-def latest_of_chunks(latest: Ints, first: int, last: int) -> int:
-    """Return the latest end in the chunks from ``first`` to ``last``, both included."""
-    left = (latest.shape[1] >> 1) + first
-    right = (latest.shape[1] >> 1) + last
+@uncounted(forceinline=True)
+def latest_of_chunks(latest: Ints, numbers: Ints, left: int, right: int) -> int:
+    """Return the latest end in the chunks from ``left`` to ``right``, both included."""
     top_left, top_right = latest[0, left], latest[0, right]
-    while left >> 1 < right >> 1:
-        if left & 1 == 0:
-            top_left = max(top_left, latest[0, left + 1])
-        if right & 1:
-            top_right = max(top_right, latest[0, right - 1])
-        left >>= 1
-        right >>= 1
-        top_left += latest[1, left]
-        top_right += latest[1, right]
+    level = LEVELS
+    while left >> CHUNK_BITS < right >> CHUNK_BITS:
+        base = numbers[level]
+        for node in range(left + 1, (left >> CHUNK_BITS) + 1 << CHUNK_BITS):
+            top_left = max(top_left, latest[0, base + node])
+        for node in range(right >> CHUNK_BITS << CHUNK_BITS, right):
+            top_right = max(top_right, latest[0, base + node])
+        level += 1
+        left >>= CHUNK_BITS
+        right >>= CHUNK_BITS
+        top_left += latest[1, numbers[level] + left]
+        top_right += latest[1, numbers[level] + right]
     top: int = max(top_left, top_right)
-    while left > 1:
-        left >>= 1
-        top += latest[1, left]
+    for node in range(left + 1, right):
+        top = max(top, latest[0, numbers[level] + node])
+    for above in range(level + 1, numbers.size):
+        left >>= CHUNK_BITS
+        top += latest[1, numbers[above] + left]
     return top
 
 
-@njit(forceinline=True)
-def latest_end(latest: Ints, rows: Ints, begin: int, stop: int) -> int:
+@uncounted(forceinline=True)
+def latest_end(latest: Ints, numbers: Ints, rows: Ints, begin: int, stop: int) -> int:
     """Return the latest end at the positions from ``begin`` to before ``stop``."""
     first, last = begin >> CHUNK_BITS, stop >> CHUNK_BITS
     top = NEVER
     if first << CHUNK_BITS < begin:
         for place in range(begin, min((first + 1) << CHUNK_BITS, stop)):
             top = max(top, rows[END, place])
-        top += chunk_shift(latest, first)
+        top += chunk_shift(latest, numbers, first)
         first += 1
     if stop == rows.shape[1]:
         last = (stop - 1 >> CHUNK_BITS) + 1
@@ -229,13 +250,34 @@ def latest_end(latest: Ints, rows: Ints, begin: int, stop: int) -> int:
         part = NEVER
         for place in range(last << CHUNK_BITS, stop):
             part = max(part, rows[END, place])
-        top = max(top, part + chunk_shift(latest, last))
+        top = max(top, part + chunk_shift(latest, numbers, last))
     if first < last:
-        top = max(top, latest_of_chunks(latest, first, last - 1))
+        top = max(top, latest_of_chunks(latest, numbers, first, last - 1))
     return top
 
 
-@njit()
+@uncounted(forceinline=True)
+def effect_position(state: DeltaState, changed: int) -> int:
+    """Return the first position whose state a change of a task can alter.
+
+    That is its own, unless it becomes idle: then it goes before all busy tasks of its instant.
+    """
+    task, rows, latest, numbers = state.task, state.rows, state.latest, state.numbers
+    place: int = task[changed, POSITION]
+    if task[changed, DURATION] > 0 or task[changed, PLAYED_DURATION] == 0:
+        return place
+    instant = rows[READY, place] + chunk_shift(latest, numbers, place >> CHUNK_BITS)
+    while place - 1 > task[changed, RELEASED]:
+        if (
+            rows[READY, place - 1] + chunk_shift(latest, numbers, place - 1 >> CHUNK_BITS)
+            != instant
+        ):
+            break
+        place -= 1
+    return place
+
+
+@uncounted()
 def record_play(state: DeltaState) -> int:
     """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle."""
     task, rows, links = state.task, state.rows, state.links
@@ -269,6 +311,13 @@ def record_play(state: DeltaState) -> int:
         first = state.numbers[SET_LINKS] + task[taken, SET]
         for index in range(links[first], links[first + 1]):
             time = max(time, state.free[1, links[index]])
+        if state.numbers[CONTENTION] < links.size:
+            busy = time
+            table = state.numbers[CONTENTION]
+            first_rival = table + 1 + task[taken, SET]
+            for index in range(links[first_rival], links[first_rival + 1]):
+                busy = max(busy, state.free[1, links[table + index]])
+            time += slowed_by(task[taken, DURATION], busy - time, links[table])
         time += task[taken, DURATION]
         for index in range(links[first], links[first + 1]):
             state.free[1, links[index]] = time
@@ -288,9 +337,49 @@ def record_play(state: DeltaState) -> int:
     if place < num_tasks:
         return -1
     for chunk in range((num_tasks - 1 >> CHUNK_BITS) + 1):
-        refresh_chunk(state.latest, state.rows, chunk)
+        refresh_chunk(state.latest, state.numbers, state.rows, chunk)
     numbers = state.numbers
     numbers[MAKESPAN] = makespan
     numbers[PENDING] = NONE
     numbers[DRIFT] = 0
     return makespan
+
+
+@uncounted()
+def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
+    """Note whether the task at a position holds the resources of a set."""
+    first = state.numbers[SET_LINKS] + resources
+    for index in range(state.links[first], state.links[first + 1]):
+        resource = state.links[index]
+        if held:
+            mark_holder(state.held, state.numbers, resource, place)
+        else:
+            unmark_holder(state.held, state.numbers, resource, place)
+
+
+@uncounted()
+def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
+    """Write a replayed window over the played one; both hold the same tasks."""
+    task = state.task
+    same_order = True
+    for place in range(begin, stop):
+        old, new = state.rows[ORDER, place], state.rows[NEW_ORDER, place]
+        if old != new or task[new, SET] != task[new, PLAYED_SET]:
+            mark_set(state, task[old, PLAYED_SET], place, False)
+            mark_set(state, task[new, SET], place, True)
+        if old != new:
+            same_order = False
+            state.rows[ORDER, place] = new
+            task[new, POSITION] = place
+        shift = chunk_shift(state.latest, state.numbers, place >> CHUNK_BITS)
+        state.rows[READY, place] = state.rows[NEW_READY, place] - shift
+        state.rows[END, place] = state.rows[NEW_END, place] - shift
+    if same_order:
+        return
+    for place in range(begin, stop):
+        taken = state.rows[ORDER, place]
+        for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
+            after = state.links[edge]
+            # A later predecessor of the window writes over this; one behind the window stays.
+            if task[after, RELEASED] < stop:
+                task[after, RELEASED] = place

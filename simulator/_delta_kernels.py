@@ -10,8 +10,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from numba import njit
-
 from stratagem.simulator import _delta_index, _kernels
 from stratagem.simulator._delta_index import (
     BEGIN,
@@ -19,6 +17,7 @@ from stratagem.simulator._delta_index import (
     CHANGED,
     CHANGES,
     CHUNK_BITS,
+    CONTENTION,
     DRIFT,
     DURATION,
     DURATIONS,
@@ -68,36 +67,19 @@ from stratagem.simulator._delta_index import (
     WINDOWS,
     DeltaState,
     chunk_shift,
+    effect_position,
     last_holder,
     latest_end,
-    mark_holder,
     record_play,
     refresh_chunk,
+    rewrite_window,
     shift_from,
-    unmark_holder,
+    uncounted,
 )
-from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks
+from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks, slowed_by
 
 
-@njit(forceinline=True)
-def effect_position(state: DeltaState, changed: int) -> int:
-    """Return the first position whose state a change of a task can alter.
-
-    That is its own, unless it becomes idle: then it goes before all busy tasks of its instant.
-    """
-    task, rows, latest = state.task, state.rows, state.latest
-    place: int = task[changed, POSITION]
-    if task[changed, DURATION] > 0 or task[changed, PLAYED_DURATION] == 0:
-        return place
-    instant = rows[READY, place] + chunk_shift(latest, place >> CHUNK_BITS)
-    while place - 1 > task[changed, RELEASED]:
-        if rows[READY, place - 1] + chunk_shift(latest, place - 1 >> CHUNK_BITS) != instant:
-            break
-        place -= 1
-    return place
-
-
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
     """Return when a resource becomes free in the replay of a window that begins at ``begin``."""
     generation = state.numbers[GENERATION]
@@ -107,14 +89,16 @@ def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
         time = 0
         if holder >= 0:
             time = (
-                state.rows[END, holder] + chunk_shift(state.latest, holder >> CHUNK_BITS) + shift
+                state.rows[END, holder]
+                + chunk_shift(state.latest, state.numbers, holder >> CHUNK_BITS)
+                + shift
             )
         state.free[1, resource] = time
     known: int = state.free[1, resource]
     return known
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def release_successors(
     state: DeltaState, taken: int, time: int, begin: int, shift: int, size: int
 ) -> int:
@@ -127,6 +111,11 @@ def release_successors(
     generation = state.numbers[GENERATION]
     for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
         after = links[edge]
+        if task[after + 1, PREDECESSORS] - task[after, PREDECESSORS] == 1:
+            key = after if task[after, DURATION] else after - rows.shape[1]
+            push_task(state.heap_ready, state.heap_task, size, time, key)
+            size += 1
+            continue
         if task[after, SEEN] != generation:
             last = rows[ORDER, task[after, RELEASED]]
             if last != taken and task[last, TAKEN] != generation:
@@ -136,7 +125,7 @@ def release_successors(
                 each = links[back]
                 place = task[each, POSITION]
                 if place < begin:
-                    moved = chunk_shift(state.latest, place >> CHUNK_BITS) + shift
+                    moved = chunk_shift(state.latest, state.numbers, place >> CHUNK_BITS) + shift
                     heard = max(heard, rows[END, place] + moved)
                 elif task[each, TAKEN] == generation:
                     heard = max(heard, task[each, HEARD])
@@ -157,7 +146,7 @@ def release_successors(
     return size
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def horizon_of(rows: Ints, begin: int, stop: int, candidate: int, before: int) -> int:
     """Return the latest end, of either timeline, of a task whose end did not move by a candidate.
 
@@ -171,20 +160,28 @@ def horizon_of(rows: Ints, begin: int, stop: int, candidate: int, before: int) -
     return horizon
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def take_task(state: DeltaState, taken: int, time: int, begin: int, shift: int) -> int:
     """Let a task that is ready at ``time`` hold its resources; return when it ends."""
     held = state.numbers[SET_LINKS] + state.task[taken, SET]
     first, last = state.links[held], state.links[held + 1]
     for index in range(first, last):
         time = max(time, free_time(state, state.links[index], begin, shift))
-    time += state.task[taken, DURATION]
+    duration = state.task[taken, DURATION]
+    table = state.numbers[CONTENTION]
+    if table < state.links.size:
+        busy = time
+        held = table + 1 + state.task[taken, SET]
+        for index in range(state.links[held], state.links[held + 1]):
+            busy = max(busy, free_time(state, state.links[table + index], begin, shift))
+        time += slowed_by(duration, busy - time, state.links[table])
+    time += duration
     for index in range(first, last):
         state.free[1, state.links[index]] = time
     return time
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def replay_window(
     state: DeltaState,
     begin: int,
@@ -209,8 +206,7 @@ def replay_window(
         Where the replay ended, or -1 if there was no credit left; the shift from there on; the
         first change from there on; and the latest ends so far, as replayed and as played.
     """
-    # One long function: with step 1 in one of its own a proposal took 1.4 to 1.8 times as long,
-    # because numba then counts references to the arrays at every task.
+    # One long function: its many numbers then stay where they are from step to step.
     task, rows, latest = state.task, state.rows, state.latest
     heap_ready, heap_task, numbers = state.heap_ready, state.heap_task, state.numbers
     num_changes, num_tasks = numbers[CHANGES], rows.shape[1]
@@ -221,6 +217,7 @@ def replay_window(
     moved_new, moved_old = NEVER, NEVER  # latest ends of tasks whose resources change
     trigger = change
     size, savings = 0, 0
+    last_moved = NEVER  # ns by which the end of the task that was taken last moved
     scan, chunk, offset = begin, -1, 0
     place = begin
     while place < num_tasks:
@@ -230,7 +227,7 @@ def replay_window(
         while scan < num_tasks:
             if scan >> CHUNK_BITS != chunk:
                 chunk = scan >> CHUNK_BITS
-                offset = chunk_shift(latest, chunk) + shift
+                offset = chunk_shift(latest, numbers, chunk) + shift
             time = rows[READY, scan] + offset
             while trigger < num_changes and rows[EFFECT, trigger] <= scan:
                 each = rows[CHANGED, trigger]
@@ -238,7 +235,7 @@ def replay_window(
                 is_idle = task[each, DURATION] == 0 and task[each, PLAYED_DURATION] > 0
                 if is_idle and task[each, RELEASED] < begin:
                     old = task[each, POSITION]
-                    old_ready = rows[READY, old] + chunk_shift(latest, old >> CHUNK_BITS)
+                    old_ready = rows[READY, old] + chunk_shift(latest, numbers, old >> CHUNK_BITS)
                     push_task(heap_ready, heap_task, size, old_ready + shift, each - num_tasks)
                     size += 1
             if size > 0 and heap_ready[0] < time:
@@ -265,7 +262,7 @@ def replay_window(
         position = task[taken, POSITION]
         old_offset = offset - shift
         if position >> CHUNK_BITS != chunk:
-            old_offset = chunk_shift(latest, position >> CHUNK_BITS)
+            old_offset = chunk_shift(latest, numbers, position >> CHUNK_BITS)
         # [2] The same tasks were taken as before: is all that follows shifted?
         if furthest < place and place > begin:
             while change < num_changes and rows[EFFECT, change] < place:
@@ -275,7 +272,13 @@ def replay_window(
                 change == num_changes or rows[EFFECT, change] >= place + MIN_GAP
             ):
                 moved = time - rows[READY, position] - old_offset
-                if time <= horizon and moved != candidate and place - begin <= savings:
+                # Another shift is worth a look where two tasks in a row moved by it.
+                if (
+                    time <= horizon
+                    and moved != candidate
+                    and moved == last_moved
+                    and place - begin <= savings
+                ):
                     savings -= place - begin
                     before = max(moved_new, moved_old + moved)
                     if moved != shift:
@@ -308,6 +311,7 @@ def replay_window(
         if is_held_anew:
             moved_new = max(moved_new, finish)
             moved_old = max(moved_old, old_end)
+        last_moved = finish - old_end
         if finish != old_end + candidate or is_held_anew:
             horizon = max(horizon, max(finish, old_end + candidate))
         furthest = max(furthest, position)
@@ -316,7 +320,7 @@ def replay_window(
     return place, candidate, num_changes, newest, oldest
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def replay(state: DeltaState) -> int:
     """Replay all that the noted changes alter; return the makespan in ns, or -1 to give up."""
     numbers, rows = state.numbers, state.rows
@@ -326,7 +330,7 @@ def replay(state: DeltaState) -> int:
     while change < numbers[CHANGES]:
         begin = rows[EFFECT, change]
         if begin > place:
-            top = latest_end(state.latest, state.rows, place, begin)
+            top = latest_end(state.latest, numbers, state.rows, place, begin)
             oldest = max(oldest, top)
             newest = max(newest, top + shift)
         credit = numbers[LIMIT] - taken
@@ -344,11 +348,13 @@ def replay(state: DeltaState) -> int:
     numbers[WINDOWS] = num_windows
     numbers[REPLAYED] = taken
     if place < num_tasks:
-        newest = max(newest, latest_end(state.latest, state.rows, place, num_tasks) + shift)
+        newest = max(
+            newest, latest_end(state.latest, numbers, state.rows, place, num_tasks) + shift
+        )
     return newest
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> None:
     """Write what is proposed, and note the tasks that it changes."""
     task, rows = state.task, state.rows
@@ -366,7 +372,7 @@ def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets:
     state.numbers[CHANGES] = count
 
 
-@njit(forceinline=True)
+@uncounted(forceinline=True)
 def sort_changes(state: DeltaState) -> None:
     """Put the changes in the order of their effect positions."""
     rows, heap_ready, heap_task = state.rows, state.heap_ready, state.heap_task
@@ -380,7 +386,7 @@ def sort_changes(state: DeltaState) -> None:
         pop_task(heap_ready, heap_task, count - index)
 
 
-@njit()
+@uncounted()
 def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> int:
     """See `propose_changes`."""
     numbers = state.numbers
@@ -413,7 +419,7 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     return makespan
 
 
-@njit()
+@uncounted()
 def play_in_full(state: DeltaState) -> int:
     """Play what is proposed from the beginning; return the makespan in ns."""
     rows, links, numbers = state.rows, state.links, state.numbers
@@ -425,6 +431,7 @@ def play_in_full(state: DeltaState) -> int:
         rows[SETS],
         links[numbers[SET_LINKS] :],
         links,
+        links[numbers[CONTENTION] :],
         rows[REMAINING],
         state.free[1],
         state.heap_ready,
@@ -436,7 +443,7 @@ def play_in_full(state: DeltaState) -> int:
     )
 
 
-@njit()
+@uncounted()
 def reject(state: DeltaState) -> None:
     """See `reject_changes`."""
     task = state.task
@@ -449,47 +456,7 @@ def reject(state: DeltaState) -> None:
     state.numbers[PENDING] = NONE
 
 
-@njit()
-def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
-    """Write a replayed window over the played one; both hold the same tasks."""
-    task = state.task
-    same_order = True
-    for place in range(begin, stop):
-        old, new = state.rows[ORDER, place], state.rows[NEW_ORDER, place]
-        if old != new or task[new, SET] != task[new, PLAYED_SET]:
-            mark_set(state, task[old, PLAYED_SET], place, False)
-            mark_set(state, task[new, SET], place, True)
-        if old != new:
-            same_order = False
-            state.rows[ORDER, place] = new
-            task[new, POSITION] = place
-        shift = chunk_shift(state.latest, place >> CHUNK_BITS)
-        state.rows[READY, place] = state.rows[NEW_READY, place] - shift
-        state.rows[END, place] = state.rows[NEW_END, place] - shift
-    if same_order:
-        return
-    for place in range(begin, stop):
-        taken = state.rows[ORDER, place]
-        for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
-            after = state.links[edge]
-            # A later predecessor of the window writes over this; one behind the window stays.
-            if task[after, RELEASED] < stop:
-                task[after, RELEASED] = place
-
-
-@njit()
-def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
-    """Note whether the task at a position holds the resources of a set."""
-    first = state.numbers[SET_LINKS] + resources
-    for index in range(state.links[first], state.links[first + 1]):
-        resource = state.links[index]
-        if held:
-            mark_holder(state.held, state.numbers, resource, place)
-        else:
-            unmark_holder(state.held, state.numbers, resource, place)
-
-
-@njit()
+@uncounted()
 def accept(state: DeltaState) -> None:
     """See `accept_changes`."""
     numbers, task, rows = state.numbers, state.task, state.rows
@@ -505,9 +472,9 @@ def accept(state: DeltaState) -> None:
         begin, stop = rows[BEGIN, index], rows[STOP, index]
         rewrite_window(state, begin, stop)
         if stop < state.rows.shape[1] and rows[SHIFT, index] != shift:
-            shift_from(state.latest, state.rows, stop, rows[SHIFT, index] - shift)
+            shift_from(state.latest, numbers, state.rows, stop, rows[SHIFT, index] - shift)
         for chunk in range(begin >> CHUNK_BITS, (stop - 1 >> CHUNK_BITS) + 1):
-            refresh_chunk(state.latest, state.rows, chunk)
+            refresh_chunk(state.latest, numbers, state.rows, chunk)
         shift = rows[SHIFT, index]
     for index in range(numbers[CHANGES]):
         each = state.rows[CHANGED, index]
@@ -517,14 +484,15 @@ def accept(state: DeltaState) -> None:
     numbers[MAKESPAN] = numbers[PROPOSED]
 
 
-@njit()
+@uncounted()
 def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
     """See `fill_times`."""
     rows = state.rows
     if state.numbers[PENDING] == FULL:
-        ready[:] = rows[FULL_READY]
-        start[:] = rows[FULL_START]
-        end[:] = rows[FULL_END]
+        for each in range(rows.shape[1]):
+            ready[each] = rows[FULL_READY, each]
+            start[each] = rows[FULL_START, each]
+            end[each] = rows[FULL_END, each]
         return
     num_windows = state.numbers[WINDOWS] if state.numbers[PENDING] == REPLAY else 0
     place, shift = 0, 0
@@ -532,7 +500,7 @@ def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
         gap_end = rows[BEGIN, index] if index < num_windows else rows.shape[1]
         for each in range(place, gap_end):
             taken = rows[ORDER, each]
-            moved = shift + chunk_shift(state.latest, each >> CHUNK_BITS)
+            moved = shift + chunk_shift(state.latest, state.numbers, each >> CHUNK_BITS)
             ready[taken] = rows[READY, each] + moved
             end[taken] = rows[END, each] + moved
         if index < num_windows:
@@ -542,6 +510,28 @@ def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
                 end[rows[NEW_ORDER, each]] = rows[NEW_END, each]
     for each in range(rows.shape[1]):
         start[each] = end[each] - rows[DURATIONS, each]
+    if state.numbers[CONTENTION] < state.links.size:
+        fill_slowed(state, num_windows, ready, start, end)
+
+
+@uncounted()
+def fill_slowed(state: DeltaState, num_windows: int, ready: Ints, start: Ints, end: Ints) -> None:
+    """Fill in starts where rivals may have lengthened tasks: in order, as resources get free."""
+    rows, links, free = state.rows, state.links, state.free[1]
+    free[:] = 0
+    window = 0
+    for place in range(rows.shape[1]):
+        while window < num_windows and rows[STOP, window] <= place:
+            window += 1
+        is_replayed = window < num_windows and rows[BEGIN, window] <= place
+        taken = rows[NEW_ORDER if is_replayed else ORDER, place]
+        first = state.numbers[SET_LINKS] + rows[SETS, taken]
+        time = ready[taken]
+        for index in range(links[first], links[first + 1]):
+            time = max(time, free[links[index]])
+        for index in range(links[first], links[first + 1]):
+            free[links[index]] = end[taken]
+        start[taken] = time
 
 
 _SOURCES = (__file__, _delta_index.__file__, _kernels.__file__)
@@ -553,13 +543,13 @@ _fingerprint = int.from_bytes(
 def _entries(fingerprint: int) -> tuple[Any, ...]:
     """The kernels that other code calls; `fingerprint` is part of the keys of numba's cache."""
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def play_changes(state: DeltaState) -> int:
         """Play the graph in full and index it; return the makespan in ns, -1 for a cycle."""
         _ = fingerprint
         return record_play(state)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def propose_changes(
         state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     ) -> int:
@@ -570,19 +560,19 @@ def _entries(fingerprint: int) -> tuple[Any, ...]:
         _ = fingerprint
         return propose(state, tasks, durations, resource_sets)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def accept_changes(state: DeltaState) -> None:
         """Make the pending proposal the played graph."""
         _ = fingerprint
         accept(state)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def reject_changes(state: DeltaState) -> None:
         """Forget the pending proposal."""
         _ = fingerprint
         reject(state)
 
-    @njit(cache=True)
+    @uncounted(cache=True)
     def fill_times(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
         """Fill in the timeline, in ns by task: of the pending proposal, or else as played."""
         _ = fingerprint

@@ -54,6 +54,30 @@ def pop_task(heap_ready: Ints, heap_task: Ints, size: int) -> None:
 
 
 @njit(cache=True)
+def slowed_by(duration: int, wait: int, slowdown: int) -> int:
+    """Return how many ns a task loses beside a rival that is busy for ``wait`` ns from its start.
+
+    It runs at 1000 / (1000 + slowdown) of its speed until then or until its end. Quotients and
+    remainders are multiplied apart, so that no product overflows.
+    """
+    if wait <= 0:
+        return 0
+    slowest = 1000 + slowdown
+    throughout = duration // 1000 * slowdown + duration % 1000 * slowdown // 1000
+    meanwhile = wait // slowest * slowdown + wait % slowest * slowdown // slowest
+    return min(throughout, meanwhile)
+
+
+@njit(cache=True)
+def lost_beside(contention: Ints, free: Ints, held: int, time: int, duration: int) -> int:
+    """Return how many ns a task that starts at ``time`` loses beside rivals of its resources."""
+    busy = time
+    for index in range(contention[1 + held], contention[2 + held]):
+        busy = max(busy, free[contention[index]])
+    return slowed_by(duration, busy - time, contention[0])
+
+
+@njit(cache=True)
 def simulate_tasks(
     successor_offsets: Ints,
     successors: Ints,
@@ -62,6 +86,7 @@ def simulate_tasks(
     resource_sets: Ints,
     set_offsets: Ints,
     set_resources: Ints,
+    contention: Ints,
     remaining: Ints,
     free: Ints,
     heap_ready: Ints,
@@ -74,9 +99,9 @@ def simulate_tasks(
     """Play a task graph: tasks in order of (ready time, id), each as soon as its resources allow.
 
         start = max(ready, free time of each of the task's resources)
-        end   = start + duration
+        end   = start + duration + what is lost beside rivals
 
-    The first seven arrays are a `TaskGraph`. The others are filled here and need no initial value:
+    The first eight arrays are a `TaskGraph`. The others are filled here and need no initial value:
     ``free`` has one entry a resource, all others one entry a task.
 
     Returns:
@@ -100,6 +125,7 @@ def simulate_tasks(
                 depth += 1
     num_ended = depth
     makespan = 0
+    is_contended = contention.size > 0
     while size > 0 or depth > 0:
         if depth == 0:
             task = heap_task[0]
@@ -110,6 +136,8 @@ def simulate_tasks(
             for index in range(set_offsets[held], set_offsets[held + 1]):
                 time = max(time, free[set_resources[index]])
             start[task] = time
+            if is_contended:
+                time += lost_beside(contention, free, held, time, durations[task])
             time += durations[task]
             end[task] = time
             for index in range(set_offsets[held], set_offsets[held + 1]):

@@ -38,7 +38,8 @@ shifted by d:
    ready times are shifted by d, and with them the order.
 2. A task starts at the latest of its ready time (R or later) and the ends of the last holders of
    its resources. Holders that do not agree ended at H or before in both plays, so they do not
-   count; those that do are the same, shifted.
+   count; those that do are the same, shifted. What it loses beside rivals is decided by how long
+   after its start the last holders of *their* resources end: the same holds for these.
 3. So the next task starts and ends shifted. Its successors get ready no earlier than R, so
    whatever they heard from tasks that do not agree does not count either. By induction so it
    goes on.
@@ -62,6 +63,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from stratagem.simulator._delta_index import (
+    CONTENTION,
     DURATION,
     DURATIONS,
     LEVELS,
@@ -93,7 +95,7 @@ from stratagem.simulator._delta_kernels import (
     reject_changes,
 )
 from stratagem.simulator.engine import Times
-from stratagem.simulator.taskgraph import MAX_TOTAL_DURATION, TaskGraph
+from stratagem.simulator.taskgraph import TaskGraph, check_total
 
 Ints = NDArray[np.int64]
 
@@ -121,6 +123,7 @@ class DeltaEngine:
     def __init__(self, graph: TaskGraph) -> None:
         self.state = allocate_delta(graph)
         self._total = int(graph.durations.sum())
+        self._slowdown = graph.slowdown
         self._proposed_total = self._total
         self._set_sizes = np.diff(graph.set_offsets)
         makespan = play_changes(self.state)
@@ -170,11 +173,7 @@ class DeltaEngine:
                 raise ValueError(f"{ids.size} tasks but {values.size} {name}: give each task one")
         self._check_values(ids, times, sets)
         total = self._total + sum(times.tolist()) - sum(played[0].tolist())
-        if total > MAX_TOTAL_DURATION:
-            raise ValueError(
-                f"the durations would sum to {total} ns, over the limit of {MAX_TOTAL_DURATION} "
-                "ns (146 years): check their unit"
-            )
+        check_total(total, self._slowdown, "would sum")
         self._proposed_total = total
         return int(propose_changes(self.state, ids, times, sets))
 
@@ -266,18 +265,19 @@ def allocate_delta(graph: TaskGraph) -> DeltaState:
         graph.set_offsets + 2 * num_edges + num_sets,
         graph.set_resources,
         graph.successor_offsets,
+        graph.contention,
     ]
     levels = _levels(num_tasks)
     numbers = np.zeros(LEVELS + len(levels) - 1, np.int64)
     numbers[LIMIT] = max(num_tasks // REPLAY_SHARE, 1)
     numbers[SET_LINKS] = 2 * num_edges
-    numbers[OFFSET_LINKS] = sum(part.size for part in links[:-1])
+    numbers[OFFSET_LINKS] = sum(part.size for part in links[:-2])
+    numbers[CONTENTION] = sum(part.size for part in links[:-1])
     numbers[LEVELS:] = levels[:-1]
-    leaves = 1 << (levels[1] - 1).bit_length()
     return DeltaState(
         task=task,
         rows=rows,
-        latest=np.zeros((2, 2 * leaves), np.int64),
+        latest=np.zeros((2, levels[-1]), np.int64),
         held=np.zeros((num_resources, levels[-1]), np.int64),
         numbers=numbers,
         links=np.concatenate(links),
@@ -288,7 +288,7 @@ def allocate_delta(graph: TaskGraph) -> DeltaState:
 
 
 def _levels(num_tasks: int) -> list[int]:
-    """Where each level of a bitmap over positions begins, and where the last one ends."""
+    """Where each level of a tree over positions begins, and where the last one ends."""
     begins, size = [0], num_tasks
     while size > 1 or len(begins) == 1:
         size = (size + 31) // 32

@@ -5,6 +5,19 @@ each starts as soon as it is ready and all its resources are free, and holds the
 
     ready ──────── wait for resources ──────── start ── duration ── end ─▶ ready of its successors
 
+A graph may name resources that are *rivals*: the compute stream of a device, say, and its links.
+A task that starts while a rival of its resources is held, by a task that was taken before it, runs
+at 1000 / (1000 + slowdown) of its speed until the rival is free or it ends. So every overlap
+counts once, and whoever comes second pays:
+
+    link       ═══════════════╗
+    compute          ┄┄┄┄┄┄┄┄┄┄┄──────── end        slowed while the link is busy, then at speed
+
+What a rival holds when the task is taken is known then, ends that lie ahead included, and nothing
+that comes later changes it: no task is ever lengthened twice. (To stretch the task that came first
+as well, its end would have to move after its successors have heard of it.) A rival counts as busy
+until all that was given to it has ended; a gap before a gang that has reserved it is busy, too.
+
 Ready times never fall as tasks are taken, because a task lasts at least 1 ns, so the order is
 total and the timeline unique: the same on every machine, and shifted exactly if its inputs are.
 """

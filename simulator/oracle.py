@@ -27,6 +27,7 @@ def simulate_plain(graph: TaskGraph) -> Times:
     ready, start, end = ([0] * graph.num_tasks for _ in range(3))
     remaining = graph.num_predecessors.tolist()
     free = [0] * graph.num_resources
+    rivals, slowdown = _rivals(graph), graph.slowdown
     # Idle tasks go before all others of their instant: they end in it, and release more of them.
     queue = [(0, duration > 0, task) for task, duration in enumerate(durations)]
     queue = [entry for entry in queue if remaining[entry[2]] == 0]
@@ -34,7 +35,9 @@ def simulate_plain(graph: TaskGraph) -> Times:
     while queue:
         _, _, task = heapq.heappop(queue)
         start[task] = max([ready[task], *(free[resource] for resource in held[task])])
-        end[task] = start[task] + durations[task]
+        busy = max([0, *(free[r] - start[task] for each in held[task] for r in rivals[each])])
+        lost = min(durations[task] * slowdown // 1000, busy * slowdown // (1000 + slowdown))
+        end[task] = start[task] + durations[task] + lost
         for resource in held[task]:
             free[resource] = end[task]
         for after in successors[task]:
@@ -57,7 +60,9 @@ class _SimpyRun:
     them in the order of its events. Here they wait for a wake-up call, which goes out when all of
     that instant have arrived, and then join the lines of all their resources at once, in the order
     of their ids. A task at the head of one line keeps it while it waits in another: that is the
-    engine's reservation of a resource into the future.
+    engine's reservation of a resource into the future. Whom a task has for rivals is known when it
+    joins the lines: those who are last in the lines of rival resources. How long they slow it down
+    is not; it finds out when they end.
     """
 
     def __init__(self, graph: TaskGraph) -> None:
@@ -65,6 +70,9 @@ class _SimpyRun:
         self.durations = graph.durations.tolist()
         self.sets = _sets(graph)
         self.resources = [simpy.Resource(self.clock) for _ in range(graph.num_resources)]
+        self.rivals, self.slowdown = _rivals(graph), graph.slowdown
+        self.last_in_line = [-1] * graph.num_resources
+        self.beside: list[list[int]] = [[] for _ in self.durations]
         self.ended = [self.clock.event() for _ in self.durations]
         self.ready, self.start, self.end = ([0] * graph.num_tasks for _ in range(3))
         self.arrived: dict[int, simpy.Event] = {}
@@ -91,11 +99,22 @@ class _SimpyRun:
             yield self.clock.all_of(requests)
         self.start[task] = int(self.clock.now)
         if self.durations[task] > 0:
-            yield self.clock.timeout(self.durations[task])
+            yield from self.work(task)
         self.end[task] = int(self.clock.now)
         for resource, request in zip(self.sets[task], requests, strict=True):
             self.resources[resource].release(request)
         self.ended[task].succeed()
+
+    def work(self, task: int) -> Generator[simpy.Event, object, None]:
+        """Run slowly while rivals have not ended, then at full speed."""
+        start, duration = int(self.clock.now), self.durations[task]
+        slowly = self.clock.timeout(duration + duration * self.slowdown // 1000)
+        alone = self.clock.all_of([self.ended[rival] for rival in self.beside[task]])
+        yield slowly | alone
+        if not slowly.processed:
+            slowed = int(self.clock.now) - start
+            lost = slowed * self.slowdown // (1000 + self.slowdown)
+            yield self.clock.timeout(duration + lost - slowed)
 
     def arrive(self, task: int) -> simpy.Event:
         """Wait to be put in line; the event's value is the task's requests."""
@@ -110,6 +129,11 @@ class _SimpyRun:
     def line_up(self, call: simpy.Event) -> None:
         """Put all tasks that arrived in this instant in line, by id."""
         for task in sorted(self.arrived):
+            rivals = {r for each in self.sets[task] for r in self.rivals[each]}
+            last = {self.last_in_line[rival] for rival in rivals - {*self.sets[task]}}
+            self.beside[task] = sorted(last - {-1})
+            for resource in self.sets[task]:
+                self.last_in_line[resource] = task
             requests = [self.resources[resource].request() for resource in self.sets[task]]
             self.arrived[task].succeed(requests)
         self.arrived.clear()
@@ -118,6 +142,15 @@ class _SimpyRun:
 def _sets(graph: TaskGraph) -> list[list[int]]:
     sets = np.split(graph.set_resources, graph.set_offsets[1:-1])
     return [sets[number].tolist() for number in graph.resource_sets]
+
+
+def _rivals(graph: TaskGraph) -> list[list[int]]:
+    """Of each resource, those that slow its tasks down."""
+    found: list[list[int]] = [[] for _ in range(graph.num_resources)]
+    for first, second in graph.rivals:
+        found[first].append(second)
+        found[second].append(first)
+    return found
 
 
 def _successors(graph: TaskGraph) -> list[list[int]]:

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stratagem.search.space import operator_choices
 from stratagem.simulator._delta_index import DRIFT, LIMIT, MAX_DRIFT, WINDOWS
@@ -21,6 +24,7 @@ from stratagem.simulator.delta import DeltaEngine
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
+from stratagem.simulator.oracle import simulate_plain, simulate_simpy
 from stratagem.simulator.taskgraph import Ints, TaskGraph, build_task_graph
 from stratagem.simulator.training import Training
 
@@ -76,7 +80,10 @@ class Twin:
 
 
 def random_graph(rng: np.random.Generator, num_tasks: int) -> TaskGraph:
-    """A graph with ties, gangs, idle tasks and pure delays, and with sets that no task holds."""
+    """A graph with ties, gangs, idle tasks and pure delays, and with sets that no task holds.
+
+    Half of them have rivals that slow each other down.
+    """
     num_resources = int(rng.integers(1, 7))
     rank = rng.permutation(num_tasks) if rng.random() < 0.5 else np.arange(num_tasks)
     reach = int(rng.choice([3, 30, num_tasks]))
@@ -91,6 +98,8 @@ def random_graph(rng: np.random.Generator, num_tasks: int) -> TaskGraph:
         np.stack([rank[before], rank[after]], axis=1),
         resource_sets=[()] * num_tasks,
         num_resources=num_resources,
+        rivals=[p for p in itertools.combinations(range(num_resources), 2) if rng.random() < 0.4],
+        slowdown=int(rng.choice([0, 0, 130, 1500])),
     )
     durations = rng.integers(0, rng.choice([2, 4, 20, 1000]), num_tasks)
     return dataclasses.replace(
@@ -132,8 +141,58 @@ def test_random_walks_equal_full_simulation(seed):
                 twin.reject()
 
 
+@st.composite
+def graphs(draw: st.DrawFn) -> TaskGraph:
+    """Small graphs that hypothesis can shrink, with edges from lower to higher ids."""
+    num_tasks = draw(st.integers(1, 14))
+    num_resources = draw(st.integers(1, 4))
+    durations = draw(st.lists(DURATIONS_NS, min_size=num_tasks, max_size=num_tasks))
+    resource = st.integers(0, num_resources - 1)
+    sets = [draw(st.frozensets(resource, max_size=3)) if ns else () for ns in durations]
+    task = st.integers(0, num_tasks - 1)
+    pairs = draw(st.lists(st.tuples(task, task), max_size=2 * num_tasks))
+    rivals = draw(st.lists(st.tuples(resource, resource), max_size=3))
+    return build_task_graph(
+        durations,
+        [(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]],
+        resource_sets=sets,
+        num_resources=num_resources,
+        rivals=[pair for pair in rivals if pair[0] != pair[1]],
+        slowdown=draw(st.sampled_from([0, 130, 1000])),
+    )
+
+
+DURATIONS_NS = st.one_of(st.integers(0, 3), st.integers(0, 3000))
+
+
+@settings(max_examples=300, deadline=None)
+@given(graph=graphs(), data=st.data())
+def test_all_engines_agree_on_any_walk(graph, data):
+    """Proposals, accepted or not, each equal to SimPy and plain Python on the proposed graph."""
+    twin = Twin(graph)
+    for _ in range(data.draw(st.integers(1, 5), label="proposals")):
+        task = st.integers(0, graph.num_tasks - 1)
+        tasks = data.draw(st.lists(task, max_size=4, unique=True), label="tasks")
+        durations = [data.draw(DURATIONS_NS, label="duration") for _ in tasks]
+        resources = st.integers(0, graph.set_offsets.size - 2)
+        sets = [data.draw(resources, label="set") if ns else 0 for ns in durations]
+        times = twin.propose(tasks, durations, sets)
+        assert_same(times, simulate_simpy(twin.proposed))
+        assert_same(times, simulate_plain(twin.proposed))
+        fate = data.draw(st.sampled_from([twin.accept, twin.reject, lambda: None]), label="fate")
+        fate()
+
+
 def test_random_walks_replay_in_several_windows():
-    """Changes far apart in a long graph are replayed one by one, also after many acceptances."""
+    """Changes far apart in a long graph are replayed one by one, also after many acceptances.
+
+    The second time round resources slow each other down.
+    """
+    replay_in_windows(slowdown=0)
+    replay_in_windows(slowdown=130)
+
+
+def replay_in_windows(slowdown: int) -> None:
     rng = np.random.default_rng(7)
     num_tasks = 1500
     tasks = np.arange(1, num_tasks)
@@ -142,6 +201,8 @@ def test_random_walks_replay_in_several_windows():
         np.stack([np.maximum(0, tasks - rng.integers(1, 4, tasks.size)), tasks], axis=1),
         resource_sets=rng.integers(0, 3, (num_tasks, 1)).tolist(),
         num_resources=3,
+        rivals=[(0, 1), (0, 2)],
+        slowdown=slowdown,
     )
     twin = Twin(graph)
     windows, replayed = [], []
@@ -361,6 +422,11 @@ def test_the_graph_is_left_alone():
 
 
 class TestRefusals:
+    def test_durations_that_overflow_when_slowed_down(self):
+        graph = dataclasses.replace(build([3], [], [(0,)]), rivals=((0, 1),), slowdown=1000)
+        with pytest.raises(ValueError, match="slowed down by 1000 per mille, would sum to"):
+            DeltaEngine(graph).propose([0], [2**61 + 1])
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stratagem.simulator import _kernels
 from stratagem.simulator.engine import Times, allocate, simulate
@@ -20,7 +22,7 @@ def simulate_interpreted(graph: TaskGraph) -> Times:
     space = allocate(graph)
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
-        for name in ("push_task", "pop_task"):
+        for name in ("push_task", "pop_task", "slowed_by", "lost_beside"):
             kernel = getattr(_kernels, name)
             context.setattr(_kernels, name, getattr(kernel, "py_func", kernel))
         kernel = _kernels.simulate_tasks
@@ -34,7 +36,10 @@ every_engine = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: eng
 
 
 def random_graph(seed: int) -> TaskGraph:
-    """A small graph full of ties, gangs and idle tasks, with edges from lower to higher ranks."""
+    """A small graph full of ties, gangs and idle tasks, with edges from lower to higher ranks.
+
+    Three in four have rivals that slow each other down.
+    """
     rng = np.random.default_rng(seed)
     num_tasks = int(rng.integers(1, 40))
     num_resources = int(rng.integers(1, 5))
@@ -49,7 +54,15 @@ def random_graph(seed: int) -> TaskGraph:
         for duration in durations
     ]
     edges = np.stack([rank[before], rank[after]], axis=1)
-    return build_task_graph(durations, edges, resource_sets=sets, num_resources=num_resources)
+    pairs = itertools.combinations(range(num_resources), 2)
+    return build_task_graph(
+        durations * (100 if seed % 2 else 1),
+        edges,
+        resource_sets=sets,
+        num_resources=num_resources,
+        rivals=[pair for pair in pairs if rng.random() < 0.5],
+        slowdown=int(rng.choice([0, 130, 1000, 2500])),
+    )
 
 
 def assert_same(actual: Times, expected: Times) -> None:
@@ -122,6 +135,82 @@ class TestLiteralTimelines:
         assert self.play(engine, [2, 1], [(0, 1), (0, 1)], [(0,), (0,)]) == [(0, 2), (2, 3)]
 
 
+@every_engine
+class TestContention:
+    """Resources 0 (computing) and 1 (a link) are rivals, and so are 0 and 2."""
+
+    def play(
+        self,
+        engine: Callable[[TaskGraph], Times],
+        durations: list[int],
+        edges: list[tuple[int, int]],
+        sets: list[tuple[int, ...]],
+        slowdown: int = 500,
+    ) -> list[tuple[int, int]]:
+        graph = build_task_graph(
+            durations,
+            edges,
+            resource_sets=sets,
+            num_resources=4,
+            rivals=[(0, 1), (0, 2)],
+            slowdown=slowdown,
+        )
+        times = engine(graph)
+        return list(zip(times.start.tolist(), times.end.tolist(), strict=True))
+
+    def test_a_task_inside_a_rival_is_slowed_throughout(self, engine):
+        assert self.play(engine, [100, 20], [], [(1,), (0,)]) == [(0, 100), (0, 30)]
+
+    def test_a_task_that_outlasts_its_rival_goes_on_at_full_speed(self, engine):
+        # 30 ns at two thirds of the speed do 20 ns of work; 80 are left.
+        assert self.play(engine, [30, 100], [], [(1,), (0,)]) == [(0, 30), (0, 110)]
+
+    def test_whoever_comes_second_pays(self, engine):
+        assert self.play(engine, [30, 100], [], [(0,), (1,)]) == [(0, 30), (0, 110)]
+
+    def test_the_longest_of_several_rivals_counts(self, engine):
+        # 0 and 1 are no rivals of each other.
+        played = self.play(engine, [30, 60, 100], [], [(1,), (2,), (0,)])
+        assert played == [(0, 30), (0, 60), (0, 120)]
+
+    def test_a_rival_that_ended_is_none(self, engine):
+        assert self.play(engine, [30, 100], [(0, 1)], [(1,), (0,)]) == [(0, 30), (30, 130)]
+
+    def test_a_rival_in_the_future_counts_from_the_start(self, engine):
+        # 1 waits for 0; 2, taken behind it, is beside 0 and then 1: computing goes on until 80.
+        played = self.play(engine, [40, 40, 90], [], [(0,), (0,), (1,)])
+        assert played == [(0, 40), (40, 80), (0, 116)]
+
+    def test_a_task_that_holds_both_has_no_rival_in_itself(self, engine):
+        assert self.play(engine, [10, 100], [], [(1,), (0, 1)]) == [(0, 10), (10, 110)]
+
+    def test_others_are_no_rivals(self, engine):
+        assert self.play(engine, [50, 50], [], [(0,), (3,)]) == [(0, 50), (0, 50)]
+
+    def test_losses_are_rounded_down(self, engine):
+        assert self.play(engine, [9, 9], [], [(1,), (0,)], slowdown=130) == [(0, 9), (0, 10)]
+        assert self.play(engine, [9, 7], [], [(1,), (0,)], slowdown=130) == [(0, 9), (0, 7)]
+
+    def test_years_do_not_overflow(self, engine):
+        long = 2**60
+        played = self.play(engine, [long, long], [], [(1,), (0,)], slowdown=1000)
+        assert played == [(0, long), (0, long + long // 2)]
+
+
+def test_all_slowed_down_as_much_as_can_be():
+    """A task inside its rival loses slowdown / 1000 of its duration."""
+    for slowdown in (1, 999, 10**6):
+        graph = build_task_graph(
+            [10**12, 12345],
+            [],
+            resource_sets=[(1,), (0,)],
+            num_resources=2,
+            rivals=[(1, 0)],
+            slowdown=slowdown,
+        )
+        assert simulate(graph).end[1] == 12345 + 12345 * slowdown // 1000
+
+
 @pytest.mark.parametrize("seed", range(400))
 def test_all_engines_agree(seed):
     graph = random_graph(seed)
@@ -148,7 +237,9 @@ def test_times_respect_predecessors_and_resources(seed):
     before = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_offsets))
     assert (times.end[before] <= times.ready[graph.successors]).all()
     assert (times.ready <= times.start).all()
-    np.testing.assert_array_equal(times.end - times.start, graph.durations)
+    lost = times.end - times.start - graph.durations
+    assert (lost >= 0).all()
+    assert (lost <= graph.durations * graph.slowdown // 1000).all()
     for resource in range(graph.num_resources):
         users = [
             task
@@ -161,8 +252,97 @@ def test_times_respect_predecessors_and_resources(seed):
             assert times.end[first] <= times.start[second]
 
 
+def critical_path(graph: TaskGraph) -> int:
+    """The longest path, counted from its end."""
+    lists = np.split(graph.successors, graph.successor_offsets[1:-1])
+    rest: dict[int, int] = {}
+
+    def longest(task: int) -> int:
+        if task not in rest:
+            after = max((longest(each) for each in lists[task].tolist()), default=0)
+            rest[task] = int(graph.durations[task]) + after
+        return rest[task]
+
+    return max(longest(task) for task in range(graph.num_tasks))
+
+
+def largest_load(graph: TaskGraph) -> int:
+    """The most work of a resource."""
+    sets = np.split(graph.set_resources, graph.set_offsets[1:-1])
+    loads = [0] * (graph.num_resources + 1)
+    for held, duration in zip(graph.resource_sets, graph.durations.tolist(), strict=True):
+        for resource in sets[held]:
+            loads[resource] += duration
+    return max(loads)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_makespan_is_below_what_can_be_proved(seed):
+    graph = random_graph(seed)
+    makespan = simulate(graph).makespan
+    assert makespan >= max(critical_path(graph), largest_load(graph))
+    alone = dataclasses.replace(graph, resource_sets=np.zeros_like(graph.resource_sets))
+    assert simulate(alone).makespan == critical_path(graph)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    machines=st.lists(
+        st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=5
+    ),
+    random=st.randoms(use_true_random=False),
+)
+def test_a_schedule_without_gaps_is_played_as_it_was_made(machines, random):
+    """Its makespan is the load of every machine, so it is the optimum.
+
+    As in the Standard Task Graph set (Tobita, Kasahara 2002), an optimum is known because the
+    graph is made from a schedule: machines that are busy from 0 to the end, and edges from tasks
+    to some that begin when these have ended.
+    """
+    length = max(map(sum, machines))
+    placed = []
+    for machine, durations in enumerate(machines):
+        time = 0
+        for duration in [*durations, length - sum(durations)]:
+            if duration:
+                placed.append((time, time + duration, machine))
+                time += duration
+    random.shuffle(placed)  # so that ids say nothing of the order
+    pairs = list(itertools.permutations(range(len(placed)), 2))
+    edges = [
+        (a, b)
+        for a, b in pairs
+        if (placed[a][1] == placed[b][0] and placed[a][2] == placed[b][2])
+        or (placed[a][1] <= placed[b][0] and random.random() < 0.3)
+    ]
+    graph = build_task_graph(
+        [end - start for start, end, _ in placed],
+        edges,
+        resource_sets=[(machine,) for _, _, machine in placed],
+        num_resources=len(machines),
+    )
+    times = simulate(graph)
+    assert times.start.tolist() == [start for start, _, _ in placed]
+    assert times.makespan == length == largest_load(graph)
+
+
+@given(
+    durations=st.lists(st.integers(1, 99), min_size=1, max_size=40),
+    num_machines=st.integers(1, 5),
+)
+def test_independent_tasks_end_with_the_fullest_machine(durations, num_machines):
+    graph = build_task_graph(
+        durations,
+        [],
+        resource_sets=[(task % num_machines,) for task in range(len(durations))],
+        num_resources=num_machines,
+    )
+    assert simulate(graph).makespan == largest_load(graph)
+
+
 def test_scaling_durations_scales_times():
     graph = random_graph(4)
+    graph = dataclasses.replace(graph, slowdown=0)
     scaled = dataclasses.replace(graph, durations=graph.durations * 10**15)
     np.testing.assert_array_equal(simulate(scaled).end, simulate(graph).end * 10**15)
 
@@ -192,6 +372,28 @@ class TestRefusals:
     def test_build(self, durations, edges, sets, message):
         with pytest.raises(ValueError, match=message):
             build_task_graph(durations, edges, resource_sets=sets, num_resources=2)
+
+    @pytest.mark.parametrize(
+        ("rivals", "slowdown", "message"),
+        [
+            ([(0, 2)], 0, r"rivals \(0, 2\) name resource 2, but resource ids go from 0 to 1"),
+            ([(-1, 0)], 0, r"rivals \(-1, 0\) name resource -1"),
+            ([(1, 1)], 0, "resource 1 is named as its own rival"),
+            ([(0, 1)], -1, "the slowdown is -1 per mille"),
+            ([(0, 1)], 10**6 + 1, "the slowdown is 1000001 per mille"),
+            ([(0, 1)], 1001, "slowed down by 1001 per mille, sum to 4613991861436601597 ns"),
+        ],
+    )
+    def test_rivals(self, rivals, slowdown, message):
+        with pytest.raises(ValueError, match=message):
+            build_task_graph(
+                [2**60, 2**60],
+                [],
+                resource_sets=[(0,), (1,)],
+                num_resources=2,
+                rivals=rivals,
+                slowdown=slowdown,
+            )
 
     @pytest.mark.parametrize("interpreted", [False, True])
     def test_a_cycle_names_a_task_on_it(self, interpreted, monkeypatch):
