@@ -12,7 +12,8 @@ import numpy as np
 
 from stratagem.search.space import operator_choices, stage_meshes
 from stratagem.search.strategies import data_parallel
-from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks, stage_blocks
+from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks
+from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder

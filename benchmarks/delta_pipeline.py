@@ -28,7 +28,8 @@ from stratagem.simulator._delta_index import (
     DeltaState,
 )
 from stratagem.simulator._delta_kernels import play_in_full, propose_changes, reject_changes
-from stratagem.simulator.block import StageBlocks, stage_blocks
+from stratagem.simulator.block import StageBlocks
+from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.delta import DeltaEngine
@@ -37,7 +38,7 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt
 from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD, MacroGraph
 from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import PlanModel, macro_durations, plan_model
+from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
 from stratagem.simulator.taskgraph import Ints, TaskGraph
 from stratagem.simulator.training import Training
 

@@ -50,6 +50,7 @@ def play_block(
     second_stride: Ints,
     set_offsets: Ints,
     set_resources: Ints,
+    contention: Ints,
     work: Ints,
     free: Ints,
 ) -> int:
@@ -74,7 +75,7 @@ def play_block(
         sets,
         set_offsets,
         set_resources,
-        set_offsets[:0],  # no contention
+        contention,
         work[2, :count],
         free[:num_resources],
         work[3, :count],

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.search.space import Options, Skeleton, operator_choices
-from stratagem.simulator.block import SET_OFFSETS, SET_RESOURCES, StageBlocks
+from stratagem.simulator.block import (
+    RIVALS,
+    SET_OFFSETS,
+    SET_RESOURCES,
+    StageBlocks,
+    slowdown_of,
+)
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
@@ -31,6 +37,7 @@ from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedules import schedule_by_name
 from stratagem.simulator.segments import recomputed_operators
 from stratagem.simulator.stage_shapes import StageShapes
+from stratagem.simulator.taskgraph import contention_table
 from stratagem.simulator.training import Training
 
 
@@ -131,7 +138,11 @@ def make_problem(
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
         tables.append(builder.build(inside, {i: choices[i] for i in inside}))
-    shapes = StageShapes(split=schedule.splits_backward, bucket_bytes=options.bucket_bytes)
+    shapes = StageShapes(
+        split=schedule.splits_backward,
+        bucket_bytes=options.bucket_bytes,
+        slowdown=slowdown_of(cluster),
+    )
     blocks = [shapes.blocks(table) for table in tables]
     edges = [
         (edge, _price(edge, small, stage_of, builders, choices, cluster))
@@ -304,6 +315,7 @@ def _flat_blocks(
         joined(lambda k: flat[k].second_stride),
         SET_OFFSETS,
         SET_RESOURCES,
+        contention_table(SET_OFFSETS, SET_RESOURCES, RIVALS, blocks[0].slowdown),
         np.zeros((9, max(block.base.size for block in flat)), dtype=np.int64),
         np.zeros(3, dtype=np.int64),
     )

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.pipeline import (
     BACKWARD,
     FORWARD,
@@ -95,6 +96,14 @@ def _mask_sets() -> tuple[IntArray, IntArray]:
 
 SET_OFFSETS, SET_RESOURCES = _mask_sets()
 
+RIVALS = ((0, 1), (0, 2))
+"""Resources of a cell that slow each other down: computing, and each of its links."""
+
+
+def slowdown_of(cluster: Cluster) -> int:
+    """How many per mille longer a cluster's devices compute while a collective runs beside it."""
+    return round(1000 * cluster.compute_slowdown)
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -149,6 +158,8 @@ class Block:
 class StageBlocks:
     """The blocks of a stage and the pool of durations (ns) and masks that they share.
 
+    Computing and communication slow each other down by `slowdown` per mille.
+
     `input_backward` and `weight_backward` are `backward` in two parts, for schedules that run the
     gradients of parameters later; None where the schedule does not.
     """
@@ -159,6 +170,7 @@ class StageBlocks:
     weight_backward: Block | None
     pool_ns: IntArray
     pool_mask: IntArray
+    slowdown: int = 0
 
     @cached_property
     def all(self) -> tuple[Block, ...]:
@@ -220,6 +232,8 @@ class StageBlocks:
             set_offsets=SET_OFFSETS,
             set_resources=SET_RESOURCES,
             num_resources=NUM_RESOURCES,
+            rivals=RIVALS,
+            slowdown=self.slowdown,
         )
 
 

@@ -31,7 +31,9 @@ from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, Timed
 
 
-def stage_blocks(table: CostTable, *, split: bool = False, bucket_bytes: int = 0) -> StageBlocks:
+def stage_blocks(
+    table: CostTable, *, split: bool = False, bucket_bytes: int = 0, slowdown: int = 0
+) -> StageBlocks:
     """The blocks of the stage that `table` prices.
 
     Args:
@@ -39,6 +41,7 @@ def stage_blocks(table: CostTable, *, split: bool = False, bucket_bytes: int = 0
         split: whether the schedule runs the gradients of parameters apart.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes per device; 0
             reduces each operator's alone.
+        slowdown: per mille by which computing and communication slow each other down.
     """
     writer = _Writer(table, bucket_bytes)
     forward = writer.forward()
@@ -47,7 +50,7 @@ def stage_blocks(table: CostTable, *, split: bool = False, bucket_bytes: int = 0
     if split:
         inputs = writer.backward(lambda row: row.input_gradient, parameters=False)
         parts = inputs, writer.weight_backward()
-    return StageBlocks(forward, backward, *parts, *writer.pool.arrays())
+    return StageBlocks(forward, backward, *parts, *writer.pool.arrays(), slowdown)
 
 
 _ARROWS = {

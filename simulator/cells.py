@@ -32,7 +32,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from stratagem.simulator.block import NUM_RESOURCES, Block, Role, StageBlocks
+from stratagem.simulator.block import NUM_RESOURCES, RIVALS, Block, Role, StageBlocks
 from stratagem.simulator.cell_layouts import Cells, Layouts
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.placement import Pin
@@ -64,6 +64,15 @@ class CellBlock:
         """The cells whose resources a copy holds."""
         found: IntArray = self.cells[self.cell_offsets[copy] : self.cell_offsets[copy + 1]]
         return found
+
+
+def cell_rivals(num_cells: int) -> tuple[tuple[int, int], ...]:
+    """The rivals of all cells: what computes and communicates in one slows each other down."""
+    return tuple(
+        (NUM_RESOURCES * cell + a, NUM_RESOURCES * cell + b)
+        for cell in range(num_cells)
+        for a, b in RIVALS
+    )
 
 
 def pinned_axes(table: CostTable, choices: IntArray) -> tuple[int, ...]:
@@ -132,6 +141,8 @@ class _Expansion:
             set_offsets=set_offsets,
             set_resources=set_resources,
             num_resources=NUM_RESOURCES * self.num_cells,
+            rivals=cell_rivals(self.num_cells) if self.folded.slowdown else (),
+            slowdown=self.folded.slowdown,
         )
         members = [_members(layout) for layout in self.layouts]
         sizes = [np.bincount(layout[layout >= 0]) for layout in self.layouts]

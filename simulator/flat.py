@@ -29,6 +29,7 @@ from itertools import pairwise
 import numpy as np
 
 from stratagem.simulator.block import NUM_RESOURCES
+from stratagem.simulator.cells import cell_rivals
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.pipeline import SEND, TIE
 from stratagem.simulator.plan_model import PlanModel, macro_durations
@@ -90,6 +91,8 @@ class _Flattening:
             np.array(self.edges, dtype=np.int64).reshape(-1, 2),
             resource_sets=self.sets,
             num_resources=self.base[-1] + graph.num_resources - self.num_ranks,
+            rivals=cell_rivals(self.base[-1] // NUM_RESOURCES),
+            slowdown=self.model.stages[0].blocks.slowdown,
         )
         return FlatGraph(flat, np.array(self.macro_task), np.array(self.block_task))
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stratagem.simulator.block import StageBlocks
+from stratagem.simulator.block import StageBlocks, slowdown_of
 from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock, cell_block, pinned_axes
@@ -145,7 +145,11 @@ def plan_model(
         (edge, _boundary(edge, plan, small, builders))
         for edge in crossing_edges(plan.stage_of, small)
     )
-    shapes = StageShapes(split=schedule.splits_backward, bucket_bytes=plan.bucket_bytes)
+    shapes = StageShapes(
+        split=schedule.splits_backward,
+        bucket_bytes=plan.bucket_bytes,
+        slowdown=slowdown_of(plan.cluster),
+    )
     stages = [
         _stage(s, plan, small, builders[s], boundaries, shapes) for s in range(len(builders))
     ]

@@ -23,11 +23,12 @@ from stratagem.simulator.segments import segments_of
 class StageShapes:
     """Builds blocks and lifetimes, each shape once.
 
-    `split` and `bucket_bytes` are those of `stage_blocks`.
+    `split`, `bucket_bytes` and `slowdown` are those of `stage_blocks`.
     """
 
     split: bool = False
     bucket_bytes: int = 0
+    slowdown: int = 0
     _shapes: dict[int, tuple[CostTable, Any]] = field(default_factory=dict)
     _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
     _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
@@ -36,7 +37,12 @@ class StageShapes:
         """The blocks of a stage."""
         key = self._shape(table)
         if key not in self._blocks:
-            made = stage_blocks(table, split=self.split, bucket_bytes=self.bucket_bytes)
+            made = stage_blocks(
+                table,
+                split=self.split,
+                bucket_bytes=self.bucket_bytes,
+                slowdown=self.slowdown,
+            )
             self._blocks[key] = table, made
         first, blocks = self._blocks[key]
         return blocks.moved(table.operators[0] - first.operators[0])

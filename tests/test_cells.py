@@ -151,7 +151,10 @@ def random_plan(
         num_microbatches=parts,
         schedule=schedule,
         bucket_bytes=rng.choice([0, 4096]),
-        cluster=busy_cores(CLUSTER) if blocking else CLUSTER,
+        cluster=replace(
+            busy_cores(CLUSTER) if blocking else CLUSTER,
+            compute_slowdown=rng.choice([0.0, 0.13]),
+        ),
     )
 
 

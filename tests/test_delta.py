@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stratagem.search.space import operator_choices
 from stratagem.simulator._delta_index import DRIFT, LIMIT, MAX_DRIFT, WINDOWS
-from stratagem.simulator.block import stage_blocks
+from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.costs import RooflineCosts
