@@ -332,3 +332,21 @@ def test_a_split_backward_is_the_whole_in_two(
     halves = sum(int(row.backward.ns[0]) for kind, row in rows if kind == "linear") // 2
     whole = sum(int(row.backward.ns[0]) for kind, row in rows if kind == "embedding")
     assert computing(blocks.weight_backward) == pytest.approx(halves + whole, abs=len(rows))
+
+
+class TestContention:
+    def test_computing_beside_a_collective_lasts_longer_by_the_constant_at_most(self) -> None:
+        graph = layers(4, hidden=512)
+        steps = {}
+        for slowdown in (0.0, 0.13):
+            cluster = replace(CLUSTER, compute_slowdown=slowdown)
+            plan = plan_of(graph, data_parallel(graph, (8,)), 8, cluster=cluster)
+            steps[slowdown] = simulate_plan(plan, graph, COSTS).step_time
+        assert steps[0.0] < steps[0.13] <= 1.13 * steps[0.0]
+
+    def test_nothing_is_slowed_down_where_nothing_overlaps(self) -> None:
+        graph = layers(2)
+        cluster = replace(CLUSTER, compute_slowdown=0.5)
+        plans = [plan_of(graph, replicated(graph, (1,)), cluster=c) for c in (CLUSTER, cluster)]
+        alone, beside = (simulate_plan(plan, graph, COSTS).step_time for plan in plans)
+        assert alone == beside

@@ -122,17 +122,20 @@ def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
 @pytest.mark.parametrize(
     "options", [Options(), Options(chunks=(1, 2), fuse=True, bucket_bytes=4096)]
 )
-def test_the_kernels_memory_and_time_are_the_simulators(policy: str, options: Options) -> None:
-    graph = tiny_gpt()
+@pytest.mark.parametrize("slowdown", [0.0, 0.13])
+def test_the_kernels_memory_and_time_are_the_simulators(
+    policy: str, options: Options, slowdown: float
+) -> None:
+    graph, cluster = tiny_gpt(), replace(CLUSTER, compute_slowdown=slowdown)
     skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 2)
     skeleton = replace(skeleton, recompute=policy)
-    problem = make_problem(graph, skeleton, CLUSTER, Training(), COSTS, (0, 2, 3), options=options)
+    problem = make_problem(graph, skeleton, cluster, Training(), COSTS, (0, 2, 3), options=options)
     rng = np.random.default_rng(1)
     for _ in range(5):
         number = rng.integers(0, [len(options) for options in problem.choices])
         chain = Chain(problem, number, total=1, seed=0)
         plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
-        simulation = situation(graph).simulate(plan)
+        simulation = situation(graph, cluster).simulate(plan)
         assert chain.peaks() == [rank.peak for rank in simulation.memory]
         if simulation.fits:
             assert chain.score() == pytest.approx(simulation.step_time, rel=1e-12)
