@@ -1,9 +1,8 @@
 """One pipeline under every schedule: what each would do to a plan's step, memory and weights.
 
 The stages of a plan are played once as blocks; every schedule then runs those blocks in its own
-order. Schedules that plans do not have (a copy of each stage, asynchronous updates) can be
-compared like this too, without TeraPipe, whose blocks are others, and without interleaving, whose
-stages are.
+order. Schedules that plans do not have (a copy of each stage, token slices, asynchronous updates)
+can be compared like this too; interleaving cannot, because its stages are others.
 """
 
 from __future__ import annotations
@@ -26,15 +25,24 @@ from stratagem.simulator.pipeline import (
     LAST_BACKWARD,
     SEND,
     SEND_BACK,
+    TIE,
     WEIGHT_GRADIENT,
 )
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedule_times import StageTimes, play_schedule
-from stratagem.simulator.schedules import chimera, gpipe, one_f_one_b, pipedream, zb_h1
+from stratagem.simulator.schedules import (
+    chimera,
+    gpipe,
+    one_f_one_b,
+    pipedream,
+    terapipe,
+    zb_h1,
+)
 from stratagem.simulator.steady_state import SteadyState, steady_state
 from stratagem.simulator.table import Table, Unit, Value
+from stratagem.simulator.token_slices import SliceCosts, sliced_graph
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "chimera", "pipedream", "ampnet")
 """The schedules that are compared."""
@@ -51,14 +59,20 @@ COLUMNS = {
 
 NOTE = (
     "Blocks are the plan's; transfers count for the slower direction, and sync and update as what "
-    "they add to the last backward. Held is the most microbatches on a rank. An asynchronous "
-    "schedule's step is its period times the microbatches; it keeps versions of the weights, and "
-    "staleness is how many updates they may be behind."
+    "they add to the last backward. Held is the most microbatches (or token slices) on a rank. An "
+    "asynchronous schedule's step is its period times the microbatches; it keeps versions of the "
+    "weights, and staleness is how many updates they may be behind. Parameters tied between "
+    "stages travel behind the last backward, and count for synchronous schedules only."
 )
 
 
 def compare_schedules(
-    plan: Plan, graph: OperatorGraph, costs: CostModel, *, memory: RowMemory | None = None
+    plan: Plan,
+    graph: OperatorGraph,
+    costs: CostModel,
+    *,
+    token_slices: int = 1,
+    memory: RowMemory | None = None,
 ) -> Table:
     """The step, bubble and memory of a pipelined plan under each schedule, the fastest first.
 
@@ -69,11 +83,12 @@ def compare_schedules(
         plan: with one stage on each set of devices; its own schedule does not count.
         graph: the model at its whole batch.
         costs: prices of operators.
+        token_slices: of a microbatch under TeraPipe, which is left out for 1 slice.
         memory: rows priced before under the same `costs`.
 
     Raises:
-        ValueError: when the plan has one stage only or several on the same devices, or is not for
-            `graph`.
+        ValueError: when the plan has one stage only or several on the same devices, is not for
+            `graph`, or the model cannot be sliced (see `token_dims`).
     """
     if len(plan.stages) < 2 or plan.num_ranks < len(plan.stages):
         raise ValueError(
@@ -91,12 +106,26 @@ def compare_schedules(
         for name in NAMES
         if name != "chimera" or len(plan.stages) % 2 == 0
     ]
+    if token_slices > 1:
+        rows.append(_terapipe(whole, graph, costs, token_slices))
     table = Table(f"schedules of {plan.name}", COLUMNS, tuple(rows), NOTE)
     return table.sorted_by("step", descending=False)
 
 
 def stage_times(model: PlanModel) -> StageTimes:
     """How long the stages of a plan whose schedule splits backward take, in ns."""
+    durations = macro_durations(model)
+    stages = range(len(model.stages))
+    return replace(
+        _whole_times(model),
+        input_gradient=[int(durations[INPUT_GRADIENT, s]) for s in stages],
+        weight_gradient=[int(durations[WEIGHT_GRADIENT, s]) for s in stages],
+        replica_sync=[_copy_sync(model, s) for s in stages],
+    )
+
+
+def _whole_times(model: PlanModel) -> StageTimes:
+    """Forward, whole backward, transfer and update of the stages of a plan, in ns."""
     stages = range(len(model.stages))
     durations = macro_durations(model)
 
@@ -115,12 +144,29 @@ def stage_times(model: PlanModel) -> StageTimes:
     return StageTimes(
         forward=column(FORWARD),
         backward=backward,
-        input_gradient=column(INPUT_GRADIENT),
-        weight_gradient=column(WEIGHT_GRADIENT),
         transfer=transfer,
         update=[max(0, ns) for ns in update],
-        replica_sync=[_copy_sync(model, s) for s in stages],
     )
+
+
+def _terapipe(
+    plan: Plan, graph: OperatorGraph, costs: CostModel, num_slices: int
+) -> tuple[Value, ...]:
+    """The row of TeraPipe: the blocks of each slice are played."""
+    small = sliced_graph(graph, num_slices)
+    models = [plan_model(plan, small, SliceCosts(costs, k)) for k in range(num_slices)]
+    each = [_whole_times(model) for model in models]
+    forward, backward, transfer = (
+        [list(parts) for parts in zip(*(getattr(times, name) for times in each), strict=True)]
+        for name in ("forward", "backward", "transfer")
+    )
+    times = StageTimes(forward, backward, transfer=transfer, update=each[0].update)
+    schedule = terapipe(len(plan.stages), plan.num_microbatches, num_slices)
+    play = play_schedule(schedule, times)
+    step = (play.makespan + _tied(models[0])) * 1e-9
+    bubble, held = float(play.bubble), max(play.peak_held)
+    name = f"terapipe, {num_slices} slices"
+    return name, step, bubble, held, _fullest(models[-1], schedule, None), 1, 0
 
 
 def _copy_sync(model: PlanModel, s: int) -> int:
@@ -133,6 +179,11 @@ def _copy_sync(model: PlanModel, s: int) -> int:
     meshes = [stage.mesh for stage in model.plan.stages]
     seconds = transfer_seconds(gradients, meshes[s], meshes[-1 - s], model.plan.cluster)
     return round(seconds * 1e9)
+
+
+def _tied(model: PlanModel) -> int:
+    """ns that parameters tied between stages take, one after the other."""
+    return int(macro_durations(model)[TIE].sum())
 
 
 def _bytes_for(tensors: StageTensors, use: Use) -> int:
@@ -152,7 +203,7 @@ def _row(name: str, plan: Plan, times: StageTimes, model: PlanModel) -> tuple[Va
         schedule = made[name](stages, parts)
         play = play_schedule(schedule, times)
         held = max(play.peak_held)
-        step, bubble = play.makespan * 1e-9, float(play.bubble)
+        step, bubble = (play.makespan + _tied(model)) * 1e-9, float(play.bubble)
         return name, step, bubble, held, _fullest(model, schedule, None), 1, 0
     # Enough microbatches to settle: the first and the last ones do not count.
     many = max(8 * stages, 32)

@@ -12,11 +12,13 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
+from stratagem.simulator.models import bert, gpt, mlp
 from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.rules import rule_of
 from stratagem.simulator.schedule_comparison import NAMES, compare_schedules
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.table import Table
+from stratagem.simulator.token_slices import sliced_graph, token_dims
 from stratagem.simulator.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
@@ -48,10 +50,7 @@ def by_name(table: Table) -> dict[str, dict[str, object]]:
 
 
 def test_schedules_that_plans_have_are_as_simulated() -> None:
-    """But for parameters tied between stages, whose way the comparison leaves out."""
-    graph = gpt(
-        num_layers=8, hidden=512, num_heads=8, vocabulary=1024, sequence=128, batch=64, tied=False
-    )
+    graph = model()
     plan = pipeline(graph)
     found = by_name(compare_schedules(plan, graph, COSTS))
     for name in ("gpipe", "1f1b", "zb-h1"):
@@ -82,3 +81,44 @@ def test_what_is_no_pipeline_is_refused() -> None:
     graph = model()
     with pytest.raises(ValueError, match="1 stages on 1 sets of devices: schedules are compared"):
         compare_schedules(pipeline(graph, 1), graph, COSTS)
+
+
+class TestTokenSlices:
+    def test_slices_shorten_a_pipeline_of_few_microbatches(self) -> None:
+        """TeraPipe's promise: one long sequence fills the pipeline as many microbatches would."""
+        graph = gpt(
+            num_layers=8, hidden=2048, num_heads=16, vocabulary=1024, sequence=2048, batch=2
+        )
+        plan = pipeline(graph, num_stages=4, parts=2)
+        found = by_name(compare_schedules(plan, graph, COSTS, token_slices=4))
+        assert found["terapipe, 4 slices"]["step"] < 0.75 * found["gpipe"]["step"]
+        assert found["terapipe, 4 slices"]["held"] == 8
+
+    @pytest.mark.parametrize("num_slices", [2, 4, 8])
+    def test_the_pairs_of_all_slices_are_those_of_the_whole(self, num_slices: int) -> None:
+        graph = model()
+        attention = next(op for op in graph.operators if op.kind == "attention")
+        part = sliced_graph(graph, num_slices).operator(attention.name)
+        flops = rule_of(attention).flops
+        key = attention.inputs[1].layout[-2][0]
+        slices = [
+            flops(part, {**part.sizes, key: part.sizes[key] * (2 * k + 1)})
+            for k in range(num_slices)
+        ]
+        assert sum(slices) == flops(attention, attention.sizes)
+
+    def test_every_operator_with_positions_is_cut(self) -> None:
+        graph = model()
+        for operator, names in zip(graph.operators, token_dims(graph), strict=True):
+            expected = {d.name for d in operator.dims} & {"sequence", "query", "key"}
+            assert names == expected
+
+    def test_models_that_are_not_causal_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="looks at later positions: token slices need causal"):
+            token_dims(bert(num_layers=1, hidden=64, num_heads=4, sequence=16, batch=4))
+        with pytest.raises(ValueError, match="has no attention: token slices need a causal model"):
+            token_dims(mlp([8, 8], batch=4))
+
+    def test_positions_that_cannot_be_cut_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="128 positions, which cannot be cut into 3 equal"):
+            sliced_graph(model(), 3)

@@ -341,13 +341,17 @@ def diff(
 
 @app.command()
 def schedules(
-    plan: PlanFile, model: Model, measure: Measure = False, tables: Tables = None
+    plan: PlanFile,
+    model: Model,
+    slices: Annotated[int, typer.Option(help="token slices under TeraPipe, if above 1")] = 1,
+    measure: Measure = False,
+    tables: Tables = None,
 ) -> None:
     """Say what each pipeline schedule would do to a plan's step, bubble and memory."""
     loaded, graph = Plan.load(plan), load_graph(model)
     loaded.check(graph)
     costs = _costs(graph, loaded.cluster, loaded.training, measure)
-    table = face.compare_schedules(loaded, graph, costs)
+    table = face.compare_schedules(loaded, graph, costs, token_slices=slices)
     _print_tables(table)
     if tables is not None:
         _write_json(tables, table.to_dict())

@@ -123,7 +123,9 @@ def simulate(plan: Plan, graph: OperatorGraph, costs: CostModel | None = None) -
     return simulate_plan(plan, graph, costs or RooflineCosts())
 
 
-def compare_schedules(plan: Plan, graph: OperatorGraph, costs: CostModel | None = None) -> Table:
+def compare_schedules(
+    plan: Plan, graph: OperatorGraph, costs: CostModel | None = None, *, token_slices: int = 1
+) -> Table:
     """The step, bubble and memory of a pipelined plan under each schedule, the fastest first.
 
     Example:
@@ -134,11 +136,14 @@ def compare_schedules(plan: Plan, graph: OperatorGraph, costs: CostModel | None 
             count.
         graph: the model at its whole batch.
         costs: prices of operators; the device model of the plan's cluster when left out.
+        token_slices: of a microbatch under TeraPipe, for causal models; 1 leaves it out.
 
     Raises:
         ValueError: when the plan is no such pipeline, or not for this graph.
     """
-    return schedule_comparison.compare_schedules(plan, graph, costs or RooflineCosts())
+    return schedule_comparison.compare_schedules(
+        plan, graph, costs or RooflineCosts(), token_slices=token_slices
+    )
 
 
 def profile(
