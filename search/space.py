@@ -28,7 +28,7 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.segments import RECOMPUTE_POLICIES
+from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 
 VIRTUAL_STAGES = 2
 """Stages of each set of devices in an interleaved pipeline (Narayanan et al. 2021)."""
@@ -53,12 +53,25 @@ class Options:
         chunks: in how many pieces a matrix product may run, to overlap with its collectives.
         fuse: whether elementwise work may run inside collectives.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes.
+
+    Raises:
+        ValueError: on an unknown policy, none at all, chunks below 1 or a negative size.
     """
 
     recompute: tuple[str, ...] = RECOMPUTE_POLICIES
     chunks: tuple[int, ...] = (1,)
     fuse: bool = False
     bucket_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for policy in self.recompute:
+            check_policy(policy)
+        if not self.recompute:
+            raise ValueError("recompute lists no policy: give at least one, such as 'none'")
+        if not self.chunks or min(self.chunks) < 1:
+            raise ValueError(f"chunks are {self.chunks}: list whole numbers from 1 up")
+        if self.bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more")
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,14 @@ def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -
         words.append(f"each part on {copies} devices" if split else f"whole on {copies} devices")
     if operator.weights and choice.zero:
         words.append(_ZERO[choice.zero])
+    if choice.chunks > 1:
+        words.append(f"in {choice.chunks} pieces that overlap with their conversions")
+    if choice.fused:
+        words.append(
+            "its update in the gradient sync" if operator.weights else "in its collective"
+        )
+    if choice.recompute:
+        words.append("computed again in backward")
     return ", ".join(words) or "whole"
 
 

@@ -82,6 +82,16 @@ def _best_cut(graph: OperatorGraph, block: RepeatedBlock) -> int:
     return min(range(block.length), key=lambda cut: (crossing[cut], cut))
 
 
+def check_policy(policy: str) -> None:
+    """Raise ValueError if there is no recompute policy of that name."""
+    if policy not in RECOMPUTE_POLICIES:
+        near = difflib.get_close_matches(policy, RECOMPUTE_POLICIES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"no recompute policy {policy!r}: {hint}there are {', '.join(RECOMPUTE_POLICIES)}"
+        )
+
+
 def recomputed_operators(graph: OperatorGraph, policy: str) -> frozenset[str]:
     """The operators that a policy recomputes, by name.
 
@@ -93,12 +103,7 @@ def recomputed_operators(graph: OperatorGraph, policy: str) -> frozenset[str]:
     Raises:
         ValueError: if there is no such policy.
     """
-    if policy not in RECOMPUTE_POLICIES:
-        near = difflib.get_close_matches(policy, RECOMPUTE_POLICIES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"no recompute policy {policy!r}: {hint}there are {', '.join(RECOMPUTE_POLICIES)}"
-        )
+    check_policy(policy)
     if policy == "none":
         return frozenset()
     segment = segments_of(graph)

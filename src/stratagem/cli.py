@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from stratagem import __version__, face
 from stratagem.model_spec import load_graph
 from stratagem.search.result import Budget
+from stratagem.search.space import Options
 from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.describe import describe
 from stratagem.simulator.files import encode, write_text
@@ -29,6 +30,7 @@ from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plot import plot_timelines
+from stratagem.simulator.segments import RECOMPUTE_POLICIES
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.step_path import StepPath
 from stratagem.simulator.table import Table
@@ -155,6 +157,20 @@ def search(
     schedule: Annotated[
         str, typer.Option(help="of pipelines: 1f1b, gpipe, interleaved or zb-h1")
     ] = "1f1b",
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(help="policies to try until a plan fits: none, selective, full; repeatable"),
+    ] = None,
+    chunks: Annotated[
+        list[int] | None,
+        typer.Option(help="pieces that a product may run in beside its collectives; repeatable"),
+    ] = None,
+    fuse: Annotated[
+        bool, typer.Option("--fuse", help="let elementwise work run inside collectives")
+    ] = False,
+    bucket_mib: Annotated[
+        float, typer.Option(help="reduce gradients in buckets of at least so many MiB")
+    ] = 0.0,
     evaluations: Annotated[int, typer.Option(help="plans to evaluate")] = Budget.evaluations,
     seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
     seed: Annotated[int, typer.Option(help="of every random number")] = 0,
@@ -174,6 +190,12 @@ def search(
         budget=budget,
         seed=seed,
         schedule=schedule,
+        options=Options(
+            recompute=tuple(recompute or RECOMPUTE_POLICIES),
+            chunks=tuple(sorted({1, *(chunks or ())})),
+            fuse=fuse,
+            bucket_bytes=round(bucket_mib * 2**20),
+        ),
     )
     result.plan.save(out)
     console.print(strategy_table({"the plan found": result.simulation, **result.baselines}))
