@@ -17,14 +17,18 @@ from typer.testing import CliRunner, Result
 from stratagem import face
 from stratagem.cli import app
 from stratagem.executor.report import Report
+from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.models import mlp
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.training import Training
 
 ROOT = Path(__file__).parents[1]
 VERBS = (
     *("capture", "search", "simulate", "profile", "run", "compare", "diff"),
-    *("clusters", "cache"),
+    *("schedules", "clusters", "cache"),
 )
 SMALL = ("--cluster", "dgx-a100", "--nodes", "1", "--devices", "2", "--evaluations", "20")
 
@@ -129,6 +133,45 @@ def test_simulate_says_what_the_step_is_made_of(place: Path) -> None:
         tables["critical_path"]["duration"]
     )
     assert "operators" not in call("simulate", "plan.json", "graph.json").stdout.split("takes")[1]
+
+
+def test_simulate_says_what_is_in_memory(place: Path) -> None:
+    call("search", "graph.json", *SMALL, "--out", "plan.json")
+    shown = call("simulate", "plan.json", "graph.json", "--memory", "memory.png")
+    assert shown.exit_code == 0, shown.output
+    assert "in memory at the peak" in shown.stdout
+    assert "optimizer state" in shown.stdout
+    assert (place / "memory.png").stat().st_size > 5_000
+
+
+def test_options_of_a_search_are_in_the_plan(place: Path) -> None:
+    found = call(
+        *("search", "graph.json", *SMALL, "--chunks", "2", "--fuse", "--bucket-mib", "1"),
+        *("--recompute", "none", "--out", "plan.json"),
+    )
+    assert found.exit_code == 0, found.output
+    assert Plan.load("plan.json").bucket_bytes == 2**20
+    wrong = call("search", "graph.json", *SMALL, "--recompute", "ful", "--out", "other.json")
+    assert wrong.exit_code == 2
+    assert "did you mean 'full'?" in wrong.output
+    assert not (place / "other.json").exists()
+
+
+def test_schedules_side_by_side(place: Path) -> None:
+    """The pipeline of a plan under each schedule; a plan without one says what is missing."""
+    graph = mlp([64] * 9, batch=32)
+    (place / "deep.json").write_text(graph_to_json(graph))
+    situation = Situation(graph, Cluster.preset("dgx-a100"), Training(), RooflineCosts())
+    plans = baseline_plans(situation)
+    plans["1F1B pipeline"].plan.save("pipeline.json")
+    plans["data parallel"].plan.save("flat.json")
+    shown = call("schedules", "pipeline.json", "deep.json", "--tables", "table.json")
+    assert shown.exit_code == 0, shown.output
+    names = {row["schedule"] for row in json.loads(Path("table.json").read_text())["rows"]}
+    assert names >= {"gpipe", "1f1b", "zb-h1", "pipedream", "ampnet"}
+    refused = call("schedules", "flat.json", "deep.json")
+    assert refused.exit_code == 2
+    assert "schedules are compared for pipelines of at least 2 stages" in refused.output
 
 
 def test_diff_of_two_plans(place: Path) -> None:
