@@ -30,7 +30,7 @@ from stratagem.simulator.pipeline import (
     WEIGHT_GRADIENT,
 )
 from stratagem.simulator.resharding import COMPUTE, INTER_NODE, INTRA_NODE, IntArray
-from stratagem.simulator.rows import Timed
+from stratagem.simulator.rows import BoolArray, Timed
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import TaskKind
 
@@ -46,6 +46,8 @@ PREFETCH = 2
 
 class Role(enum.Enum):
     """What a task is to its operator, its edge (converts) or its tied parameter."""
+
+    __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -145,13 +147,18 @@ class Block:
 
     def moved(self, by: int) -> Block:
         """The same block for equal operators that stand `by` places further on in the graph."""
-        pairs = np.array([role in PAIRED for role in self.roles], dtype=np.bool_)
+        if by == 0:
+            return self
         return replace(
             self,
             first=self.first + by,
             second=self.second + by,
-            subjects=np.where(pairs, self.subjects, self.subjects + by),
+            subjects=np.where(self._is_paired, self.subjects, self.subjects + by),
         )
+
+    @cached_property
+    def _is_paired(self) -> BoolArray:
+        return np.array([role in PAIRED for role in self.roles], dtype=np.bool_)
 
 
 @dataclass(frozen=True, eq=False)
