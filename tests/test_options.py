@@ -16,8 +16,10 @@ from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
+from stratagem.simulator.pipeline import FORWARD
+from stratagem.simulator.placement import Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
-from stratagem.simulator.plan_model import StageModel, plan_model
+from stratagem.simulator.plan_model import StageModel, block_times, plan_model
 from stratagem.simulator.segments import recomputed_operators, segments_of
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.timeline import TaskKind
@@ -350,3 +352,34 @@ class TestContention:
         plans = [plan_of(graph, replicated(graph, (1,)), cluster=c) for c in (CLUSTER, cluster)]
         alone, beside = (simulate_plan(plan, graph, COSTS).step_time for plan in plans)
         assert alone == beside
+
+
+def test_computation_moves_between_the_halves_of_an_all_reduce() -> None:
+    """CoCoNet's split is a choice of configs: reduce-scatter, a sharded operator, all-gather."""
+    graph = layers(1, hidden=2048, sequence=1024)
+    base = tensor_parallel(graph, (8,), 0)
+    moved = dict(base)
+    moved["h.0.add_1"] = replace(base["h.0.add_1"], config=(Shard("sequence"),))
+    whole, split = (only_stage(plan_of(graph, c, 8), graph) for c in (base, moved))
+
+    def conversion(stage: StageModel, producer: str, consumer: str) -> int:
+        ends = graph.index[producer], graph.index[consumer]
+        found = [
+            int(stage.table.edge_rows[row].forward.ns[0, 0])
+            for edge, row in zip(stage.table.edges, stage.table.edge_row_of, strict=True)
+            if (edge.producer, edge.consumer) == ends
+        ]
+        return max(found)
+
+    def forward(stage: StageModel, name: str) -> int:
+        return int(stage.table.row(graph.index[name]).forward.ns[0])
+
+    all_reduce = conversion(whole, "h.0.mlp.down", "h.0.add_1")
+    assert conversion(whole, "h.0.add_1", "ln_f") == 0
+    halves = (
+        conversion(split, "h.0.mlp.down", "h.0.add_1"),
+        conversion(split, "h.0.add_1", "ln_f"),
+    )
+    assert sum(halves) == pytest.approx(all_reduce, abs=2)
+    assert forward(split, "h.0.add_1") < forward(whole, "h.0.add_1")
+    assert block_times(split)[FORWARD].makespan < block_times(whole)[FORWARD].makespan
