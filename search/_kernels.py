@@ -23,6 +23,8 @@ Floats = npt.NDArray[np.float64]
 
 SEND = 6
 """The first row of the duration table (see `simulator.pipeline`) of what joins blocks."""
+REPLAY, MEASURE = 1, 2
+"""What is to be done for a stage: play its blocks and measure its memory, or measure only."""
 OVER_MEMORY = 4.0
 """Weight of the relative excess over the memory in the score of a plan that does not fit."""
 
@@ -173,8 +175,8 @@ def score(
 ) -> float:
     """Score of a plan: seconds of its step, times more than 1 when a rank is over its memory.
 
-    Replays the blocks of the stages marked in `dirty`, then the macro graph. `block_ns` and
-    `profiles` are updated for those stages.
+    Replays the blocks of the stages marked `REPLAY` in `dirty`, then the macro graph. `block_ns`
+    and `profiles` are updated for those stages, `profiles` for stages marked `MEASURE` too.
     """
     num_stages = dirty.size
     pool_ns = blocks[0]
@@ -183,7 +185,7 @@ def score(
             measure_stage(s, choice, profiles[s], *tensors)
     for k in range(plays.shape[0]):
         s, kind, block, inner = plays[k]
-        if dirty[s]:
+        if dirty[s] == REPLAY:
             block_ns[kind, s] = play_block(block, inner, choice, 3, *blocks)
         table[kind, s] = block_ns[kind, s]
     table[SEND:, :] = 0
@@ -339,7 +341,7 @@ def _make_anneal(fingerprint: int):  # type: ignore[no-untyped-def]
             dirty[:] = 0
             same = True
             for k in range(count):
-                dirty[stage_of[changed[k]]] = 1
+                dirty[stage_of[changed[k]]] = REPLAY
                 same = same and choice[changed[k]] == before[k]
             if same:
                 continue

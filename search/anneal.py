@@ -51,7 +51,7 @@ class Chain:
                 self.choice,
                 self._block_ns,
                 self._profiles,
-                *_arguments(p),
+                *arguments_of(p),
             )
         )
 
@@ -85,12 +85,13 @@ class Chain:
             np.empty(operators, dtype=np.int64),
             np.empty(operators, dtype=np.int64),
             np.empty(stages, dtype=np.int64),
-            *_arguments(p),
+            *arguments_of(p),
         )
         self.done += count
 
 
-def _arguments(p: Problem) -> tuple[Any, ...]:
+def arguments_of(p: Problem) -> tuple[Any, ...]:
+    """What the kernels take of a problem, in their order."""
     return (
         p.capacities,
         p.blocks,

@@ -64,6 +64,7 @@ class Problem:
     arrivals: IntArray
     macro: tuple[IntArray, ...]
     plays: IntArray
+    stage_blocks: tuple[StageBlocks, ...]
     macro_work: IntArray
     table: IntArray
 
@@ -119,8 +120,12 @@ def make_problem(
     zero_stages: Sequence[int],
     memory: RowMemory | None = None,
     options: Options = Options(),  # noqa: B008 (frozen)
+    include: Mapping[str, Choice] | None = None,
 ) -> Problem:
-    """Price every choice of every operator of a skeleton; `graph` is at its whole batch."""
+    """Price every choice of every operator of a skeleton; `graph` is at its whole batch.
+
+    `include` are choices by operator that shall be among them even if the space lacks them.
+    """
     small = graph.microbatch(skeleton.num_microbatches)
     stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
     schedule = schedule_by_name(
@@ -133,7 +138,7 @@ def make_problem(
     builders = [
         TableBuilder(small, mesh, cluster, training, costs, memory) for mesh in skeleton.meshes
     ]
-    choices = _all_choices(small, skeleton, stage_of, zero_stages, options)
+    choices = _all_choices(small, skeleton, stage_of, zero_stages, options, include or {})
     tables: list[CostTable] = []
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
@@ -200,6 +205,7 @@ def make_problem(
             macro.item,
         ),
         plays=_plays(blocks, macro.kind),
+        stage_blocks=tuple(blocks),
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((NUM_KINDS, macro.num_items), dtype=np.int64),
     )
@@ -228,6 +234,7 @@ def _all_choices(
     stage_of: Mapping[str, int],
     zero_stages: Sequence[int],
     options: Options,
+    include: Mapping[str, Choice],
 ) -> tuple[tuple[Choice, ...], ...]:
     """The choices of every operator; equal operators on equal meshes share one list."""
     recomputed = recomputed_operators(graph, skeleton.recompute)
@@ -236,12 +243,13 @@ def _all_choices(
     for operator in graph.operators:
         shape = skeleton.meshes[stage_of[operator.name]].shape
         trained = tuple(graph.parameter_index[w.parameter].trainable for w in operator.weights)
-        again = operator.name in recomputed
-        key = (operator.signature, trained, shape, again)
+        again, own = operator.name in recomputed, include.get(operator.name)
+        key = (operator.signature, trained, shape, again, own)
         if key not in lists:
-            lists[key] = operator_choices(
+            listed = operator_choices(
                 graph, operator, shape, zero_stages, options, recompute=again
             )
+            lists[key] = listed if own is None or own in listed else (own, *listed)
         found.append(lists[key])
     return tuple(found)
 

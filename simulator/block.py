@@ -224,18 +224,25 @@ class StageBlocks:
             weight_backward=parts[1],
         )
 
+    def look_up(
+        self, block: Block, choices: IntArray, tasks: IntArray | slice, *, last: bool
+    ) -> tuple[IntArray, IntArray]:
+        """Durations in ns and resource sets of some tasks of a block under `choices`."""
+        base = (block.base if last else block.inner_base)[tasks]
+        where = base + choices[block.first[tasks]] * block.stride[tasks]
+        where += choices[block.second[tasks]] * block.second_stride[tasks]
+        where[base == 0] = 0
+        return self.pool_ns[where], self.pool_mask[where]
+
     def task_graph(self, block: Block, choices: IntArray, *, last: bool) -> TaskGraph:
         """The block as a task graph, under `choices` (per operator of the graph)."""
-        base = block.base if last else block.inner_base
-        where = base + choices[block.first] * block.stride
-        where += choices[block.second] * block.second_stride
-        where[base == 0] = 0
+        durations, sets = self.look_up(block, choices, slice(None), last=last)
         return TaskGraph(
             successor_offsets=block.successor_offsets,
             successors=block.successors,
             num_predecessors=block.num_predecessors,
-            durations=self.pool_ns[where],
-            resource_sets=self.pool_mask[where],
+            durations=durations,
+            resource_sets=sets,
             set_offsets=SET_OFFSETS,
             set_resources=SET_RESOURCES,
             num_resources=NUM_RESOURCES,

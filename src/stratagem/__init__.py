@@ -51,6 +51,7 @@ _HOMES = {
     "profile": "stratagem.face",
     "search": "stratagem.face",
     "simulate": "stratagem.face",
+    "WhatIf": "stratagem.search.what_if",
     "write_trace": "stratagem.simulator.trace",
 }
 
