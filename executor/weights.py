@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stratagem.executor.context import Context
 from stratagem.executor.program import Home, Stored
 from stratagem.simulator.graph import Operator, Weight, factor_sizes
-from stratagem.simulator.parameters import Use, home_placements, owners, use_of
+from stratagem.simulator.parameters import Use, home_placements, use_of
 from stratagem.simulator.placement import (
     Placements,
     weight_gradient_placements,
@@ -99,7 +99,7 @@ class Weights:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._owner = owners(context.graph)
+        self._owner = context.graph.owners
         self.of: tuple[tuple[WeightUse, ...], ...] = tuple(
             tuple(self._use(i, slot) for slot in range(len(operator.weights)))
             for i, operator in enumerate(context.graph.operators)

@@ -34,7 +34,6 @@ from stratagem.simulator.operator_rows import OperatorPricer
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import (
     home_placements,
-    owners,
     trainable_weights,
     use_of,
 )
@@ -135,7 +134,7 @@ class TableBuilder:
         self.links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
         self.resharder = shared_resharder(mesh.shape, self.links)
         self.devices = _device_types(mesh, cluster)
-        self.owner = owners(graph)
+        self.owner = graph.owners
         self._pricer = OperatorPricer(
             graph, mesh, self.links, self.resharder, self.devices, training, costs
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -264,6 +265,43 @@ class OperatorGraph:
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @cached_property
+    def segments(self) -> tuple[int, ...]:
+        """The segment of every operator, numbered by its first operator (see `segments`).
+
+        Each repeat of a block is one, cut where the least bytes go from one repeat to the next.
+        Elsewhere a segment ends where a single tensor goes on, as between residual blocks.
+
+        Example:
+            >>> from stratagem.simulator.models import gpt
+            >>> graph = gpt(num_layers=3, hidden=8, num_heads=2, sequence=4, batch=2)
+            >>> segment = dict(zip(graph.names, graph.segments))
+            >>> segment["h.1.ln_1"] == segment["h.1.add_1"] != segment["h.2.ln_1"]
+            True
+        """
+        starts = {i for i, narrow in enumerate(_narrow_cuts(self)) if narrow}
+        for block in repeated_blocks(self):
+            first = block.start + _best_cut(self, block)
+            count = (block.start + block.length * block.count - first) // block.length
+            last = first + count * block.length
+            starts -= set(range(first, last))
+            starts |= set(range(first, last + 1, block.length))
+        number, segment = [], 0
+        for i in range(len(self.operators)):
+            segment = i if i in starts else segment
+            number.append(segment)
+        return tuple(number)
+
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """The operator that owns each trainable parameter: the first that uses it."""
+        owner: dict[str, str] = {}
+        for operator in self.operators:
+            for weight in operator.weights:
+                if self.parameter_index[weight.parameter].trainable:
+                    owner.setdefault(weight.parameter, operator.name)
+        return owner
+
     def microbatch(self, num_microbatches: int) -> OperatorGraph:
         """The graph of one of `num_microbatches` equal microbatches: sample dims divided.
 
@@ -335,6 +373,37 @@ def repeated_blocks(graph: OperatorGraph) -> tuple[RepeatedBlock, ...]:
         found.append(best)
         start = best.start + best.length * best.count
     return tuple(found)
+
+
+def _narrow_cuts(graph: OperatorGraph) -> list[bool]:
+    """Per operator whether at most one tensor goes from those before it to it and those behind."""
+    last: dict[tuple[int, int], int] = {}
+    for edge in graph.edges:
+        if graph.operators[edge.producer].kind != "source":
+            tensor = (edge.producer, edge.output)
+            last[tensor] = max(last.get(tensor, 0), edge.consumer)
+    change = [0] * (len(graph.operators) + 1)
+    for (producer, _), consumer in last.items():
+        change[producer + 1] += 1
+        change[consumer + 1] -= 1
+    return [crossing <= 1 for crossing in itertools.accumulate(change[:-1])]
+
+
+def _best_cut(graph: OperatorGraph, block: RepeatedBlock) -> int:
+    """How many operators behind the start of a block the cut with the least bytes is."""
+    crossing = [0] * block.length
+    for edge in graph.edges:
+        producer = graph.operators[edge.producer]
+        if producer.kind == "source":
+            continue
+        made = producer.outputs[edge.output]
+        size = math.prod(factor_sizes(made.layout, producer.sizes))
+        # Cuts in the second repeat stand for all: what the first reads may come from elsewhere.
+        base = block.start + block.length
+        for cut in range(block.length):
+            if edge.producer < base + cut <= edge.consumer:
+                crossing[cut] += size
+    return min(range(block.length), key=lambda cut: (crossing[cut], cut))
 
 
 def _longest_repeat(keys: list[tuple[Any, ...]], start: int) -> RepeatedBlock | None:

@@ -29,7 +29,6 @@ from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.rules import rule_of, saved_slots
-from stratagem.simulator.segments import segments_of
 
 
 class Use(Enum):
@@ -131,7 +130,7 @@ class _Writer:
         self.n = len(table.operators)
         self.place = {i: p for p, i in enumerate(table.operators)}
         self.triggers = recompute_triggers(table).of
-        self.segment = segments_of(table.graph) if self.triggers else None
+        self.segment = table.graph.segments if self.triggers else None
         self.readers: dict[int, list[Edge]] = {}
         for edge in table.edges:
             self.readers.setdefault(edge.producer, []).append(edge)

@@ -80,16 +80,6 @@ class Use(enum.Enum):
     TIED_ELSEWHERE = "sends its gradient to the owner in another stage"
 
 
-def owners(graph: OperatorGraph) -> dict[str, str]:
-    """The operator that owns each trainable parameter: the first that uses it."""
-    owner: dict[str, str] = {}
-    for operator in graph.operators:
-        for weight in operator.weights:
-            if graph.parameter_index[weight.parameter].trainable:
-                owner.setdefault(weight.parameter, operator.name)
-    return owner
-
-
 def use_of(
     graph: OperatorGraph,
     owner: Mapping[str, str],

@@ -17,7 +17,7 @@ from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.graph import Edge, OperatorGraph
 from stratagem.simulator.memory import StageTensors
-from stratagem.simulator.parameters import owners, trainable_weights
+from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.pipeline import (
     NUM_KINDS,
     TIE,
@@ -263,7 +263,7 @@ def crossing_ties(
     stage_of: Mapping[str, int], graph: OperatorGraph
 ) -> tuple[tuple[int, int, str], ...]:
     """(owner, user, parameter) of every use of a parameter whose owner is in another stage."""
-    owner = owners(graph)
+    owner = graph.owners
     return tuple(
         (graph.index[owner[weight.parameter]], j, weight.parameter)
         for j, operator in enumerate(graph.operators)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stratagem.simulator.cost_table import CostTable
-from stratagem.simulator.segments import segments_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ def recompute_triggers(table: CostTable) -> Triggers:
     may = [i for i in table.operators if table.row(i).may_recompute]
     if not may:
         return Triggers({}, {})
-    segment = segments_of(table.graph)
+    segment = table.graph.segments
     place = {i: p for p, i in enumerate(reversed(table.operators))}
     readers: dict[int, list[int]] = {}
     for edge in table.edges:

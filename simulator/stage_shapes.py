@@ -16,7 +16,6 @@ from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.graph import Edge
 from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
 from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.segments import segments_of
 
 
 @dataclass(eq=False)
@@ -75,7 +74,7 @@ def _shape_of(table: CostTable) -> tuple[Any, ...]:
     base = table.operators[0]
     segments: tuple[int, ...] = ()
     if any(row.may_recompute for row in table.rows):
-        segment = segments_of(table.graph)
+        segment = table.graph.segments
         segments = tuple(segment[i] - base for i in table.operators)
     return (
         segments,

@@ -23,7 +23,6 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.rules import rule_of, saved_intermediates, saved_slots
-from stratagem.simulator.segments import segments_of
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
@@ -65,7 +64,7 @@ def alive_by_definition(graph: OperatorGraph, again: set[str]) -> int:
     used in backward. Written down place by place, without intervals or look-ups.
     """
     n = len(graph.operators)
-    segment = segments_of(graph)
+    segment = graph.segments
     outside = {e.producer for e in graph.edges if segment[e.producer] != segment[e.consumer]}
 
     def back(i: int) -> int:

@@ -20,7 +20,7 @@ from stratagem.simulator.pipeline import FORWARD
 from stratagem.simulator.placement import Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.plan_model import StageModel, block_times, plan_model
-from stratagem.simulator.segments import recomputed_operators, segments_of
+from stratagem.simulator.segments import recomputed_operators
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
@@ -62,7 +62,7 @@ def only_stage(plan: Plan, graph: OperatorGraph) -> StageModel:
 class TestSegments:
     def test_layers_of_a_transformer(self) -> None:
         graph = layers(3)
-        segment = dict(zip((op.name for op in graph.operators), segments_of(graph), strict=True))
+        segment = dict(zip((op.name for op in graph.operators), graph.segments, strict=True))
         for layer in range(3):
             inside = {n for n in segment if n.startswith(f"h.{layer}.")}
             assert len({segment[name] for name in inside}) == 1
@@ -71,14 +71,14 @@ class TestSegments:
     def test_residual_blocks_of_a_convolutional_network(self) -> None:
         """Behind every residual addition one tensor goes on, so a segment may end there."""
         graph = resnet(50, batch=4)
-        segment = segments_of(graph)
+        segment = graph.segments
         first = graph.index["layer1.0.conv1"]
         assert {segment[i] for i in range(first, graph.index["layer1.0.relu_2"] + 1)} == {first}
 
     @pytest.mark.parametrize("policy", ["selective", "full"])
     def test_what_a_segment_hands_on_is_never_recomputed(self, policy: str) -> None:
         graph = layers(4)
-        again, segment = recomputed_operators(graph, policy), segments_of(graph)
+        again, segment = recomputed_operators(graph, policy), graph.segments
         assert again
         for edge in graph.edges:
             if segment[edge.producer] != segment[edge.consumer]:
