@@ -47,7 +47,7 @@ class Chain:
         p = self.problem
         return float(
             _kernels.score_plan(
-                np.ones(p.num_stages, dtype=np.int64),
+                np.full(p.num_stages, _kernels.REPLAY, dtype=np.int64),
                 self.choice,
                 self._block_ns,
                 self._profiles,
@@ -57,9 +57,7 @@ class Chain:
 
     def peaks(self) -> list[int]:
         """Bytes per device of each rank at its peak, under the present choices."""
-        ranks = range(self.problem.capacities.size)
-        found = (_kernels.rank_peak(r, self._profiles, *self.problem.ranks) for r in ranks)
-        return [int(peak) for peak in found]
+        return peaks_of(self.problem, self._profiles)
 
     def advance(self, num_evaluations: int) -> None:
         """Run the next proposals (fewer when the chain ends before)."""
@@ -88,6 +86,12 @@ class Chain:
             *arguments_of(p),
         )
         self.done += count
+
+
+def peaks_of(p: Problem, profiles: IntArray) -> list[int]:
+    """Bytes per device of each rank at its peak, from the `profiles` of its stages."""
+    ranks = range(p.capacities.size)
+    return [int(_kernels.rank_peak(rank, profiles, *p.ranks)) for rank in ranks]
 
 
 def arguments_of(p: Problem) -> tuple[Any, ...]:

@@ -388,12 +388,11 @@ def _flat_situations(
     ]
     flat = [moment for rank in ranks for moment in rank]
     stages = np.zeros((len(ranks), schedule.num_stages), dtype=np.int64)
-    capacities = np.zeros(len(ranks), dtype=np.int64)
     for rank, found in enumerate(ranks):
-        for situation, _ in found:
-            stages[rank, situation.stage] = 1
-            devices = skeleton.meshes[situation.stage].devices
-            capacities[rank] = min(cluster.device_type(d).memory_bytes for d in devices)
+        stages[rank, [situation.stage for situation, _ in found]] = 1
+    # The stages of a rank share its devices.
+    meshes = [skeleton.meshes[found[0][0].stage] for found in ranks]
+    capacities = np.array([mesh.memory_bytes(cluster) for mesh in meshes], dtype=np.int64)
     held = [each for situation, _ in flat for each in situation.held]
     return capacities, (
         stages,

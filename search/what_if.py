@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.search import _kernels
-from stratagem.search.anneal import arguments_of
+from stratagem.search.anneal import arguments_of, peaks_of
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import ZERO_STAGES, Options, Skeleton
 from stratagem.simulator.block import Block
@@ -183,8 +183,7 @@ class WhatIf:
                 dirty, self._choice, self._block_ns, self._profiles, *arguments_of(problem)
             )
         )
-        ranks = range(problem.capacities.size)
-        peaks = [int(_kernels.rank_peak(r, self._profiles, *problem.ranks)) for r in ranks]
+        peaks = peaks_of(problem, self._profiles)
         over = max(
             (peak - int(capacity)) / int(capacity)
             for peak, capacity in zip(peaks, problem.capacities, strict=True)

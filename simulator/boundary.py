@@ -104,7 +104,6 @@ def price_boundary(
     itemsize = source.training.bytes_of(made.dtype)
     flows = graph.edge_needs_gradient(edge)
     shape = (len(ours), len(theirs))
-    moved = _resharding if source.mesh == target.mesh else _sending
     forward, backward, received = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
     for a, choice in enumerate(ours):
         there = output_placements(made, choice.config)
@@ -113,10 +112,14 @@ def price_boundary(
             wanted = input_placements(read, other.config)
             if source.mesh != target.mesh or there != wanted:
                 received[a, b] = local_elements(sizes, wanted, target.mesh.shape) * itemsize
-            forward[a, b] = moved(source, target, sizes, itemsize, there, wanted, cluster)
+            forward[a, b] = _moving_seconds(
+                source, target, sizes, itemsize, there, wanted, cluster
+            )
             if flows:
                 grads = input_gradient_placements(read, other.config)
-                backward[a, b] = moved(target, source, sizes, itemsize, grads, needed, cluster)
+                backward[a, b] = _moving_seconds(
+                    target, source, sizes, itemsize, grads, needed, cluster
+                )
     mask = transfer_mask(source.mesh, target.mesh, cluster)
     targets = tuple(input_placements(read, other.config) for other in theirs)
     return BoundaryRow(_masked(forward, mask), _masked(backward, mask), targets, received)
@@ -163,7 +166,7 @@ def _tied_bytes(
     ]
 
 
-def _sending(
+def _moving_seconds(
     source: TableBuilder,
     target: TableBuilder,
     sizes: tuple[int, ...],
@@ -172,23 +175,12 @@ def _sending(
     after: Placements,
     cluster: Cluster,
 ) -> float:
-    """Seconds until a tensor on one mesh lies on another."""
+    """Seconds until a tensor of one stage lies as another wants it."""
+    if source.mesh == target.mesh:
+        return _path_seconds(source, sizes, itemsize, before, after)
     nbytes = local_elements(sizes, after, target.mesh.shape) * itemsize
     pending = _path_seconds(source, sizes, itemsize, before, summed(before))
     return pending + transfer_seconds(nbytes, source.mesh, target.mesh, cluster)
-
-
-def _resharding(
-    source: TableBuilder,
-    target: TableBuilder,
-    sizes: tuple[int, ...],
-    itemsize: int,
-    before: Placements,
-    after: Placements,
-    cluster: Cluster,
-) -> float:
-    """Seconds until a tensor lies as another stage of the same mesh wants it."""
-    return _path_seconds(source, sizes, itemsize, before, after)
 
 
 def _path_seconds(

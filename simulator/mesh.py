@@ -105,6 +105,10 @@ class DeviceMesh:
         """The group along `axis` that `device` belongs to, in axis order."""
         return next(group for group in self.groups(axis) if device in group)
 
+    def memory_bytes(self, cluster: Cluster) -> int:
+        """Memory of its smallest device: what every device of a stage must get by with."""
+        return min(cluster.device_type(device).memory_bytes for device in self.devices)
+
     def check(self, cluster: Cluster) -> None:
         """Raise ValueError when a device is not in `cluster`."""
         beyond = [d for d in self.devices if not 0 <= d < cluster.num_devices]

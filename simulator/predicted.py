@@ -19,7 +19,6 @@ from stratagem.simulator.memory import (
     passes_of,
 )
 from stratagem.simulator.pipeline import FORWARD, RESHARD_BACK, SEND, SEND_BACK, TIE
-from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, StageModel
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.step_path import Played, StepPath, step_path
@@ -133,7 +132,7 @@ def rank_memory(model: PlanModel) -> tuple[DeviceMemory, ...]:
         device_memory(
             {stage: model.stages[stage].tensors for stage in {s.stage for s in found}},
             found,
-            _capacity(model.plan, found[0].stage),
+            model.plan.stages[found[0].stage].mesh.memory_bytes(model.plan.cluster),
             split=schedule.splits_backward,
         )
         for found in schedule.situations
@@ -156,12 +155,8 @@ def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline
                 places[s, kind, which] = _place_times(model.stages[s], kind, times, which)
             start, end = places[s, kind, which]
             runs.append(BlockRun(s, which, start + offset, end + offset))
-    capacity = _capacity(model.plan, order[0].stage)
+    capacity = model.plan.stages[order[0].stage].mesh.memory_bytes(model.plan.cluster)
     return memory_over_time(f"rank {rank}", tensors, runs, macro.makespan, capacity)
-
-
-def _capacity(plan: Plan, stage: int) -> int:
-    return min(plan.cluster.device_type(d).memory_bytes for d in plan.stages[stage].mesh.devices)
 
 
 def _place_times(

@@ -152,7 +152,16 @@ class Schedule:
 
     @cached_property
     def situations(self) -> tuple[tuple[Situation, ...], ...]:
-        """See the function `situations`."""
+        """Per rank, the distinct situations in which its memory may be fullest.
+
+        Of those in which a rank begins actions of one stage and kind, none is listed that holds no
+        more of any stage than another. The microbatch of the action itself does not count.
+
+        Example:
+            >>> schedule = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1")
+            >>> [(s.kind.value, s.held[0].waiting) for s in schedule.situations[0]]
+            [('F', 1), ('B', 1)]
+        """
         return tuple(_fullest(order) for order in self.orders)
 
     @cached_property
@@ -304,20 +313,6 @@ class Situation(NamedTuple):
     stage: int
     kind: ActionKind
     held: tuple[Held, ...]
-
-
-def situations(schedule: Schedule) -> tuple[tuple[Situation, ...], ...]:
-    """Per rank, the distinct situations in which its memory may be fullest.
-
-    Of those in which a rank begins actions of one stage and kind, none is listed that holds no
-    more of any stage than another. The microbatch of the action itself does not count.
-
-    Example:
-        >>> schedule = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1")
-        >>> [(s.kind.value, s.held[0].waiting) for s in situations(schedule)[0]]
-        [('F', 1), ('B', 1)]
-    """
-    return schedule.situations
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

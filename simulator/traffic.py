@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.graph import Edge, Operator, factor_sizes
-from stratagem.simulator.parameters import Use, home_placements, use_of
+from stratagem.simulator.parameters import Use, residences, use_of
 from stratagem.simulator.placement import (
     Placements,
     input_gradient_placements,
@@ -15,8 +14,6 @@ from stratagem.simulator.placement import (
     local_elements,
     output_gradient_placements,
     output_placements,
-    weight_gradient_placements,
-    weight_placements,
 )
 from stratagem.simulator.plan import Choice
 
@@ -99,16 +96,10 @@ def _parameter_bytes(
 ) -> tuple[int, int]:
     sync = gather = 0
     itemsize = builder.training.parameter_bytes
-    for weight, use in zip(operator.weights, uses, strict=True):
-        if use in (Use.BUFFER, Use.TIED_HERE):
-            continue
-        own = choice if use is Use.OWNED else replace(choice, zero=0)
-        home = home_placements(weight, operator.sizes, own, builder.mesh.shape)
-        sizes = factor_sizes(weight.layout, operator.sizes)
-        made = weight_gradient_placements(weight, choice.config)
-        used = weight_placements(weight, choice.config)
-        sync += _moved(builder, sizes, itemsize, made, home)
-        gather += _moved(builder, sizes, itemsize, home, used)
+    for lies in residences(operator, uses, choice, builder.mesh.shape):
+        sizes = factor_sizes(lies.weight.layout, operator.sizes)
+        sync += _moved(builder, sizes, itemsize, lies.made, lies.home)
+        gather += _moved(builder, sizes, itemsize, lies.home, lies.used)
     return sync, gather
 
 

@@ -14,7 +14,6 @@ from stratagem.simulator.schedule import (
     Schedule,
     grid,
     peak_in_flight,
-    situations,
     validate,
 )
 from stratagem.simulator.schedules import gpipe, one_f_one_b, schedule_by_name
@@ -231,7 +230,7 @@ class TestHeld:
     def test_the_fullest_of_each_stage_and_kind(self):
         schedule = Schedule.parse("rank 0: 0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1")
         validate(schedule)
-        found = {(each.stage, each.kind.value): each.held for each in situations(schedule)[0]}
+        found = {(each.stage, each.kind.value): each.held for each in schedule.situations[0]}
         waiting = {key: {held.stage: held.waiting for held in all} for key, all in found.items()}
         assert waiting == {
             (0, "F"): {0: 1, 1: 1},
@@ -239,11 +238,11 @@ class TestHeld:
             (1, "B"): {0: 2, 1: 0},
             (0, "B"): {0: 1, 1: 0},
         }
-        assert len(situations(schedule)[0]) == 4
+        assert len(schedule.situations[0]) == 4
 
     def test_a_split_backward_is_held_until_its_weight_gradient(self):
         schedule = Schedule.parse("rank 0: 0F0 0I0 0F1 0W0 0I1 0W1")
-        kinds = {each.kind.value: each.held[0] for each in situations(schedule)[0]}
+        kinds = {each.kind.value: each.held[0] for each in schedule.situations[0]}
         assert kinds == {"F": Held(0, 0, 1), "I": Held(0, 0, 0), "W": Held(0, 1, 0)}
         assert peak_in_flight(schedule) == (2,)
 
