@@ -137,7 +137,7 @@ class _Writer:
         done: dict[int, int] = {}
         for i in reversed(self.table.operators):
             row = self._row(i)
-            whole = self._whole(i, row.weight_gradient, row.pieces)
+            whole = self._whole(row.weight_gradient, row.pieces)
             done[i] = draft.operator_task(
                 "{0} weight gradient",
                 Role.WEIGHT_GRADIENT,
@@ -334,7 +334,7 @@ class _Writer:
             self._parts[key] = timed.where(active)
         return self._parts[key]
 
-    def _whole(self, i: int, timed: Timed, pieces: IntArray) -> Timed:
+    def _whole(self, timed: Timed, pieces: IntArray) -> Timed:
         key = (id(timed), 0, "whole")
         if key not in self._parts:
             self._parts[key] = Timed(timed.ns * pieces, timed.mask)

@@ -31,7 +31,7 @@ from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.rules import rule_of, saved_slots
 
 
-class Use(Enum):
+class Purpose(Enum):
     """What memory is for."""
 
     PARAMETERS = "parameters"
@@ -61,7 +61,7 @@ class Lifetimes:
     birth: IntArray
     death: IntArray
     owner: IntArray
-    uses: tuple[Use, ...]
+    uses: tuple[Purpose, ...]
     pool: IntArray
 
     def bytes_under(self, choices: IntArray) -> IntArray:
@@ -117,7 +117,7 @@ class _Writer:
     table: CostTable
     split: bool
     rows: list[tuple[int, ...]] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
+    uses: list[Purpose] = field(default_factory=list)
     pool: list[IntArray] = field(default_factory=list)
     _size: int = 0
     _seen: dict[bytes, int] = field(default_factory=dict)
@@ -138,9 +138,9 @@ class _Writer:
     def state(self, i: int) -> None:
         """Parameters, gradients and optimizer state: all the time."""
         row, always = self.table.row(i), (-1, 3 * self.n)
-        self._add(Use.PARAMETERS, i, row.parameter_bytes, *always)
-        self._add(Use.GRADIENTS, i, row.gradient_bytes, *always)
-        self._add(Use.OPTIMIZER, i, row.optimizer_bytes, *always)
+        self._add(Purpose.PARAMETERS, i, row.parameter_bytes, *always)
+        self._add(Purpose.GRADIENTS, i, row.gradient_bytes, *always)
+        self._add(Purpose.OPTIMIZER, i, row.optimizer_bytes, *always)
 
     def operator(self, i: int) -> None:
         """Results, what is kept inside, gradients, gathered parameters."""
@@ -150,32 +150,32 @@ class _Writer:
         if i in self.triggers:
             keeps = self._keeps(i)
             again = np.where(keeps, 0, row.own_bytes)
-            self._add(Use.ACTIVATIONS, i, np.where(keeps, row.own_bytes, 0), place, back)
-            self._add(Use.RECOMPUTED, i, again, self._trigger(i), back)
+            self._add(Purpose.ACTIVATIONS, i, np.where(keeps, row.own_bytes, 0), place, back)
+            self._add(Purpose.RECOMPUTED, i, again, self._trigger(i), back)
         else:
-            self._add(Use.ACTIVATIONS, i, row.own_bytes, place, back)
-        self._add(Use.BUFFERS, i, row.gathered_bytes, max(0, place - PREFETCH), place)
+            self._add(Purpose.ACTIVATIONS, i, row.own_bytes, place, back)
+        self._add(Purpose.BUFFERS, i, row.gathered_bytes, max(0, place - PREFETCH), place)
         if self.table.graph.needs_gradient[i]:
-            self._add(Use.TENSORS, i, row.input_gradient_bytes, back, back)
+            self._add(Purpose.TENSORS, i, row.input_gradient_bytes, back, back)
             asked = min(back - PREFETCH, self._trigger(i) if i in self.triggers else back)
-            self._add(Use.BUFFERS, i, row.gathered_bytes, max(self.n, asked), back)
+            self._add(Purpose.BUFFERS, i, row.gathered_bytes, max(self.n, asked), back)
             late = self._weight_place(i)
-            self._add(Use.GRADIENTS, i, row.whole_gradient_bytes, late, late)
+            self._add(Purpose.GRADIENTS, i, row.whole_gradient_bytes, late, late)
 
     def copy(self, edge: Edge, nbytes: IntArray) -> None:
         """The converted copy of an input."""
         place, back = self.place[edge.consumer], self._needed_until(edge)
         if back is None:
-            self._add_pair(Use.BUFFERS, edge, nbytes, place, place)
+            self._add_pair(Purpose.BUFFERS, edge, nbytes, place, place)
             return
         if edge.consumer not in self.triggers:
-            self._add_pair(Use.ACTIVATIONS, edge, nbytes, place, back)
+            self._add_pair(Purpose.ACTIVATIONS, edge, nbytes, place, back)
         else:
             keeps = self._keeps(edge.consumer)[None, :]
-            self._add_pair(Use.ACTIVATIONS, edge, np.where(keeps, nbytes, 0), place, back)
-            self._add_pair(Use.BUFFERS, edge, np.where(keeps, 0, nbytes), place, place)
+            self._add_pair(Purpose.ACTIVATIONS, edge, np.where(keeps, nbytes, 0), place, back)
+            self._add_pair(Purpose.BUFFERS, edge, np.where(keeps, 0, nbytes), place, place)
             again = self._trigger(edge.consumer)
-            self._add_pair(Use.RECOMPUTED, edge, np.where(keeps, 0, nbytes), again, back)
+            self._add_pair(Purpose.RECOMPUTED, edge, np.where(keeps, 0, nbytes), again, back)
 
     def checkpoint(self, edge: Edge) -> None:
         """A result that no backward pass needs, but a reader that runs again."""
@@ -188,7 +188,7 @@ class _Writer:
         nbytes = self.table.row(edge.producer).output_bytes[edge.output]
         held = np.where(keeps[:, None] & again[None, :], nbytes[:, None], 0)
         place, back = self.place[edge.producer], self._trigger(edge.consumer)
-        self._add_pair(Use.ACTIVATIONS, edge, held, place, back)
+        self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back)
 
     def arrival(self, edge: Edge, nbytes: IntArray) -> None:
         """What another stage sends: kept for backward or for running again, else used at once."""
@@ -196,10 +196,10 @@ class _Writer:
         if back is None and edge.consumer in self.triggers:
             keeps = self._keeps(edge.consumer)[None, :]
             until = self._trigger(edge.consumer)
-            self._add_pair(Use.ACTIVATIONS, edge, np.where(keeps, 0, nbytes), 0, until)
+            self._add_pair(Purpose.ACTIVATIONS, edge, np.where(keeps, 0, nbytes), 0, until)
             nbytes = np.where(keeps, nbytes, 0)
         self._add_pair(
-            Use.BUFFERS if back is None else Use.ACTIVATIONS,
+            Purpose.BUFFERS if back is None else Purpose.ACTIVATIONS,
             edge,
             nbytes,
             0,
@@ -234,17 +234,17 @@ class _Writer:
         last = last if inside else self.n - 1
         kept = self._kept_until(i, output)
         if kept is None:
-            self._add(Use.TENSORS, i, nbytes, place, last)
+            self._add(Purpose.TENSORS, i, nbytes, place, last)
         elif (alone := self._only_need(i, output)) is None:
             self._kept(i, None, nbytes, (place, last, kept), self._is_dropped(i, output))
         else:
             used, held = self._by_reader(alone, nbytes)
-            self._add_pair(Use.TENSORS, alone, used, place, last)
+            self._add_pair(Purpose.TENSORS, alone, used, place, last)
             self._kept(i, alone, held, (place, last, kept), self._is_dropped(i, output))
         if self.table.graph.needs_gradient[i]:
             born = 2 * self.n - 1 - last
             late = self._weight_place(i) if self._weighs(i) else back
-            self._add(Use.TENSORS, i, nbytes, born, late)
+            self._add(Purpose.TENSORS, i, nbytes, born, late)
 
     def _kept(
         self,
@@ -257,13 +257,13 @@ class _Writer:
         """A result that backward needs: held, or dropped behind its last reader and made again."""
         place, last, kept = when
         keeps = self._keeps(i) if edge is None else self._keeps(i)[:, None]
-        parts = [(Use.ACTIVATIONS, nbytes, place, kept)]
+        parts = [(Purpose.ACTIVATIONS, nbytes, place, kept)]
         if dropped:
             again = np.where(keeps, 0, nbytes)
             parts = [
-                (Use.ACTIVATIONS, np.where(keeps, nbytes, 0), place, kept),
-                (Use.TENSORS, again, place, last),
-                (Use.RECOMPUTED, again, self._trigger(i), kept),
+                (Purpose.ACTIVATIONS, np.where(keeps, nbytes, 0), place, kept),
+                (Purpose.TENSORS, again, place, last),
+                (Purpose.RECOMPUTED, again, self._trigger(i), kept),
             ]
         for use, amount, birth, death in parts:
             if edge is None:
@@ -349,13 +349,15 @@ class _Writer:
     def _keeps(self, i: int) -> BoolArray:
         return ~self.table.row(i).recomputes
 
-    def _add(self, use: Use, i: int, nbytes: IntArray, birth: int, death: int) -> None:
+    def _add(self, use: Purpose, i: int, nbytes: IntArray, birth: int, death: int) -> None:
         base = self._base(nbytes)
         if base >= 0:
             self.uses.append(use)
             self.rows.append((base, i, 1, i, 0, birth, death, i))
 
-    def _add_pair(self, use: Use, edge: Edge, nbytes: IntArray, birth: int, death: int) -> None:
+    def _add_pair(
+        self, use: Purpose, edge: Edge, nbytes: IntArray, birth: int, death: int
+    ) -> None:
         base = self._base(nbytes)
         if base >= 0:
             self.uses.append(use)

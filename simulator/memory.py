@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.simulator.lifetimes import Lifetimes, Use
+from stratagem.simulator.lifetimes import Lifetimes, Purpose
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.schedule import ActionKind, Held, Situation
@@ -44,7 +44,7 @@ def passes_of(kind: ActionKind, *, split: bool) -> tuple[int, ...]:
 class Alive(NamedTuple):
     """Something in memory at the peak: `copies` microbatches of `nbytes` each."""
 
-    use: Use
+    use: Purpose
     stage: int
     operator: str
     nbytes: int
@@ -201,7 +201,7 @@ def _alive(
     tensors: Mapping[int, StageTensors], situation: Situation, which: int
 ) -> tuple[Alive, ...]:
     """What is in memory at the place of the peak, by operator and use, largest first."""
-    total: dict[tuple[Use, int, str, int], int] = {}
+    total: dict[tuple[Purpose, int, str, int], int] = {}
 
     def add(stage: StageTensors, chosen: BoolArray, copies: int) -> None:
         for k in np.flatnonzero(chosen & (stage.nbytes > 0)) if copies else ():
@@ -240,7 +240,7 @@ class MemoryTimeline:
     Attributes:
         label: of the rank.
         times: [N], ns, never falling; the bytes hold from a time to the next.
-        nbytes: [U, N], by use in the order of `Use`.
+        nbytes: [U, N], by use in the order of `Purpose`.
         capacity: bytes of the device.
     """
 
@@ -273,7 +273,7 @@ def memory_over_time(
     A tensor is allocated when the operator at its birth starts and freed when the one at its death
     ends, so the peak is the same as that of `device_memory`.
     """
-    uses = {use: row for row, use in enumerate(Use)}
+    uses = {use: row for row, use in enumerate(Purpose)}
     times, rows, changes = [0], [0], [0]
     for stage in tensors.values():
         for k in np.flatnonzero(stage.is_state):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stratagem.simulator.files import atomic_path
-from stratagem.simulator.lifetimes import Use
+from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.memory import MemoryTimeline
 from stratagem.simulator.timeline import readable_unit
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {
-    Use.PARAMETERS: "#2f6aa3",
-    Use.GRADIENTS: "#cf4f4a",
-    Use.OPTIMIZER: "#58a55c",
-    Use.ACTIVATIONS: "#7fb2dd",
-    Use.RECOMPUTED: "#9a86c6",
-    Use.TENSORS: "#f2a23a",
-    Use.BUFFERS: "#a5a5a5",
+    Purpose.PARAMETERS: "#2f6aa3",
+    Purpose.GRADIENTS: "#cf4f4a",
+    Purpose.OPTIMIZER: "#58a55c",
+    Purpose.ACTIVATIONS: "#7fb2dd",
+    Purpose.RECOMPUTED: "#9a86c6",
+    Purpose.TENSORS: "#f2a23a",
+    Purpose.BUFFERS: "#a5a5a5",
 }
 
 GIB = 2**30
@@ -70,7 +70,7 @@ def plot_memory(timelines: Sequence[MemoryTimeline], path: str | Path | None = N
         panel.set_ylim(0, top / GIB)
         panel.set_xlim(0, longest * 1e-9 / length)
     panels[-1].set_xlabel(f"time in {unit}")
-    used = [use for row, use in enumerate(Use) if any(t.nbytes[row].any() for t in timelines)]
+    used = [use for row, use in enumerate(Purpose) if any(t.nbytes[row].any() for t in timelines)]
     handles = [Patch(color=COLOURS[use]) for use in used]
     names = [use.value for use in used]
     figure.legend(handles, names, loc="outside upper center", ncols=len(used), frameon=False)
@@ -89,7 +89,7 @@ def _top(timeline: MemoryTimeline) -> float:
 def _draw(panel: Axes, timeline: MemoryTimeline, per_ns: float) -> None:
     chosen = _points(timeline)
     times = timeline.times[chosen] * per_ns
-    layers = [(use, timeline.nbytes[row][chosen] / GIB) for row, use in enumerate(Use)]
+    layers = [(use, timeline.nbytes[row][chosen] / GIB) for row, use in enumerate(Purpose)]
     below = np.zeros(times.size)
     for use, height in layers:
         if height.any():

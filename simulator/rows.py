@@ -67,11 +67,6 @@ class OperatorRow:
     whole_gradient_bytes: IntArray
 
     @property
-    def state_bytes(self) -> IntArray:
-        """Bytes of parameters, gradients and optimizer state."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
-    @property
     def passes_ns(self) -> IntArray:
         """Whole forward and backward pass, all pieces."""
         both: IntArray = (self.forward.ns + self.backward.ns) * self.pieces

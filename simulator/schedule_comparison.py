@@ -16,7 +16,7 @@ from stratagem.simulator.boundary import transfer_seconds
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.lifetimes import Use
+from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.memory import StageTensors, device_memory
 from stratagem.simulator.pipeline import (
     BACKWARD,
@@ -175,7 +175,7 @@ def _copy_sync(model: PlanModel, s: int) -> int:
     A copy of stage s of S is where stage S − 1 − s is.
     """
     tensors = model.stages[s].tensors
-    gradients = _bytes_for(tensors, Use.GRADIENTS)
+    gradients = _bytes_for(tensors, Purpose.GRADIENTS)
     meshes = [stage.mesh for stage in model.plan.stages]
     seconds = transfer_seconds(gradients, meshes[s], meshes[-1 - s], model.plan.cluster)
     return round(seconds * 1e9)
@@ -186,7 +186,7 @@ def _tied(model: PlanModel) -> int:
     return int(macro_durations(model)[TIE].sum())
 
 
-def _bytes_for(tensors: StageTensors, use: Use) -> int:
+def _bytes_for(tensors: StageTensors, use: Purpose) -> int:
     return sum(
         int(nbytes)
         for nbytes, each, state in zip(
@@ -227,7 +227,7 @@ def _fullest(model: PlanModel, schedule: Schedule, state: SteadyState | None) ->
         peak = device_memory(tensors, found, 0, split=schedule.splits_backward).peak
         if state is not None:
             peak += sum(
-                (state.weight_versions[s] - 1) * _bytes_for(stage, Use.PARAMETERS)
+                (state.weight_versions[s] - 1) * _bytes_for(stage, Purpose.PARAMETERS)
                 for s, stage in tensors.items()
             )
         peaks.append(peak)

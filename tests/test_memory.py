@@ -16,7 +16,7 @@ from stratagem.search.strategies import Choices, data_parallel, replicated, with
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.lifetimes import Use
+from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.memory import MemoryTimeline
 from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -171,22 +171,22 @@ def test_1f1b_holds_fewer_microbatches_the_later_the_stage() -> None:
 def test_zero_shards_what_it_says() -> None:
     """ZeRO-1 shards optimizer state, 2 also gradients, 3 also parameters."""
     graph = mlp([512, 512, 512], batch=64)
-    held: dict[int, dict[Use, int]] = {}
+    held: dict[int, dict[Purpose, int]] = {}
     for zero in (0, 1, 2, 3):
         plan = plan_of(graph, data_parallel(graph, (8,), zero=zero), 1, 1, "1f1b", 8)
-        found: dict[Use, int] = {}
+        found: dict[Purpose, int] = {}
         memory = simulate_plan(plan, graph, COSTS).memory[0]
         for each in memory.alive:
             found[each.use] = found.get(each.use, 0) + each.total
         held[zero] = found
     whole = held[0]
     weights = graph.num_parameters * 4
-    assert whole[Use.PARAMETERS] == whole[Use.GRADIENTS] == weights
-    assert whole[Use.OPTIMIZER] == 2 * weights
-    assert held[1][Use.OPTIMIZER] == pytest.approx(whole[Use.OPTIMIZER] / 8, rel=0.01)
-    assert held[1][Use.GRADIENTS] == weights
-    assert held[2][Use.GRADIENTS] < 0.7 * weights
-    assert held[3][Use.PARAMETERS] == pytest.approx(weights / 8, rel=0.01)
+    assert whole[Purpose.PARAMETERS] == whole[Purpose.GRADIENTS] == weights
+    assert whole[Purpose.OPTIMIZER] == 2 * weights
+    assert held[1][Purpose.OPTIMIZER] == pytest.approx(whole[Purpose.OPTIMIZER] / 8, rel=0.01)
+    assert held[1][Purpose.GRADIENTS] == weights
+    assert held[2][Purpose.GRADIENTS] < 0.7 * weights
+    assert held[3][Purpose.PARAMETERS] == pytest.approx(weights / 8, rel=0.01)
 
 
 class TestPlot:
@@ -206,7 +206,7 @@ class TestPlot:
 
     def test_too_much_is_said_by_how_much(self) -> None:
         times = np.array([0, 10], dtype=np.int64)
-        nbytes = np.zeros((len(Use), 2), dtype=np.int64)
+        nbytes = np.zeros((len(Purpose), 2), dtype=np.int64)
         nbytes[3] = 3 * 2**30
         figure = plot_memory([MemoryTimeline("rank 0", times, nbytes, 2 * 2**30)])
         title = figure.axes[0].get_title(loc="left")
@@ -214,7 +214,7 @@ class TestPlot:
 
     def test_long_curves_keep_their_peak(self) -> None:
         size = 100_000
-        nbytes = np.zeros((len(Use), size), dtype=np.int64)
+        nbytes = np.zeros((len(Purpose), size), dtype=np.int64)
         nbytes[0] = np.random.default_rng(0).integers(0, 2**30, size)
         nbytes[0, 54_321] = 2**31
         timeline = MemoryTimeline("rank 0", np.arange(size, dtype=np.int64), nbytes, 2**32)
