@@ -46,7 +46,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
 
 
 def _check_precision(plan: Plan) -> None:
-    if plan.training.precision != "float32":
+    if plan.training.precision != "float32" or plan.training.gradient_bytes != 4:
         raise ValueError(
             f"plan {plan.name!r} trains in {plan.training.precision}, which is simulated only; "
             f"the executor runs float32: search with Training(precision='float32')"

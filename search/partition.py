@@ -1,4 +1,4 @@
-"""Cutting a graph into pipeline stages of equal time."""
+"""Cutting a graph into pipeline stages: of equal time, or by layers as frameworks do it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel, Direction, RooflineCosts
 from stratagem.simulator.graph import OperatorGraph, shape_of
+from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
 
 
@@ -33,6 +34,104 @@ def balanced_stages(
     cuts = _best_cuts(seconds, sends, num_stages)
     bounds = [0, *cuts, len(layers)]
     stage_of = {layers[k]: s for s in range(num_stages) for k in range(bounds[s], bounds[s + 1])}
+    return _by_stage(graph, stage_of, num_stages)
+
+
+def layer_stages(
+    graph: OperatorGraph, num_stages: int, by: str = "layers"
+) -> tuple[tuple[str, ...], ...]:
+    """Whole repeated blocks per stage, dealt out as training frameworks do it.
+
+    Args:
+        graph: a model with repeated blocks.
+        num_stages: how many stages.
+        by: ``layers`` gives every stage as many, what stands before them to the first stage and
+            what stands after them to the last (Megatron-LM). ``layers and ends`` counts each end
+            as one more layer (Megatron-DeepSpeed). ``parameters`` ends a stage with the block at
+            which it has passed its share of the weights of matrix products (nanotron).
+
+    Raises:
+        ValueError: the blocks do not divide evenly, or a stage would be empty.
+    """
+    units = _units(graph)
+    num_blocks = len(units) - 2
+    if by == "parameters":
+        stages = _by_threshold([_matrix_weights(graph, unit) for unit in units], num_stages)
+    else:
+        counted = num_blocks + (2 if by == "layers and ends" else 0)
+        if counted % num_stages:
+            ends = " and 2 ends" if by == "layers and ends" else ""
+            raise ValueError(
+                f"{graph.name!r} has {num_blocks} repeated blocks{ends}, which {num_stages} "
+                f"stages do not divide"
+            )
+        share = counted // num_stages
+        skip = 1 if counted == num_blocks else 0
+        last = num_stages - 1
+        stages = [min(max(u - skip, 0) // share, last) for u in range(len(units))]
+    if set(stages) != set(range(num_stages)):
+        raise ValueError(
+            f"{graph.name!r} has {num_blocks} repeated blocks, too few for {num_stages} stages"
+        )
+    stage_of = {i: s for unit, s in zip(units, stages, strict=True) for i in unit}
+    return _by_stage(graph, stage_of, num_stages)
+
+
+def _units(graph: OperatorGraph) -> list[list[int]]:
+    """What stands before the repeated blocks, each block, and what stands after them.
+
+    Sources are left out. Of several kinds of blocks the one with the most operators counts.
+    """
+    segments: dict[int, list[int]] = {}
+    for i, operator in enumerate(graph.operators):
+        if operator.kind != "source":
+            segments.setdefault(graph.segments[i], []).append(i)
+    kinds: dict[tuple[str, ...], list[list[int]]] = {}
+    for segment in segments.values():
+        kinds.setdefault(tuple(graph.operators[i].kind for i in segment), []).append(segment)
+    blocks = max(kinds.values(), key=lambda found: (len(found) > 1) * sum(map(len, found)))
+    inside = {i for block in blocks for i in block}
+    layers = sorted(i for segment in segments.values() for i in segment)
+    before = [i for i in layers if i < blocks[0][0]]
+    for i in layers:
+        if i not in inside and blocks[0][0] < i < blocks[-1][-1]:
+            position = max(k for k, block in enumerate(blocks) if block[0] < i)
+            blocks[position].append(i)
+    after = [i for i in layers if i > blocks[-1][-1] and i not in inside]
+    return [before, *blocks, after]
+
+
+def _matrix_weights(graph: OperatorGraph, unit: Sequence[int]) -> int:
+    """Weights that the matrix products of some operators have, biases left out."""
+    return sum(
+        math.prod(shape_of(weight.layout, graph.operators[i].sizes))
+        for i in unit
+        if rule_of(graph.operators[i]).matmul
+        for weight in graph.operators[i].weights
+        if len(weight.layout) > 1
+    )
+
+
+def _by_threshold(weights: Sequence[int], num_stages: int) -> list[int]:
+    """Stage per unit: one ends with the unit that takes it past its share.
+
+    It ends before that where the units left are no more than the stages left.
+    """
+    total, done, stage = sum(weights), 0, 0
+    stages: list[int] = []
+    for number, weight in enumerate(weights):
+        stages.append(stage)
+        done += weight
+        left, stages_left = len(weights) - number - 1, num_stages - stage - 1
+        if stages_left and (done * num_stages > total * (stage + 1) or left <= stages_left):
+            stage += 1
+    return stages
+
+
+def _by_stage(
+    graph: OperatorGraph, stage_of: dict[int, int], num_stages: int
+) -> tuple[tuple[str, ...], ...]:
+    """Names by stage; what has none yet (sources) goes to the stage of its first reader."""
     for i in reversed(range(len(graph.operators))):
         if i not in stage_of:
             readers = [e.consumer for e in graph.edges if e.producer == i]

@@ -139,11 +139,15 @@ def price_tie(
     there, back = user[0].mesh, owner[0].mesh
     gradient = [
         transfer_seconds(nbytes, there, back, cluster)
-        for nbytes in _tied_bytes(*owner, parameter, weight_gradient_placements)
+        for nbytes in _tied_bytes(
+            *owner, parameter, weight_gradient_placements, owner[0].training.gradient_bytes
+        )
     ]
     value = [
         transfer_seconds(nbytes, back, there, cluster)
-        for nbytes in _tied_bytes(*user, parameter, weight_placements)
+        for nbytes in _tied_bytes(
+            *user, parameter, weight_placements, user[0].training.parameter_bytes
+        )
     ]
     return _masked(np.add.outer(np.array(gradient), np.array(value)), 0)
 
@@ -154,14 +158,14 @@ def _tied_bytes(
     choices: Sequence[Choice],
     parameter: str,
     placed: Callable[[Weight, Config], Placements],
+    itemsize: int,
 ) -> list[int]:
     """Bytes per device of a tied parameter under each choice."""
     node = builder.graph.operators[operator]
     weight = next(w for w in node.weights if w.parameter == parameter)
     sizes = factor_sizes(weight.layout, node.sizes)
     return [
-        local_elements(sizes, summed(placed(weight, choice.config)), builder.mesh.shape)
-        * builder.training.parameter_bytes
+        local_elements(sizes, summed(placed(weight, choice.config)), builder.mesh.shape) * itemsize
         for choice in choices
     ]
 

@@ -247,7 +247,7 @@ class Layouts:
         uses = [use_of(graph, owner, operator, w, inside) for w in operator.weights]
         lies = residences(operator, uses, self._choice(subject), self._builder.mesh.shape)
         if role is Role.SYNC:
-            return [self._of_weight(operator, r.weight, r.made, r.home) for r in lies]
+            return [self._of_gradient(operator, r.weight, r.made, r.home) for r in lies]
         return [self._of_weight(operator, r.weight, r.home, r.used) for r in lies]
 
     def _of_weight(
@@ -255,6 +255,12 @@ class Layouts:
     ) -> _Conversion:
         sizes = factor_sizes(weight.layout, operator.sizes)
         return _Conversion(sizes, self._builder.training.parameter_bytes, source, target)
+
+    def _of_gradient(
+        self, operator: Operator, weight: Weight, source: Placements, target: Placements
+    ) -> _Conversion:
+        sizes = factor_sizes(weight.layout, operator.sizes)
+        return _Conversion(sizes, self._builder.training.gradient_bytes, source, target)
 
     def _edge_conversion(self, role: Role, number: int) -> _Conversion:
         edge, graph = self._table.edges[number], self._builder.graph
@@ -275,5 +281,5 @@ class Layouts:
         home = home_placements(own, owner.sizes, self._choice(i), self._builder.mesh.shape)
         if role is Role.TIE_GRADIENT:
             made = weight_gradient_placements(weight, self._config(j))
-            return self._of_weight(user, weight, made, home)
+            return self._of_gradient(user, weight, made, home)
         return self._of_weight(user, weight, home, weight_placements(weight, self._config(j)))

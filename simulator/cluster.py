@@ -137,9 +137,10 @@ class Cluster:
         16
 
     `node_devices` names the device type of each node, so one cluster may mix several.
-    `compute_slowdown` is a calibration constant: while a device takes part in a collective, its
-    computing takes that share longer (0.13: 1.13 times as long), because both use its memory and
-    its processors.
+    `compute_scale` and `compute_slowdown` are calibration constants. Kernels take `compute_scale`
+    times as long in training as by themselves (clocks under lasting load, gaps between them).
+    While a device takes part in a collective, its computing takes `compute_slowdown` longer (0.13:
+    1.13 times as long), because both use its memory and its processors.
 
     Raises:
         ValueError: on sizes below 1, a slow-down below 0, or a node whose device type is not
@@ -153,6 +154,7 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     compute_slowdown: float = 0.0
+    compute_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.compute_slowdown < math.inf:
@@ -160,7 +162,11 @@ class Cluster:
                 f"cluster {self.name!r}: compute_slowdown is {self.compute_slowdown}; it must be "
                 "0 (none) or more, such as 0.13 for computing that takes 1.13 times as long"
             )
-        _positive(f"cluster {self.name!r}", devices_per_node=self.devices_per_node)
+        _positive(
+            f"cluster {self.name!r}",
+            devices_per_node=self.devices_per_node,
+            compute_scale=self.compute_scale,
+        )
         if not self.node_devices:
             raise ValueError(f"cluster {self.name!r} has 0 nodes; it needs at least 1")
         for node, kind in enumerate(self.node_devices):
@@ -231,6 +237,29 @@ class Cluster:
             )
         kinds = self.node_devices if num_nodes is None else (self.node_devices[0],) * nodes
         return replace(self, node_devices=kinds, devices_per_node=per_node)
+
+    def with_devices(self, num_devices: int, *, device: DeviceType | None = None) -> Cluster:
+        """The same hardware with `num_devices`: whole nodes, or part of one; perhaps another type.
+
+        Example:
+            >>> Cluster.preset("dgx-a100").with_devices(4).num_nodes
+            1
+
+        Raises:
+            ValueError: more than one node, and not a whole number of them.
+        """
+        per_node = min(num_devices, self.devices_per_node)
+        if num_devices < 1 or num_devices % per_node:
+            raise ValueError(
+                f"{num_devices} devices are no whole number of nodes of cluster {self.name!r}, "
+                f"which have {self.devices_per_node}"
+            )
+        sized = self.resized(num_nodes=num_devices // per_node, devices_per_node=per_node)
+        if device is None:
+            return sized
+        return replace(
+            sized, node_devices=(device.name,) * sized.num_nodes, device_types=(device,)
+        )
 
     def _repr_html_(self) -> str:
         kinds = ", ".join(sorted(set(self.node_devices)))

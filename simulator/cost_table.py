@@ -136,7 +136,14 @@ class TableBuilder:
         self.devices = _device_types(mesh, cluster)
         self.owner = graph.owners
         self._pricer = OperatorPricer(
-            graph, mesh, self.links, self.resharder, self.devices, training, costs
+            graph,
+            mesh,
+            self.links,
+            self.resharder,
+            self.devices,
+            training,
+            costs,
+            cluster.compute_scale,
         )
         self._memory = rows = memory or RowMemory()
         types = tuple(device.name for device in self.devices)
@@ -232,7 +239,6 @@ class TableBuilder:
     ) -> TieRow:
         owning, using = self.graph.operators[owner], self.graph.operators[user]
         shape, sizes = self.mesh.shape, factor_sizes(weight.layout, using.sizes)
-        itemsize = self.training.parameter_bytes
         homes = [home_placements(own, owning.sizes, c, shape) for c in choices[owner]]
         our_gradients = [weight_gradient_placements(own, c.config) for c in choices[owner]]
         our_uses = [weight_placements(own, c.config) for c in choices[owner]]
@@ -240,8 +246,8 @@ class TableBuilder:
         uses = [weight_placements(weight, c.config) for c in choices[user]]
         added = np.array([[a == b for b in gradients] for a in our_gradients])
         shared = added & np.array([[a == b for b in uses] for a in our_uses])
-        to_home = self._conversions(sizes, itemsize, gradients, homes)
-        to_user = self._conversions(sizes, itemsize, homes, uses)
+        to_home = self._conversions(sizes, self.training.gradient_bytes, gradients, homes)
+        to_user = self._conversions(sizes, self.training.parameter_bytes, homes, uses)
         return TieRow(
             Timed(np.where(added, 0, to_home.ns.T), np.where(added, 0, to_home.mask.T)),
             Timed(np.where(shared, 0, to_user.ns), np.where(shared, 0, to_user.mask)),

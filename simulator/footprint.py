@@ -103,8 +103,8 @@ def _state_bytes(
                 optimizer += home * training.optimizer_bytes
             case Use.TIED_HERE:
                 pass
-    each = training.parameter_bytes
-    return parameters * each, gradients * each, optimizer, gathered * each, scattered * each
+    each, grad = training.parameter_bytes, training.gradient_bytes
+    return parameters * each, gradients * grad, optimizer, gathered * each, scattered * grad
 
 
 def conversion_bytes(

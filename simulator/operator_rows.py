@@ -44,6 +44,7 @@ class OperatorPricer:
     devices: tuple[DeviceType, ...]
     training: Training
     costs: CostModel
+    compute_scale: float
 
     def row(self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...]) -> OperatorRow:
         """The row of operator `i`; `uses` says what it is to each of its weights."""
@@ -153,7 +154,7 @@ class OperatorPricer:
             for device in self.devices
         ]
         worst = max(costs, key=lambda cost: cost.seconds)
-        return worst.seconds, worst.relative_error, worst.source.value
+        return worst.seconds * self.compute_scale, worst.relative_error, worst.source.value
 
     def _inner_reductions(
         self, operator: Operator, choice: Choice, sizes: Mapping[str, int]
@@ -179,9 +180,13 @@ class OperatorPricer:
     def _parameters(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> _Moved:
         sync, gather, updated = IDLE, IDLE, 0
         latency: dict[str, tuple[int, float]] = {}
+        gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
         for lies in residences(operator, uses, choice, self.mesh.shape):
-            sync = _add(sync, self._convert(operator, lies.weight, lies.made, lies.home, latency))
-            gather = _add(gather, self._convert(operator, lies.weight, lies.home, lies.used))
+            made, home = lies.made, lies.home
+            moved = self._convert(operator, lies.weight, gradient, made, home, latency)
+            sync = _add(sync, moved)
+            moved = self._convert(operator, lies.weight, parameter, home, lies.used)
+            gather = _add(gather, moved)
             if lies.use is Use.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
                 updated += local_elements(whole, lies.home, self.mesh.shape)
@@ -199,7 +204,7 @@ class OperatorPricer:
         )
 
     def _update_seconds(self, num_parameters: int) -> float:
-        return max(
+        return self.compute_scale * max(
             self.costs.update_cost(num_parameters, self.training, device).seconds
             for device in self.devices
         )
@@ -208,12 +213,12 @@ class OperatorPricer:
         self,
         operator: Operator,
         weight: Weight,
+        itemsize: int,
         source: Placements,
         target: Placements,
         latency: dict[str, tuple[int, float]] | None = None,
     ) -> Priced:
         """Seconds and link mask of moving a parameter or its gradient; notes a path's latency."""
-        itemsize = self.training.parameter_bytes
         sizes = factor_sizes(weight.layout, operator.sizes)
         steps = self.resharder.path(sizes, itemsize, source, target)
         if latency is not None and steps:

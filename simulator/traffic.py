@@ -95,11 +95,11 @@ def _parameter_bytes(
     builder: TableBuilder, operator: Operator, uses: list[Use], choice: Choice
 ) -> tuple[int, int]:
     sync = gather = 0
-    itemsize = builder.training.parameter_bytes
+    gradient, parameter = builder.training.gradient_bytes, builder.training.parameter_bytes
     for lies in residences(operator, uses, choice, builder.mesh.shape):
         sizes = factor_sizes(lies.weight.layout, operator.sizes)
-        sync += _moved(builder, sizes, itemsize, lies.made, lies.home)
-        gather += _moved(builder, sizes, itemsize, lies.home, lies.used)
+        sync += _moved(builder, sizes, gradient, lies.made, lies.home)
+        gather += _moved(builder, sizes, parameter, lies.home, lies.used)
     return sync, gather
 
 

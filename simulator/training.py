@@ -14,6 +14,13 @@ OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
 class Training:
     """Precision and optimizer of a training run.
 
+    Attributes:
+        precision: of parameters and activations.
+        optimizer: ``sgd`` or ``adam``.
+        learning_rate: of the optimizer.
+        gradient_precision: in which gradients are added up and reduced; empty: as `precision`.
+            Megatron-LM adds bfloat16 gradients up in float32.
+
     Example:
         >>> Training(precision="bfloat16").optimizer_bytes
         12
@@ -28,10 +35,12 @@ class Training:
     precision: str = "float32"
     optimizer: str = "adam"
     learning_rate: float = 1e-3
+    gradient_precision: str = ""
 
     def __post_init__(self) -> None:
         for what, value, known in (
             ("precision", self.precision, PRECISIONS),
+            ("gradient_precision", self.gradient_precision or self.precision, PRECISIONS),
             ("optimizer", self.optimizer, OPTIMIZER_STATES),
         ):
             if value not in known:
@@ -43,8 +52,13 @@ class Training:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of one parameter (and of its gradient)."""
+        """Bytes of one parameter."""
         return DTYPE_BYTES[self.precision]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient of one parameter."""
+        return DTYPE_BYTES[self.gradient_precision or self.precision]
 
     @property
     def optimizer_bytes(self) -> int:

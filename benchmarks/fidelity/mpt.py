@@ -1,0 +1,50 @@
+"""MPT models under FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, whole
+from stratagem.search.setup import TrainingSetup
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.training import Training
+
+COLUMNS = frozenset({"fsdp", "act_ckpt", "tok_s", "mp_mode", "grad_acc"})
+ZERO = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+
+
+def mpt(number: int, row: Row) -> Iterator[Run]:
+    """bf16, flash attention, ALiBi, sharded data parallelism."""
+    if row["act_offload"] == "True":
+        raise LeftOutError("activations are offloaded to the host")
+    if row["fsdp"] not in ZERO:
+        raise LeftOutError(f"sharding {row['fsdp']} is not known")
+    if not row["tok_s"]:
+        raise LeftOutError("tok_s is not given")
+    gpus, batch, sequence = whole(row, "gpus"), whole(row, "gbs"), whole(row, "seq")
+    setup = TrainingSetup(
+        microbatch=whole(row, "mbs"),
+        training=Training(precision="bfloat16"),
+        zero=ZERO[row["fsdp"]],
+        recompute="full" if row["act_ckpt"] == "True" else "none",
+    )
+    yield Run(
+        row=number,
+        label=f"{row['model']} on {gpus} {row['gpu']}, {sequence} tokens, {setup.describe()}",
+        group=(f"{row['model']} {sequence} {row['gpu']}", gpus),
+        model=Model.of(
+            "gpt",
+            num_layers=whole(row, "layers"),
+            hidden=whole(row, "hidden"),
+            num_heads=whole(row, "heads"),
+            sequence=sequence,
+            vocabulary=whole(row, "vocab"),
+            batch=batch,
+            bias=False,
+            positions="alibi",
+        ),
+        cluster=Cluster.preset("a100-1600g").with_devices(gpus, device=row["gpu"]),
+        setups=(setup,),
+        seconds=batch * sequence / float(row["tok_s"]),
+        ran=True,
+    )

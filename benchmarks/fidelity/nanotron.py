@@ -1,0 +1,53 @@
+"""Llama models under nanotron on H100 nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.fidelity.runs import Model, Row, Run, whole
+from stratagem.search.setup import TrainingSetup
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.training import Training
+
+COLUMNS = frozenset({"clean", "status", "peak_mem_GB", "embed_inferred", "ffn"})
+TIED = {"1B": True}
+"""Where a run that failed does not show whether embeddings are tied."""
+
+
+def nanotron(number: int, row: Row) -> Iterator[Run]:
+    """bf16 with float32 gradients, 1F1B, sequence parallelism, no recompute."""
+    gpus, ran = whole(row, "gpus"), row["status"] == "ok"
+    setup = TrainingSetup(
+        microbatch=whole(row, "mbs"),
+        tensor=whole(row, "tp"),
+        pipeline=whole(row, "pp"),
+        training=Training(precision="bfloat16"),
+        zero=whole(row, "zero"),
+        sequence_parallel=True,
+        overlap_gradients=False,
+        partition="parameters",
+    )
+    embedding = row["embed_inferred"]
+    tied = embedding == "tied" if embedding else TIED.get(row["model"], False)
+    timed = ran and row["clean"] == "1"
+    yield Run(
+        row=number,
+        label=f"{row['model']} on {gpus}, {setup.describe()}",
+        group=(row["model"], gpus),
+        model=Model.of(
+            "llama",
+            num_layers=whole(row, "layers"),
+            hidden=whole(row, "hidden"),
+            num_heads=whole(row, "heads"),
+            ffn=whole(row, "ffn"),
+            vocabulary=whole(row, "vocab"),
+            sequence=whole(row, "seq"),
+            batch=whole(row, "gbs"),
+            tied=tied,
+        ),
+        cluster=Cluster.preset("h100-3200g").with_devices(gpus, device=row["gpu"]),
+        setups=(setup,),
+        seconds=float(row["iter_ms"]) * 1e-3 if timed else None,
+        peak_bytes=float(row["peak_mem_GB"]) * 1e9 if ran and row["peak_mem_GB"] else None,
+        ran=ran,
+    )

@@ -1,0 +1,90 @@
+"""What the simulator says of measured runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.fidelity.runs import Run
+from stratagem.search.setup import TrainingSetup
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import RowMemory
+from stratagem.simulator.costs import CostModel, default_costs
+from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.training import Training
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run and what was predicted of it."""
+
+    run: Run
+    setup: TrainingSetup
+    seconds: float
+    relative_error: float
+    peak_bytes: int
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted step time."""
+        assert self.run.seconds is not None
+        return self.seconds / self.run.seconds - 1.0
+
+    @property
+    def memory_error(self) -> float:
+        """Relative error of the predicted peak."""
+        assert self.run.peak_bytes is not None
+        return self.peak_bytes / self.run.peak_bytes - 1.0
+
+
+@dataclass
+class Predictor:
+    """Simulates runs; prices are shared between those of one cluster and training."""
+
+    costs: CostModel = field(default_factory=default_costs)
+    _memories: dict[Any, RowMemory] = field(default_factory=dict)
+
+    def outcomes(self, runs: Iterable[Run]) -> Iterator[Outcome | tuple[Run, str]]:
+        """The outcome of each run, or the run and why it cannot be simulated."""
+        for run in runs:
+            try:
+                yield self.outcome(run)
+            except ValueError as error:
+                yield run, str(error)
+
+    def outcome(self, run: Run) -> Outcome:
+        """Of the setups that a run may have had, the fastest that fits.
+
+        Raises:
+            ValueError: no setup is a plan of this model on this cluster.
+        """
+        found, reason = [], ""
+        for setup in run.setups:
+            try:
+                found.append((setup, self._simulate(run, setup)))
+            except ValueError as error:
+                reason = str(error)
+        if not found:
+            raise ValueError(reason)
+        setup, best = min(found, key=lambda pair: _rank(pair[1]))
+        return Outcome(
+            run, setup, best.step_time, best.relative_error, best.peak_memory, best.fits
+        )
+
+    def _simulate(self, run: Run, setup: TrainingSetup) -> Simulation:
+        graph = run.model.graph()
+        plan = setup.plan(graph, run.cluster)
+        return simulate_plan(
+            plan, graph, self.costs, memory=self._memory(run.cluster, setup.training)
+        )
+
+    def _memory(self, cluster: Cluster, training: Training) -> RowMemory:
+        key = (cluster.device_types, cluster.intra_node, cluster.inter_node, training)
+        return self._memories.setdefault(repr(key), RowMemory())
+
+
+def _rank(simulation: Simulation) -> tuple[float, float]:
+    over = max(rank.peak / rank.capacity for rank in simulation.memory)
+    return (0.0 if simulation.fits else over, simulation.step_time)

@@ -1,0 +1,170 @@
+"""A training run as people state it: degrees of parallelism, microbatch, ZeRO, recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stratagem.search.partition import balanced_stages, layer_stages
+from stratagem.search.strategies import tensor_parallel, with_recompute
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.segments import check_policy
+from stratagem.simulator.training import Training
+
+PARTITIONS = ("layers", "layers and ends", "parameters", "time")
+"""How layers are dealt out to pipeline stages (see `TrainingSetup.partition`)."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What a command line of Megatron-LM, DeepSpeed, nanotron or FSDP says of a training run.
+
+    Example:
+        >>> from stratagem.simulator.models import gpt
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> setup = TrainingSetup(microbatch=2, tensor=4, pipeline=2, recompute="full")
+        >>> plan = setup.plan(gpt(num_layers=4, batch=16), cluster)
+        >>> len(plan.stages), plan.num_microbatches, plan.stages[0].mesh.shape
+        (2, 8, (1, 4))
+
+    Devices are numbered as Megatron-LM does it: those of a tensor-parallel group are neighbours,
+    then the data-parallel ranks, then the pipeline stages (Narayanan et al. 2021, arXiv
+    2104.04473). The batch is that of the graph.
+
+    Attributes:
+        microbatch: samples that one data-parallel replica takes at once.
+        tensor: tensor-parallel ways.
+        pipeline: pipeline-parallel ways.
+        virtual_stages: stages on each pipeline rank; above 1 the schedule is interleaved 1F1B.
+        schedule: of the microbatches, by its name; it is ``interleaved`` with virtual stages.
+        training: precision and optimizer.
+        zero: ZeRO stage of all parameters, over the data-parallel ranks (Rajbhandari et al. 2020).
+        recompute: ``none``, ``selective`` or ``full`` (see `segments.recomputed_operators`).
+        sequence_parallel: whether what tensor parallelism leaves whole is cut along the sequence.
+        overlap_gradients: whether gradients are reduced while backward still runs; otherwise all
+            at once when it has ended.
+        partition: how a pipeline is cut: ``layers`` gives every stage as many repeated blocks,
+            what stands before them to the first stage and what stands after to the last;
+            ``layers and ends`` counts each end as one more layer; ``parameters`` balances the
+            weights of matrix products (nanotron); ``time`` the predicted time.
+
+    Raises:
+        ValueError: a size below 1, or an unknown policy or partition.
+    """
+
+    microbatch: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    schedule: str = "1f1b"
+    training: Training = field(default_factory=lambda: Training(precision="bfloat16"))
+    zero: int = 0
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    overlap_gradients: bool = True
+    partition: str = "layers"
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch", "tensor", "pipeline", "virtual_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")
+        if self.partition not in PARTITIONS:
+            raise ValueError(
+                f"training setup: no partition {self.partition!r}; there are "
+                f"{', '.join(PARTITIONS)}"
+            )
+        check_policy(self.recompute)
+
+    def data(self, cluster: Cluster) -> int:
+        """Data-parallel ways that use up the cluster.
+
+        Raises:
+            ValueError: the devices are no multiple of tensor × pipeline ways.
+        """
+        ways = self.tensor * self.pipeline
+        if cluster.num_devices % ways:
+            raise ValueError(
+                f"{self.tensor} tensor × {self.pipeline} pipeline ways are {ways} devices, which "
+                f"do not divide the {cluster.num_devices} of cluster {cluster.name!r}"
+            )
+        return cluster.num_devices // ways
+
+    def num_microbatches(self, graph: OperatorGraph, cluster: Cluster) -> int:
+        """Microbatches of a step.
+
+        Raises:
+            ValueError: the batch is no multiple of microbatch × data-parallel ways.
+        """
+        at_once = self.microbatch * self.data(cluster)
+        if graph.batch % at_once:
+            raise ValueError(
+                f"a batch of {graph.batch} is no multiple of {at_once} samples at once "
+                f"(microbatch {self.microbatch} × {self.data(cluster)} data-parallel ways)"
+            )
+        return graph.batch // at_once
+
+    def plan(self, graph: OperatorGraph, cluster: Cluster, *, name: str = "") -> Plan:
+        """The plan that runs `graph` on all devices of `cluster`.
+
+        Raises:
+            ValueError: degrees that fit neither the cluster, the batch nor the model; the message
+                says which.
+        """
+        parts = self.num_microbatches(graph, cluster)
+        small = graph.microbatch(parts)
+        shape = (self.data(cluster), self.tensor)
+        choices = self._choices(small, shape)
+        stages = self._stages(graph, cluster)
+        share = cluster.num_devices // self.pipeline
+        axes = (MeshAxis("data", shape[0]), MeshAxis("tensor", shape[1]))
+        meshes = [
+            DeviceMesh(axes, tuple(range(rank * share, (rank + 1) * share)))
+            for rank in range(self.pipeline)
+        ]
+        return Plan(
+            name=name or self.describe(),
+            model=graph.name,
+            fingerprint=graph.fingerprint,
+            cluster=cluster,
+            training=self.training,
+            stages=tuple(
+                Stage(names, meshes[s % self.pipeline], {n: choices[n] for n in names})
+                for s, names in enumerate(stages)
+            ),
+            num_microbatches=parts,
+            schedule="interleaved" if self.virtual_stages > 1 else self.schedule,
+            bucket_bytes=0 if self.overlap_gradients else ALL_AT_ONCE,
+        )
+
+    def describe(self) -> str:
+        """The degrees in a few words: ``tensor 8, pipeline 4, microbatch 2, ZeRO-1``."""
+        words = [f"tensor {self.tensor}", f"pipeline {self.pipeline}"]
+        if self.virtual_stages > 1:
+            words.append(f"{self.virtual_stages} stages a rank")
+        words.append(f"microbatch {self.microbatch}")
+        if self.zero:
+            words.append(f"ZeRO-{self.zero}")
+        if self.recompute != "none":
+            words.append(f"{self.recompute} recompute")
+        if self.sequence_parallel:
+            words.append("sequence parallel")
+        return ", ".join(words)
+
+    def _choices(self, graph: OperatorGraph, shape: Sequence[int]) -> dict[str, Choice]:
+        choices = tensor_parallel(
+            graph, shape, 1, sequence_parallel=self.sequence_parallel, zero=self.zero
+        )
+        return with_recompute(graph, choices, self.recompute)
+
+    def _stages(self, graph: OperatorGraph, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
+        count = self.pipeline * self.virtual_stages
+        if self.partition == "time":
+            return balanced_stages(graph, cluster, count)
+        return layer_stages(graph, count, self.partition)
+
+
+ALL_AT_ONCE = 2**62
+"""A bucket that no gradients fill: it is reduced when backward has ended."""

@@ -1,0 +1,148 @@
+"""Training runs stated by their degrees of parallelism become the plans that frameworks run."""
+
+from dataclasses import replace
+
+import pytest
+
+from stratagem.search.partition import layer_stages
+from stratagem.search.setup import TrainingSetup
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.models import gpt
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.training import Training
+
+SMALL = {"hidden": 64, "num_heads": 4, "vocabulary": 256, "sequence": 32}
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=2)
+
+
+def blocks_by_stage(stages):
+    """The numbers of the layers in each stage."""
+    return [
+        sorted({int(n.split(".")[1]) for n in names if n.startswith("h.")}) for names in stages
+    ]
+
+
+def test_layers_are_dealt_out_evenly_and_the_ends_go_to_the_ends():
+    graph = gpt(num_layers=6, batch=4, **SMALL)
+    stages = layer_stages(graph, 3)
+    assert blocks_by_stage(stages) == [[0, 1], [2, 3], [4, 5]]
+    assert {"wte", "wpe"} < set(stages[0])
+    assert {"ln_f", "lm_head", "cross_entropy"} < set(stages[2])
+
+
+def test_counting_the_ends_as_layers_leaves_one_layer_less_to_the_first_and_last_stage():
+    graph = gpt(num_layers=6, batch=4, **SMALL)
+    assert blocks_by_stage(layer_stages(graph, 4, "layers and ends")) == [
+        [0],
+        [1, 2],
+        [3, 4],
+        [5],
+    ]
+
+
+def test_a_heavy_vocabulary_takes_layers_off_the_last_stage():
+    """12 layers of 12·64² weights and a head of 4 layers' worth: 16 units in 4 stages of 4.
+
+    A stage ends with the layer that takes it *past* its share, so the first has 5 layers.
+    """
+    graph = gpt(
+        num_layers=12, batch=4, hidden=64, num_heads=4, sequence=32, vocabulary=4 * 12 * 64
+    )
+    assert blocks_by_stage(layer_stages(graph, 4, "parameters")) == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8],
+        [9, 10, 11],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("by", ["layers", "layers and ends"])
+def test_layers_that_do_not_divide_are_refused_with_both_numbers(by):
+    graph = gpt(num_layers=6, batch=4, **SMALL)
+    with pytest.raises(ValueError, match=r"6 repeated blocks.*5 stages"):
+        layer_stages(graph, 5, by)
+
+
+def test_more_stages_than_layers_are_refused():
+    graph = gpt(num_layers=2, batch=4, **SMALL)
+    with pytest.raises(ValueError, match=r"2 repeated blocks.*8 stages"):
+        layer_stages(graph, 8, "parameters")
+
+
+def test_tensor_parallel_devices_are_neighbours_and_stages_are_contiguous():
+    graph = gpt(num_layers=4, batch=16, **SMALL)
+    plan = TrainingSetup(microbatch=2, tensor=4, pipeline=2).plan(graph, CLUSTER)
+    plan.check(graph)
+    assert [stage.mesh.devices for stage in plan.stages] == [tuple(range(8)), tuple(range(8, 16))]
+    assert plan.stages[0].mesh.shape == (2, 4)
+    assert plan.stages[0].mesh.groups(1)[0] == (0, 1, 2, 3)
+    assert plan.num_microbatches == 16 // (2 * 2)
+
+
+def test_virtual_stages_take_turns_on_the_ranks():
+    graph = gpt(num_layers=8, batch=16, **SMALL)
+    plan = TrainingSetup(tensor=8, pipeline=2, virtual_stages=2).plan(graph, CLUSTER)
+    assert plan.schedule == "interleaved"
+    assert plan.rank_of == (0, 1, 0, 1)
+    assert blocks_by_stage([stage.operators for stage in plan.stages]) == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        (TrainingSetup(tensor=3), "3 tensor × 1 pipeline.*16 of cluster"),
+        (TrainingSetup(microbatch=5, tensor=8), "batch of 16.*10 samples.*microbatch 5 × 2"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_the_numbers(setup, message):
+    with pytest.raises(ValueError, match=message):
+        setup.plan(gpt(num_layers=4, batch=16, **SMALL), CLUSTER)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"microbatch": 0}, {"partition": "evenly"}, {"recompute": "some"}]
+)
+def test_a_setup_that_nobody_can_run_is_refused(wrong):
+    with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+        TrainingSetup(**wrong)
+
+
+def test_gradients_reduced_at_the_end_take_longer_than_overlapped_ones():
+    graph = gpt(num_layers=4, batch=16)
+    times = [
+        simulate_plan(
+            TrainingSetup(overlap_gradients=overlap).plan(graph, CLUSTER), graph, RooflineCosts()
+        ).step_time
+        for overlap in (True, False)
+    ]
+    assert times[0] < times[1]
+
+
+def test_gradients_added_up_in_float32_take_twice_the_memory():
+    graph = gpt(num_layers=4, batch=16, **SMALL)
+    setup = TrainingSetup(training=Training(precision="bfloat16"))
+    wide = replace(setup, training=Training(precision="bfloat16", gradient_precision="float32"))
+    gradients = []
+    for each in (setup, wide):
+        simulation = simulate_plan(each.plan(graph, CLUSTER), graph, RooflineCosts())
+        alive = simulation.memory[0].alive
+        gradients.append(sum(a.nbytes for a in alive if a.purpose.value == "gradients"))
+    assert gradients[1] == 2 * gradients[0] == 4 * graph.num_parameters
+
+
+def test_an_unknown_gradient_precision_is_refused():
+    with pytest.raises(ValueError, match="no gradient_precision 'float64'"):
+        Training(gradient_precision="float64")
+
+
+def test_part_of_a_node_is_a_cluster_too():
+    assert CLUSTER.with_devices(4).devices_per_node == 4
+    assert CLUSTER.with_devices(32).num_nodes == 4
+    with pytest.raises(ValueError, match=r"12 devices.*have 8"):
+        CLUSTER.with_devices(12)
