@@ -114,10 +114,12 @@ def test_a_setup_that_nobody_can_run_is_refused(wrong):
 
 
 def test_gradients_reduced_at_the_end_take_longer_than_overlapped_ones():
-    graph = gpt(num_layers=4, batch=16)
+    graph = gpt(num_layers=4, batch=256)
     times = [
         simulate_plan(
-            TrainingSetup(overlap_gradients=overlap).plan(graph, CLUSTER), graph, RooflineCosts()
+            TrainingSetup(microbatch=16, overlap_gradients=overlap).plan(graph, CLUSTER),
+            graph,
+            RooflineCosts(),
         ).step_time
         for overlap in (True, False)
     ]
