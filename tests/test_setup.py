@@ -134,7 +134,7 @@ def test_gradients_added_up_in_float32_take_twice_the_memory():
     for each in (setup, wide):
         simulation = simulate_plan(each.plan(graph, CLUSTER), graph, RooflineCosts())
         alive = simulation.memory[0].alive
-        gradients.append(sum(a.nbytes for a in alive if a.purpose.value == "gradients"))
+        gradients.append(sum(a.total for a in alive if a.use.value == "gradients"))
     assert gradients[1] == 2 * gradients[0] == 4 * graph.num_parameters
 
 

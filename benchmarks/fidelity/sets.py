@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fidelity import clusters, megatron, mpt, nanotron
+from benchmarks.fidelity import alpa, clusters, megatron, mpt, nanotron
 from benchmarks.fidelity.runs import LeftOutError, Reading, Row, Run
 
 
@@ -27,6 +27,7 @@ SETS = (
     MeasuredSet("bigscience", clusters.BIGSCIENCE, clusters.bigscience),
     MeasuredSet("nanotron", nanotron.COLUMNS, nanotron.nanotron),
     MeasuredSet("mpt", mpt.COLUMNS, mpt.mpt),
+    MeasuredSet("alpa", alpa.COLUMNS, alpa.alpa),
 )
 
 
