@@ -101,13 +101,58 @@ class GraphBuilder(ContractionBuilder):
         draft.attributes.update(eps=eps, momentum=momentum, training=training)
         return self._made(draft, loops, x.dtype)
 
-    def softmax(self, x: Tensor, *, dim: int = -1, name: str = "softmax") -> Tensor:
-        """Exponentials of x over their sum along `dim`."""
+    def rotary(self, x: Tensor, cosine: Tensor, sine: Tensor, *, name: str = "rotary") -> Tensor:
+        """Turn pairs of features by the angle of their position (Su et al. 2021, RoFormer).
+
+        x is (..., sequence, e), both tables are (sequence, e). With x = (a, b) in halves the
+        result is ``x · cosine + (−b, a) · sine``, in one kernel.
+
+        Raises:
+            ValueError: e is odd, or the shapes do not fit.
+        """
+        x = self._written(x)
+        draft = self._draft("rotary", name)
+        if x.shape[-1] % 2:
+            raise ValueError(f"{draft.where}: its last dim has size {x.shape[-1]}; pairs need 2 n")
+        leading = self._leading(draft, x, 2)
+        rows = self._loop(draft, "sequence", ATTRIBUTE, x.shape[-2], labelled=True)
+        pairs = self._loop(draft, "head_dim", ATTRIBUTE, x.shape[-1], whole="pairs of it turn")
+        draft.reads.append(self._bind(draft, x, [*leading, rows, pairs]))
+        draft.reads.extend(self._bind(draft, each, [rows, pairs]) for each in (cosine, sine))
+        return self._made(draft, [*leading, rows, pairs], x.dtype)
+
+    def softmax(
+        self,
+        x: Tensor,
+        *,
+        dim: int = -1,
+        causal: bool = False,
+        scale: float = 1.0,
+        name: str = "softmax",
+    ) -> Tensor:
+        """Exponentials of `scale` · x over their sum along `dim`.
+
+        If `causal`, x is (..., query, key) and a query sees no later key: the masked softmax of
+        attention scores as one kernel.
+
+        Raises:
+            ValueError: `causal` along another dim than the last.
+        """
         x = self._written(x)
         draft = self._draft("softmax", name)
-        loops = self._loops_of(draft, x, {dim % len(x.dims): "the softmax runs over it"})
+        at = dim % len(x.dims)
+        if causal and (at == 0 or at != len(x.dims) - 1):
+            raise ValueError(
+                f"{draft.where}: it is causal along dim {at} of {len(x.dims)}; scores are (..., "
+                "query, key), so it must be the last"
+            )
+        loops = self._loops_of(draft, x, {at: "the softmax runs over it"})
         draft.reads.append(self._bind(draft, x, loops))
-        draft.attributes["dim"] = dim % len(x.dims)
+        draft.attributes["dim"] = at
+        if causal:
+            draft.attributes["causal"] = True
+        if scale != 1.0:
+            draft.attributes["scale"] = scale
         return self._made(draft, loops, x.dtype)
 
     def pool2d(

@@ -172,13 +172,15 @@ class ContractionBuilder(GraphBuilderBase):
         *,
         causal: bool = False,
         scale: float | None = None,
+        dropout: float = 0.0,
         name: str = "attention",
     ) -> Tensor:
         """``softmax(q·kᵀ·scale + mask)·v``: (sample, head, query, e), (.., key, e), (.., key, f).
 
         With fewer heads in key and value (grouped-query attention) each of them serves equally
         many heads of the query, and the query's head dim becomes (head of the keys, group). A bool
-        mask says what is looked at. `scale` defaults to 1 / sqrt(e).
+        mask says what is looked at. `scale` defaults to 1 / sqrt(e). `dropout` is the probability
+        with which a weight is dropped inside the kernel, which draws them anew in backward.
 
         Raises:
             ValueError: the shapes do not fit.
@@ -206,6 +208,8 @@ class ContractionBuilder(GraphBuilderBase):
             _label_groups(key)
         draft.attributes["causal"] = causal
         draft.attributes["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+        if dropout:
+            draft.attributes["dropout"] = dropout
         return self._made(draft, [*leading, rows, f], query.dtype)
 
     def _share_heads(self, draft: Draft, query: Tensor, other: Tensor) -> Tensor:

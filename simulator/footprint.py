@@ -20,7 +20,7 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.rules import saved_intermediates
+from stratagem.simulator.saved import saved_inside
 from stratagem.simulator.training import Training
 
 
@@ -61,7 +61,8 @@ def operator_footprint(
         return Footprint(outputs=(0,) * len(operator.outputs))
     elements = [math.prod(shape_of(out.layout, sizes)) for out in operator.outputs]
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]
-    own = saved_intermediates(operator) * elements[0] * itemsize[0]
+    tensors, masks = saved_inside(operator)
+    own = (tensors * itemsize[0] + masks) * elements[0]
     if operator.kind == "cross_entropy":
         own = 4 * math.prod(shape_of(operator.inputs[0].layout, sizes))
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)

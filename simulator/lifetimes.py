@@ -28,7 +28,7 @@ from stratagem.simulator.graph import Edge
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
-from stratagem.simulator.rules import rule_of, saved_slots
+from stratagem.simulator.saved import saved_slots, saves_output
 
 
 class Purpose(Enum):
@@ -274,7 +274,7 @@ class _Writer:
     def _only_need(self, i: int, output: int) -> Edge | None:
         """The edge of the only operator whose backward needs a result, if it is but one."""
         operator = self.table.graph.operators[i]
-        if rule_of(operator).saved_output and self.table.graph.needs_gradient[i]:
+        if saves_output(operator) and self.table.graph.needs_gradient[i]:
             return None
         reads = [e for e in self.readers.get(i, ()) if e.output == output]
         needs = [e for e in reads if self._needed_until(e) is not None]
@@ -296,7 +296,7 @@ class _Writer:
 
     def _kept_until(self, i: int, output: int) -> int | None:
         """The last place whose backward needs a result; None if none does."""
-        needed = [self._back(i)] if rule_of(self.table.graph.operators[i]).saved_output else []
+        needed = [self._back(i)] if saves_output(self.table.graph.operators[i]) else []
         if not self.table.graph.needs_gradient[i]:
             needed = []
         for edge in self.readers.get(i, ()):

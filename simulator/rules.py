@@ -26,10 +26,13 @@ rms_norm       x (..., normalised…)         weight                    like x; 
 batch_norm     x (sample, channel, …)       weight, bias, running     like x; `eps`, `momentum`,
                                             mean, running variance    `training`
 attention      q (sample, head, query, e),  none                      (sample, head, query, f);
-               k (.., key, e),                                        `causal`, `scale`
-               v (.., key, f)
+               k (.., key, e),                                        `causal`, `scale`,
+               v (.., key, f)                                         [`dropout`]
                [, mask broadcastable]
-softmax        x                            none                      like x; `dim`
+rotary         x (..., sequence, e), cos,   none                      like x
+               sin (sequence, e)
+softmax        x                            none                      like x; `dim` [, `scale`,
+                                                                      `causal`]
 elementwise    any, broadcast by ()         any                       broadcast shape; `steps`
 pool2d         x (sample, channel,          none                      (sample, channel, height,
                in_height, in_width)                                   width); `mode`, `kernel`,
@@ -53,7 +56,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
-from stratagem.simulator.steps import is_reference
 
 Sizes = Mapping[str, int]
 
@@ -88,8 +90,9 @@ class Rule:
     `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run
     on matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward
     moves its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors
-    backward needs; `inner` the collectives inside the kernel; `weight_share` the part of backward
-    that makes the gradients of parameters, which may run later than that of the inputs.
+    backward needs (`saved` knows what elementwise chains keep); `inner` the collectives inside the
+    kernel; `weight_share` the part of backward that makes the gradients of parameters, which may
+    run later than that of the inputs.
     """
 
     flops: Callable[[Operator, Sizes], float]
@@ -182,57 +185,15 @@ RULES: dict[str, Rule] = {
         saved_inputs=(0, 1, 2),
         saved_output=True,
     ),
+    "rotary": Rule(_per_input(3.5), backward_flops=1.0, saved_inputs=(1, 2)),
     "softmax": Rule(_per_input(5.0), passes=1.5, saved_inputs=(), saved_output=True),
     "elementwise": Rule(_steps_flops),
     "pool2d": Rule(_pool_flops, backward_flops=1.0),
     "reduce": Rule(_per_input(1.0), backward_flops=1.0, saved_inputs=()),
     "cat": Rule(_no_flops, saved_inputs=()),
     "narrow": Rule(_no_flops, saved_inputs=()),
-    "cross_entropy": Rule(
-        _per_input(5.0), passes=2.0, saved_inputs=(0, 1), inner=_token_statistics
-    ),
+    "cross_entropy": Rule(_per_input(5.0), passes=2.0, saved_inputs=(1,), inner=_token_statistics),
 }
-
-SAVE_ARGUMENTS = frozenset(
-    {"pow", "log", "log1p", "sin", "cos", "erf", "abs", "leaky_relu", "gelu", "silu", "softplus"}
-    | {"clamp", "maximum", "minimum", "where", "masked_fill"}
-)
-"""Steps of an elementwise chain whose backward needs their tensor arguments."""
-
-SAVE_RESULT = frozenset(
-    {"exp", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "relu", "dropout"}
-)
-"""Steps whose backward needs their result (or, for dropout, a mask)."""
-
-
-def saved_slots(operator: Operator) -> frozenset[int]:
-    """Which inputs the backward pass of an operator needs.
-
-    Example: the gradient of a residual addition needs neither of them, that of a product of two
-    tensors needs both.
-    """
-    if operator.kind != "elementwise":
-        return frozenset(rule_of(operator).saved_inputs)
-    return frozenset(position for what, position in _saved_by_steps(operator) if what == "in")
-
-
-def saved_intermediates(operator: Operator) -> int:
-    """How many tensors inside an elementwise chain its backward needs."""
-    if operator.kind != "elementwise":
-        return 0
-    return sum(what == "step" for what, _ in _saved_by_steps(operator))
-
-
-def _saved_by_steps(operator: Operator) -> set[tuple[str, int]]:
-    """("in", i) and ("step", j) of everything in a chain that its backward needs."""
-    saved: set[tuple[str, int]] = set()
-    for number, (function, arguments) in enumerate(operator.attributes["steps"]):
-        tensors = [tuple(a) for a in arguments if is_reference(a)]
-        if function in SAVE_RESULT:
-            saved.add(("step", number))
-        if function in SAVE_ARGUMENTS or (function in ("mul", "div") and len(tensors) > 1):
-            saved.update((str(what), int(which)) for what, which in tensors)
-    return saved
 
 
 def rule_of(operator: Operator) -> Rule:

@@ -308,6 +308,30 @@ def softmax() -> Case:
 
 
 @case
+def softmax_of_causal_scores() -> Case:
+    b, x, _ = builder()
+    made = b.softmax(x(2, 3, 5, 6), causal=True, scale=0.3)
+    unseen = torch.ones(5, 6, dtype=torch.bool).triu(1)
+    return Case(
+        operator_of(b, made), lambda x: (0.3 * x).masked_fill(unseen, -math.inf).softmax(-1)
+    )
+
+
+@case
+def rotary() -> Case:
+    """Features i and i + 3 are a complex number that is turned."""
+    b, x, _ = builder()
+    made = b.rotary(x(2, 3, 5, 6), x(5, 6), x(5, 6))
+
+    def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        real = x[..., :3] * cosine[:, :3] - x[..., 3:] * sine[:, :3]
+        imaginary = x[..., 3:] * cosine[:, 3:] + x[..., :3] * sine[:, 3:]
+        return torch.cat([real, imaginary], -1)
+
+    return Case(operator_of(b, made), turned)
+
+
+@case
 def elementwise() -> Case:
     b, x, w = builder()
     steps = [

@@ -22,7 +22,7 @@ from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
 from stratagem.simulator.plan import Choice, Plan, Stage
-from stratagem.simulator.rules import rule_of, saved_intermediates, saved_slots
+from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
@@ -86,7 +86,7 @@ def alive_by_definition(graph: OperatorGraph, again: set[str]) -> int:
             if e.slot in saved_slots(graph.operators[e.consumer])
             and graph.needs_gradient[e.consumer]
         ]
-        if rule_of(operator).saved_output:
+        if saves_output(operator):
             needs.append(back(i))
         dropped = operator.name in again and i not in outside
         places = set(range(i, max([i, *uses]) + 1))
@@ -96,7 +96,8 @@ def alive_by_definition(graph: OperatorGraph, again: set[str]) -> int:
             places |= set(range(enters(i), max(needs) + 1))
         for place in places:
             alive[place] += size
-        own = saved_intermediates(operator) * size
+        tensors, masks = saved_inside(operator)
+        own = tensors * size + masks * size // 4
         if operator.kind == "cross_entropy":
             first = operator.inputs[0].layout
             own = 4 * int(np.prod([operator.sizes[f] for g in first for f in g]))

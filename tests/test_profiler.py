@@ -64,6 +64,7 @@ def transformer() -> OperatorGraph:
     fused = build.linear(x, build.parameter("qkv.w", (48, 16)), build.parameter("qkv.b", (48,)))
     heads = permute(reshape(fused, (2, 8, 3, 4, 4)), (2, 0, 3, 1, 4))
     q, k, v = (select(heads, 0, i) for i in range(3))
+    q = build.rotary(q, *(build.input(n, (8, 4), sample_dim=None) for n in ("cos", "sin")))
     mixed = build.attention(q, k, v, causal=True)
     scores = build.softmax(build.matmul(q, permute(k, (0, 1, 3, 2))))
     mixed = build.pointwise("add", mixed, build.matmul(scores, v))

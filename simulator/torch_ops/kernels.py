@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.graph import Layout, Operator, factors, shape_of
-from stratagem.simulator.torch_ops.kernels_attention import attention
+from stratagem.simulator.torch_ops.kernels_attention import attention, rotary
 from stratagem.simulator.torch_ops.kernels_loss import cross_entropy
 from stratagem.simulator.torch_ops.kernels_norm import batch_norm, layer_norm, rms_norm, softmax
 from stratagem.simulator.torch_ops.programs import elementwise
@@ -57,10 +57,12 @@ def check_runnable(operator: Operator) -> None:
     Raises:
         ValueError: on dropout with p > 0: its random numbers would depend on the plan.
     """
-    for function, arguments in operator.attributes.get("steps", ()):
-        if function == "dropout" and arguments[1] > 0:
+    steps = operator.attributes.get("steps", ())
+    dropped = [arguments[1] for function, arguments in steps if function == "dropout"]
+    for probability in (*dropped, operator.attributes.get("dropout", 0.0)):
+        if probability > 0:
             raise ValueError(
-                f"operator {operator.name!r} ({operator.kind}): dropout with p={arguments[1]} is "
+                f"operator {operator.name!r} ({operator.kind}): dropout with p={probability} is "
                 "simulated but not executed; set p=0, or capture the model after model.eval()"
             )
 
@@ -146,6 +148,7 @@ KERNELS: dict[str, Kernel] = {
     "rms_norm": rms_norm,
     "batch_norm": batch_norm,
     "attention": attention,
+    "rotary": rotary,
     "softmax": softmax,
     "elementwise": elementwise,
     "pool2d": _pool2d,

@@ -1,4 +1,4 @@
-"""Attention on local shards: of samples, heads, groups of heads, and queries."""
+"""Attention on local shards (samples, heads, groups, queries), and rotary positions."""
 
 from __future__ import annotations
 
@@ -76,3 +76,11 @@ def _look_back(
     if mask.dtype == torch.bool:
         return keys, mask & seen
     return keys, mask.masked_fill(~seen, -math.inf)
+
+
+def rotary(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """Pairs of features turned by the angle of their position."""
+    x, cosine, sine = inputs
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return x * cosine.to(x.dtype) + turned * sine.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Normalisations and softmax on local shards."""
+"""Normalisations and softmaxes on local shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
-from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.torch_ops.shards import Shards, positions
 
 Tensors = Sequence[Tensor]
 
@@ -43,8 +43,15 @@ def _normalised_shape(operator: Operator, shards: Shards) -> tuple[int, ...]:
 
 
 def softmax(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    """Softmax along a whole dim."""
-    return functional.softmax(inputs[0], operator.attributes["dim"])
+    """Softmax along a whole dim, of scaled and of causal scores too."""
+    x, given = inputs[0], operator.attributes
+    if "scale" in given:
+        x = x * given["scale"]
+    if given.get("causal"):
+        rows = positions(operator, shards, operator.inputs[0].layout[-2], x.device)
+        later = torch.arange(x.shape[-1], device=x.device) > rows[:, None]
+        x = x.masked_fill(later, -math.inf)
+    return functional.softmax(x, given["dim"])
 
 
 def batch_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

@@ -1,0 +1,375 @@
+"""Transformers that read text: GPT, BERT and Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.builder_contractions import label
+from stratagem.simulator.draft import Tensor, part, reshape, transpose
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.models.layers import (
+    check_heads,
+    check_sizes,
+    layer_norm,
+    linear,
+    rms_norm,
+    tokens,
+)
+from stratagem.simulator.steps import Steps
+
+ATTENTIONS = ("flash", "unfused")
+POSITIONS = ("learned", "alibi", "none")
+
+
+def padded_vocabulary(vocabulary: int, multiple: int) -> int:
+    """The next multiple, as frameworks pad a table that tensor parallelism shards.
+
+    Example: Megatron-LM pads to 128 × the tensor-parallel degree.
+        >>> padded_vocabulary(50257, 128 * 8)
+        51200
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    check_sizes("padded_vocabulary", {"vocabulary": vocabulary, "multiple": multiple})
+    return -(-vocabulary // multiple) * multiple
+
+
+def gpt(
+    *,
+    num_layers: int = 12,
+    hidden: int = 768,
+    num_heads: int = 12,
+    ffn: int | None = None,
+    vocabulary: int = 50257,
+    sequence: int = 1024,
+    batch: int = 32,
+    tied: bool = True,
+    bias: bool = True,
+    positions: str = "learned",
+    attention: str = "flash",
+    fused_qkv: bool = True,
+    dropout: float = 0.0,
+) -> OperatorGraph:
+    """A GPT-2 (Radford et al. 2019) with token cross-entropy; the labels come shifted.
+
+    Example:
+        >>> gpt(batch=8).num_parameters
+        124439808
+
+    Args:
+        num_layers: how many layers.
+        hidden: features of a token.
+        num_heads: heads of the attention.
+        ffn: features between the two linear layers of a block; 4 · `hidden` by default.
+        vocabulary: rows of the token table, padding included (see `padded_vocabulary`).
+        sequence: tokens of a sample.
+        batch: samples of a step.
+        tied: whether the head uses the token table.
+        bias: whether linear layers and norms add a bias.
+        positions: ``"learned"`` adds a table, ``"alibi"`` a slope per head to the scores (Press et
+            al. 2022, arXiv 2108.12409), as MPT may; ``"none"`` knows none.
+        attention: ``"flash"`` is one kernel that keeps no scores (Dao et al. 2022), ``"unfused"``
+            a product, a masked softmax, dropout and another product, as in Megatron-LM.
+        fused_qkv: whether queries, keys and values come from one linear layer.
+        dropout: probability with which the embedding, the attention's weights and what is added to
+            the residual stream are dropped.
+
+    Raises:
+        ValueError: a size below 1, `hidden` is no multiple of `num_heads`, an unknown `positions`
+            or `attention`, or a `dropout` that is no probability below 1.
+    """
+    ffn = 4 * hidden if ffn is None else ffn
+    sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "ffn": ffn}
+    check_sizes("gpt", {**sizes, "vocabulary": vocabulary, "sequence": sequence, "batch": batch})
+    check_heads("gpt", hidden, num_heads)
+    _check_choice("gpt", "positions", positions, POSITIONS)
+    block = Block("gpt", num_heads, ffn, bias, attention, fused_qkv, dropout)
+    b = GraphBuilder("gpt")
+    ids, labels = tokens(b, batch, sequence)
+    table = b.parameter("wte.weight", (vocabulary, hidden))
+    x = b.embedding(ids, table, name="wte")
+    if positions == "learned":
+        x = b.pointwise("add", x, _positions(b, sequence, hidden))
+    x = _dropped(b, x, dropout, "embedding")
+    scores = _alibi(b, num_heads, sequence) if positions == "alibi" else None
+    for i in range(num_layers):
+        with b.scope(f"h.{i}"):
+            x = block.forward(b, x, scores)
+    x = layer_norm(b, "ln_f", x, bias=bias)
+    head = table if tied else b.parameter("lm_head.weight", (vocabulary, hidden))
+    return b.build(b.cross_entropy(b.linear(x, head, name="lm_head"), labels))
+
+
+def bert(
+    *,
+    num_layers: int = 12,
+    hidden: int = 768,
+    num_heads: int = 12,
+    vocabulary: int = 30522,
+    sequence: int = 512,
+    batch: int = 32,
+) -> OperatorGraph:
+    """A BERT (Devlin et al. 2019) with masked-token cross-entropy and no segment embedding.
+
+    Raises:
+        ValueError: a size below 1, or `hidden` is not a multiple of `num_heads`.
+    """
+    check_sizes("bert", locals())
+    check_heads("bert", hidden, num_heads)
+    block = Block("bert", num_heads, 4 * hidden, causal=False, approximate="none")
+    b = GraphBuilder("bert")
+    ids, labels = tokens(b, batch, sequence)
+    table = b.parameter("wte.weight", (vocabulary, hidden))
+    x = b.pointwise("add", b.embedding(ids, table, name="wte"), _positions(b, sequence, hidden))
+    x = layer_norm(b, "ln_0", x)
+    for i in range(num_layers):
+        with b.scope(f"h.{i}"):
+            x = layer_norm(b, "ln_1", b.pointwise("add", x, block.attend(b, x)))
+            x = layer_norm(b, "ln_2", b.pointwise("add", x, block.feed_forward(b, x)))
+    x = linear(b, "transform", x, hidden)
+    x = layer_norm(b, "ln_f", b.pointwise("gelu", x, "none"))
+    bias = b.parameter("decoder.bias", (vocabulary,))
+    return b.build(b.cross_entropy(b.linear(x, table, bias, name="decoder"), labels))
+
+
+def llama(
+    *,
+    num_layers: int = 32,
+    hidden: int = 4096,
+    num_heads: int = 32,
+    num_kv_heads: int | None = None,
+    ffn: int = 11008,
+    vocabulary: int = 32000,
+    sequence: int = 4096,
+    batch: int = 8,
+    tied: bool = False,
+    rotary_base: float = 10000.0,
+) -> OperatorGraph:
+    """A Llama (Touvron et al. 2023) with token cross-entropy; the labels come shifted.
+
+    RMS norms, rotary positions (one kernel, see `GraphBuilder.rotary`), a gated feed-forward layer
+    and no biases. The default is Llama 2 of 7 billion parameters.
+
+    Example: Llama 3 of 8 billion parameters.
+        >>> llama(num_kv_heads=8, ffn=14336, vocabulary=128256).num_parameters
+        8030261248
+
+    Args:
+        num_layers: how many layers.
+        hidden: features of a token.
+        num_heads: heads of the queries.
+        num_kv_heads: heads of keys and values, each for equally many of the queries; as many as
+            `num_heads` by default.
+        ffn: features between the linear layers of a block.
+        vocabulary: rows of the token table.
+        sequence: tokens of a sample.
+        batch: samples of a step.
+        tied: whether the head uses the token table.
+        rotary_base: wavelength of the slowest rotation, over 2π.
+
+    Raises:
+        ValueError: a size below 1, `hidden` is no multiple of `num_heads`, `num_heads` none of
+            `num_kv_heads`, or the size of a head is odd.
+    """
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "ffn": ffn}
+    sizes |= {"num_kv_heads": kv_heads, "vocabulary": vocabulary}
+    check_sizes("llama", {**sizes, "sequence": sequence, "batch": batch})
+    check_heads("llama", hidden, num_heads)
+    b = GraphBuilder("llama")
+    ids, labels = tokens(b, batch, sequence)
+    table = b.parameter("embed.weight", (vocabulary, hidden))
+    x = b.embedding(ids, table, name="embed")
+    angles = [
+        _rotation(b, each, sequence, hidden // num_heads, rotary_base) for each in ("cos", "sin")
+    ]
+    for i in range(num_layers):
+        with b.scope(f"layers.{i}"):
+            y = _grouped_attention(b, rms_norm(b, "norm_1", x), num_heads, kv_heads, angles)
+            x = b.pointwise("add", x, y)
+            x = b.pointwise("add", x, _gated(b, rms_norm(b, "norm_2", x), ffn))
+    x = rms_norm(b, "norm", x)
+    head = table if tied else b.parameter("lm_head.weight", (vocabulary, hidden))
+    return b.build(b.cross_entropy(b.linear(x, head, name="lm_head"), labels))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A transformer layer of `model`; see `gpt` for the fields.
+
+    Raises:
+        ValueError: an unknown `attention`, or a `dropout` that is no probability below 1.
+    """
+
+    model: str
+    num_heads: int
+    ffn: int
+    bias: bool = True
+    attention: str = "flash"
+    fused_qkv: bool = True
+    dropout: float = 0.0
+    causal: bool = True
+    approximate: str = "tanh"
+
+    def __post_init__(self) -> None:
+        _check_choice(self.model, "attention", self.attention, ATTENTIONS)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"{self.model}: dropout is {self.dropout}; it is a probability, at least 0 and "
+                "below 1"
+            )
+
+    def forward(self, b: GraphBuilder, x: Tensor, scores: Tensor | None = None) -> Tensor:
+        """The layer with norms in front of both halves; `scores` is added to the attention's."""
+        x = self.mixed(b, x, scores)
+        y = self.feed_forward(b, layer_norm(b, "ln_2", x, bias=self.bias))
+        return self.residual(b, x, y)
+
+    def mixed(self, b: GraphBuilder, x: Tensor, scores: Tensor | None = None) -> Tensor:
+        """The first half of the layer: norm, attention, residual."""
+        y = self.attend(b, layer_norm(b, "ln_1", x, bias=self.bias), scores)
+        return self.residual(b, x, y)
+
+    def residual(self, b: GraphBuilder, x: Tensor, y: Tensor) -> Tensor:
+        """x plus what dropout leaves of y."""
+        return b.pointwise("add", x, _dropped(b, y, self.dropout))
+
+    def attend(self, b: GraphBuilder, x: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Projections, heads that look at each other, and a projection back."""
+        q, k, v = self._heads(b, x)
+        if self.attention == "flash":
+            mixed = b.attention(
+                q, k, v, scores, causal=self.causal, dropout=self.dropout, name="attn.attention"
+            )
+        else:
+            mixed = self._unfused(b, q, k, v, scores)
+        merged = reshape(transpose(mixed, 1, 2), x.shape)
+        return linear(b, "attn.out", merged, x.shape[-1], bias=self.bias)
+
+    def feed_forward(self, b: GraphBuilder, x: Tensor) -> Tensor:
+        """Two linear layers with a GELU between them."""
+        up = linear(b, "mlp.up", x, self.ffn, bias=self.bias)
+        act = b.elementwise([up], [["gelu", [["in", 0], self.approximate]]], name="mlp.act")
+        return linear(b, "mlp.down", act, x.shape[-1], bias=self.bias)
+
+    def _heads(self, b: GraphBuilder, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values of shape (sample, head, sequence, features)."""
+        batch, sequence, hidden = x.shape
+        if self.fused_qkv:
+            fused = linear(b, "attn.qkv", x, 3 * hidden, bias=self.bias)
+            projected = [part(fused, 2, i, 3) for i in range(3)]
+        else:
+            projected = [linear(b, f"attn.{each}", x, hidden, bias=self.bias) for each in "qkv"]
+        shape = (batch, sequence, self.num_heads, hidden // self.num_heads)
+        return [transpose(reshape(each, shape), 1, 2) for each in projected]
+
+    def _unfused(
+        self, b: GraphBuilder, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None
+    ) -> Tensor:
+        """Attention that writes all scores to memory."""
+        for each in (q, k, v):
+            for dim, name in ((-3, "head"), (-2, "sequence"), (-1, "head_dim")):
+                label(each, [dim], name, 3)
+        looks = b.matmul(q, transpose(k, -1, -2), name="attn.scores")
+        scale = q.shape[-1] ** -0.5
+        if scores is not None:
+            steps = [["mul", [["in", 0], scale]], ["add", [["step", 0], ["in", 1]]]]
+            looks, scale = b.elementwise([looks, scores], steps, name="attn.bias"), 1.0
+        looks = b.softmax(looks, causal=self.causal, scale=scale, name="attn.softmax")
+        looks = _dropped(b, looks, self.dropout, "attn.dropout")
+        return b.matmul(looks, v, name="attn.mixed")
+
+
+def _check_choice(model: str, what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{model}: no {what} {value!r}; there are {', '.join(known)}")
+
+
+def _dropped(b: GraphBuilder, x: Tensor, probability: float, name: str = "dropout") -> Tensor:
+    if not probability:
+        return x
+    return b.elementwise([x], [["dropout", [["in", 0], probability]]], name=name)
+
+
+def _positions(b: GraphBuilder, sequence: int, hidden: int) -> Tensor:
+    positions = b.source(
+        [["arange", [0, sequence, 1, "int64"]]], (sequence,), "int64", name="positions"
+    )
+    return b.embedding(positions, b.parameter("wpe.weight", (sequence, hidden)), name="wpe")
+
+
+def _alibi(b: GraphBuilder, num_heads: int, sequence: int) -> Tensor:
+    """What ALiBi adds to scores, (head, 1, key): the slope of the head times the key's position.
+
+    It adds slope · (key − query); what depends on the query alone leaves a softmax unchanged.
+    """
+    slopes = [[[slope]] for slope in alibi_slopes(num_heads)]
+    steps: Steps = [
+        ["tensor", [slopes, "float32"]],
+        ["arange", [0, sequence, 1, "float32"]],
+        ["mul", [["step", 0], ["step", 1]]],
+    ]
+    return b.source(steps, (num_heads, 1, sequence), "float32", name="alibi")
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """A slope per head: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
+
+    Example:
+        >>> alibi_slopes(3)
+        [0.0625, 0.00390625, 0.25]
+
+    For other numbers those of the power of two below, then every second one of the power above
+    (Press et al. 2022, arXiv 2108.12409).
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
+    between = [2.0 ** (-4 * i / power) for i in range(1, 2 * power + 1, 2)]
+    return [*slopes, *between[: num_heads - power]]
+
+
+def _rotation(b: GraphBuilder, function: str, sequence: int, size: int, base: float) -> Tensor:
+    """Cosines or sines of (sequence, features of a head); the halves of a head turn alike."""
+    if size % 2:
+        raise ValueError(
+            f"llama: a head has {size} features; rotary positions turn pairs, so it must be even"
+        )
+    speeds = [base ** (-2 * i / size) for i in range(size // 2)]
+    steps: Steps = [
+        ["tensor", [[speeds, speeds], "float32"]],
+        ["view", [["step", 0], [1, size]]],
+        ["arange", [0, sequence, 1, "float32"]],
+        ["unsqueeze", [["step", 2], 1]],
+        ["mul", [["step", 3], ["step", 1]]],
+        [function, [["step", 4]]],
+    ]
+    return b.source(steps, (sequence, size), "float32", name=f"rotary.{function}")
+
+
+def _grouped_attention(
+    b: GraphBuilder, x: Tensor, num_heads: int, kv_heads: int, angles: Sequence[Tensor]
+) -> Tensor:
+    batch, sequence, hidden = x.shape
+    size = hidden // num_heads
+
+    def heads(name: str, count: int) -> Tensor:
+        made = linear(b, f"attn.{name}", x, count * size, bias=False)
+        return transpose(reshape(made, (batch, sequence, count, size)), 1, 2)
+
+    q, k, v = heads("q", num_heads), heads("k", kv_heads), heads("v", kv_heads)
+    q, k = (
+        b.rotary(each, *angles, name=f"attn.rotary_{name}") for each, name in ((q, "q"), (k, "k"))
+    )
+    mixed = b.attention(q, k, v, causal=True, name="attn.attention")
+    return linear(b, "attn.out", reshape(transpose(mixed, 1, 2), x.shape), hidden, bias=False)
+
+
+def _gated(b: GraphBuilder, x: Tensor, ffn: int) -> Tensor:
+    """SwiGLU (Shazeer 2020): one linear layer gates the other."""
+    gate, up = (linear(b, f"mlp.{each}", x, ffn, bias=False) for each in ("gate", "up"))
+    steps = [["silu", [["in", 0]]], ["mul", [["step", 0], ["in", 1]]]]
+    act = b.elementwise([gate, up], steps, name="mlp.act")
+    return linear(b, "mlp.down", act, x.shape[-1], bias=False)
