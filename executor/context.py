@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.executor.program import ranks_of
-from stratagem.simulator.boundary import summed
+from stratagem.simulator.boundary import landing, summed
 from stratagem.simulator.graph import Edge, OperatorGraph, factor_sizes
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import (
@@ -30,13 +30,15 @@ Paths = dict[tuple[object, ...], tuple[Step, ...]]
 class Crossing:
     """A tensor on its way from one stage to another: what `edges` read, or their gradient.
 
-    `before` is how it lies on the source mesh until pending sums are carried out.
+    `before` is how it lies on the source mesh until pending sums are carried out, `after` how it
+    must lie on the target mesh, which may take a conversion once it is there (see `landing`).
     """
 
     edges: tuple[Edge, ...]
     source_stage: int
     target_stage: int
     before: Placements
+    after: Placements
     transfer: Transfer
     dtype: str
     value: str
@@ -226,8 +228,18 @@ class Context:
         value: str,
     ) -> Crossing:
         sizes = self.sizes(edges[0])
-        transfer = Transfer(sizes, self.mesh(source), summed(before), self.mesh(target), after)
-        return Crossing(edges, source, target, before, transfer, self.dtype(edges[0]), value)
+        dtype = self.dtype(edges[0])
+        meshes = self.mesh(source), self.mesh(target)
+        lands = landing(
+            sizes,
+            self.plan.training.bytes_of(dtype),
+            meshes,
+            after,
+            self._resharders[target],
+            self.plan.cluster,
+        )
+        transfer = Transfer(sizes, meshes[0], summed(before), meshes[1], lands)
+        return Crossing(edges, source, target, before, after, transfer, dtype, value)
 
     def name(self, edge: Edge, arrow: str) -> str:
         """An edge in words, told apart by its slot where two operators have several."""

@@ -59,17 +59,31 @@ class PassWriter:
         for crossing in crossings:
             if crossing.target_stage != self.writer.stage:
                 continue
-            value = self.writer.receive(
-                crossing.task(microbatch),
-                TaskKind.COMMUNICATION,
-                microbatch,
-                f"{crossing.value} m{microbatch}",
-                crossing.transfer,
-                crossing.dtype,
-            )
+            value = self._receive(crossing, microbatch)
             if value is not None and crossings is self._context.returns:
                 edge = crossing.edge
                 self._arrived[edge.producer, edge.output, microbatch].append(value)
+
+    def _receive(self, crossing: Crossing, microbatch: int) -> str | None:
+        """Receive a tensor, and bring its parts together where each rank fetched only one."""
+        task, value = crossing.task(microbatch), f"{crossing.value} m{microbatch}"
+        transfer = crossing.transfer
+        lands = transfer.target_placements
+        landed = value if lands == crossing.after else f"{value} landed"
+        self.writer.receive(
+            task, TaskKind.COMMUNICATION, microbatch, landed, transfer, crossing.dtype
+        )
+        return self.writer.convert(
+            task,
+            TaskKind.COMMUNICATION,
+            microbatch,
+            source=landed,
+            target=value,
+            sizes=transfer.sizes,
+            dtype=crossing.dtype,
+            before=lands,
+            after=crossing.after,
+        )
 
     def _forward(self, i: int, microbatch: int) -> None:
         operator = self._context.graph.operators[i]
@@ -109,7 +123,7 @@ class PassWriter:
             return self._slice(edge, microbatch)
         if context.crosses(edge):
             crossing = next(c for c in context.crossings if edge in c.edges)
-            held = self.writer.holds(crossing.transfer.target_placements)
+            held = self.writer.holds(crossing.after)
             return Operand(f"{crossing.value} m{microbatch}") if held else None
         name = context.name(edge, "→")
         value = self.writer.convert(
