@@ -12,14 +12,13 @@ there:
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.saved import saved_inside
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")
 """Names that `recomputed_operators` knows."""
-
-ATTENTION_CORE = frozenset({"attention", "softmax"})
-"""Kinds that the selective policy recomputes, beside matrix products without parameters."""
 
 
 def check_policy(policy: str) -> None:
@@ -36,9 +35,11 @@ def recomputed_operators(graph: OperatorGraph, policy: str) -> frozenset[str]:
     """The operators that a policy recomputes, by name.
 
     * ``none``: nothing.
-    * ``full``: everything in repeated blocks whose result stays inside its segment.
-    * ``selective``: of those, the attention core only: scores, softmax and their product with the
-      values (Korthikanti et al. 2022, arXiv 2205.05198).
+    * ``full``: everything in repeated blocks, but for what would only make again a result that its
+      segment hands on.
+    * ``selective``: of those, the attention core only: a fused attention, or the scores, their
+      softmax and the chains between. The product with the values is kept, as its reader keeps it
+      (Korthikanti et al. 2022, arXiv 2205.05198).
 
     Raises:
         ValueError: if there is no such policy.
@@ -50,15 +51,37 @@ def recomputed_operators(graph: OperatorGraph, policy: str) -> frozenset[str]:
     outside = {
         edge.producer for edge in graph.edges if segment[edge.producer] != segment[edge.consumer]
     }
-    sizes: dict[int, int] = {}
-    for number in segment:
-        sizes[number] = sizes.get(number, 0) + 1
-    found = [
+    size = Counter(segment)
+    core = _attention_core(graph) if policy == "selective" else None
+    return frozenset(
         operator.name
         for i, operator in enumerate(graph.operators)
-        if sizes[segment[i]] > 1 and i not in outside and operator.kind != "source"
-        if policy == "full"
-        or operator.kind in ATTENTION_CORE
-        or (operator.kind == "matmul" and not operator.weights)
-    ]
-    return frozenset(found)
+        if size[segment[i]] > 1 and operator.kind != "source"
+        if i not in outside or any(saved_inside(operator))
+        if core is None or i in core
+    )
+
+
+def _attention_core(graph: OperatorGraph) -> set[int]:
+    """Fused attentions; and scores, their softmax, and the chains between two products.
+
+    product ─▶ chain (mask, position bias) ─▶ softmax ─▶ chain (dropout) ─▶ product
+    """
+    scores: set[int] = set()
+    weights: set[int] = set()
+    for i, operator in enumerate(graph.operators):
+        made_by = {graph.index[read.source] for read in operator.inputs}
+        chain = operator.kind == "elementwise"
+        if made_by & (weights if chain else scores) and operator.kind in (
+            "elementwise",
+            "softmax",
+        ):
+            weights.add(i)
+        elif operator.kind == "matmul" or (chain and made_by & scores):
+            scores.add(i)
+    core = weights | {i for i, o in enumerate(graph.operators) if o.kind == "attention"}
+    for i in sorted(scores, reverse=True):
+        readers = {edge.consumer for edge in graph.readers[i]}
+        if readers and readers <= core:
+            core.add(i)
+    return core

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 
 from stratagem.search.partition import balanced_stages
 from stratagem.search.space import Options, operator_choices
-from stratagem.search.strategies import Choices, data_parallel, replicated, with_recompute
+from stratagem.search.strategies import (
+    Choices,
+    data_parallel,
+    replicated,
+    tensor_parallel,
+    with_recompute,
+)
+from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
@@ -188,6 +196,89 @@ def test_zero_shards_what_it_says() -> None:
     assert held[1][Purpose.GRADIENTS] == weights
     assert held[2][Purpose.GRADIENTS] < 0.7 * weights
     assert held[3][Purpose.PARAMETERS] == pytest.approx(weights / 8, rel=0.01)
+
+
+class TestPublishedActivations:
+    """Bytes of one layer in 16 bits by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2."""
+
+    SEQUENCE, BATCH, HIDDEN, HEADS = 64, 2, 96, 6
+
+    def of_a_layer(self, ways: int, policy: str, *, sequence_parallel: bool = False) -> Fraction:
+        """What a layer adds to the activations of a microbatch, in units of s·b·h bytes."""
+        held: list[int] = []
+        for num_layers in (4, 5):
+            graph = gpt(
+                num_layers=num_layers,
+                hidden=self.HIDDEN,
+                num_heads=self.HEADS,
+                vocabulary=96,
+                sequence=self.SEQUENCE,
+                batch=self.BATCH,
+                attention="unfused",
+                dropout=0.1,
+            )
+            choices = tensor_parallel(graph, (ways,), 0, sequence_parallel=sequence_parallel)
+            plan = plan_of(graph, with_recompute(graph, choices, policy), 1, 1, "1f1b", ways)
+            plan = replace(plan, training=Training(precision="float16"))
+            held.append(simulate_plan(plan, graph, COSTS).memory[0].activations)
+        return Fraction(held[1] - held[0], self.SEQUENCE * self.BATCH * self.HIDDEN)
+
+    @property
+    def scores(self) -> Fraction:
+        """a·s / h."""
+        return Fraction(self.HEADS * self.SEQUENCE, self.HIDDEN)
+
+    def test_one_device(self) -> None:
+        assert self.of_a_layer(1, "none") == 34 + 5 * self.scores
+
+    @pytest.mark.parametrize("ways", [2, 3, 6])
+    def test_tensor_parallelism(self, ways: int) -> None:
+        expected = 10 + Fraction(24, ways) + 5 * self.scores / ways
+        assert self.of_a_layer(ways, "none") == expected
+
+    @pytest.mark.parametrize("ways", [1, 2, 6])
+    def test_selective_recompute_drops_the_scores(self, ways: int) -> None:
+        assert self.of_a_layer(ways, "selective") == 10 + Fraction(24, ways)
+
+    @pytest.mark.parametrize("policy", ["none", "selective"])
+    def test_sequence_parallelism_shards_all_but_what_is_gathered(self, policy: str) -> None:
+        """The inputs of both first linear layers, 4·s·b·h, are kept as they were gathered; the
+        paper keeps a shard of them and gathers again in backward."""
+        sharded = 34 + (5 * self.scores if policy == "none" else 0)
+        gathered = 4 * (1 - Fraction(1, 2))
+        assert self.of_a_layer(2, policy, sequence_parallel=True) == sharded / 2 + gathered
+
+    @pytest.mark.parametrize("ways", [1, 2])
+    def test_full_recompute_keeps_the_input_of_a_layer(self, ways: int) -> None:
+        assert self.of_a_layer(ways, "full") == 2
+        assert self.of_a_layer(ways, "full", sequence_parallel=True) == Fraction(2, ways)
+
+
+def test_backward_keeps_what_autograd_keeps() -> None:
+    """One chain a case; the output counts where it is kept, masks have one byte an element."""
+    b = GraphBuilder("chains")
+    x, y = b.input("x", (4, 8)), b.input("y", (4, 8))
+    cases = {
+        "relu": ([["relu", [["in", 0]]]], set(), True, (0, 0)),
+        "gelu": ([["gelu", [["in", 0], "tanh"]]], {0}, False, (0, 0)),
+        "dropped": ([["dropout", [["in", 0], 0.5]], ["add", [["step", 0], ["in", 1]]]],
+                    set(), False, (0, 1)),
+        "gated": ([["silu", [["in", 0]]], ["mul", [["step", 0], ["in", 1]]]],
+                  {0, 1}, False, (1, 0)),
+        "masked": ([["gt", [["in", 0], 0.0]], ["masked_fill", [["in", 1], ["step", 0], 0.0]]],
+                   set(), False, (0, 1)),
+        "scaled": ([["mul", [["in", 0], 2.0]]], set(), False, (0, 0)),
+    }  # fmt: skip
+    total = b.pointwise("neg", x)
+    for name, (steps, *_) in cases.items():
+        inputs = [x, y] if "['in', 1]" in str(steps) else [x]
+        total = b.cat([total, b.elementwise(inputs, steps, name=name)], dim=1)
+    graph = b.build(b.reduce(total))
+    for name, (_, slots, output, inside) in cases.items():
+        operator = graph.operator(name)
+        assert saved_slots(operator) == slots
+        assert saves_output(operator) == output
+        assert saved_inside(operator) == inside
 
 
 class TestPlot:
