@@ -86,7 +86,7 @@ def landing(
 
     Where neighbours of a node want the same, each may fetch a part from afar, and the node brings
     the parts together: between tensor-parallel groups of 8 that is an eighth of the bytes between
-    the nodes (Narayanan et al. 2021, arXiv 2104.04473, section 4.1). It is done where it is faster.
+    the nodes (Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Done where it is faster.
 
     Args:
         sizes: of the tensor's factors.

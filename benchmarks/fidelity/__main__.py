@@ -1,6 +1,6 @@
 """How far are predicted training steps from measured ones on real clusters?
 
-    python -m benchmarks.fidelity --data DIR [--rows] [--only NAME]
+    python -m benchmarks.fidelity --data DIR [--rows] [--only NAME] [--report PAGE]
 
 Reads every CSV file of a known kind under DIR (recognised by its columns), states each row as a
 model, a cluster and a training setup, simulates it, and prints one JSON object a file (see
@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.fidelity.predict import Outcome, Predictor
+from benchmarks.fidelity.report import write_report
 from benchmarks.fidelity.score import reasons, score
 from benchmarks.fidelity.sets import MeasuredSet, read_runs, set_of
 
@@ -23,6 +24,7 @@ def main() -> None:
     """Print the scores of all files."""
     arguments = _arguments()
     predictor = Predictor()
+    assessed = {}
     for path in sorted(arguments.data.rglob("*.csv")):
         measured = set_of(path)
         if measured is not None and (not arguments.only or arguments.only in path.name):
@@ -31,6 +33,9 @@ def main() -> None:
                 for outcome in outcomes:
                     print(json.dumps(row_line(path, outcome)), flush=True)
             print(json.dumps(line), flush=True)
+            assessed[path.name] = outcomes, line
+    if arguments.report:
+        write_report(assessed, arguments.report)
 
 
 def assess(
@@ -71,6 +76,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of measured sets")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--report", type=Path, help="Markdown page to write, pictures beside it")
     parser.add_argument("--only", default="", help="part of the names of the files to read")
     return parser.parse_args()
 

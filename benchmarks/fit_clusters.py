@@ -1,0 +1,175 @@
+"""Fit the calibration constants of cluster presets to measured training steps.
+
+    python -m benchmarks.fit_clusters --data DIR [--write] [--only PRESET]
+
+Each preset has at most five constants of its own (see `CONSTANTS`); everything else comes from
+timings of single kernels. They minimise a robust sum of squared logarithmic errors of the step
+times that the runs on that cluster took, every run simulated as a plan. Prints one JSON object a
+preset: the constants, and the mean error before and after. `--write` puts them into the preset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+import stratagem.simulator
+from benchmarks.fidelity.predict import Predictor
+from benchmarks.fidelity.runs import Run
+from benchmarks.fidelity.sets import read_runs, set_of
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.files import encode
+
+MOST_RUNS = 60
+SCALE = 0.05
+"""Relative errors beyond this count less than their square: outliers do not rule the fit."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One calibration constant: how to read and set it, and its bounds."""
+
+    name: str
+    get: Callable[[Cluster], float]
+    put: Callable[[Cluster, float], Cluster]
+    low: float
+    high: float
+
+
+def _put_bandwidth(cluster: Cluster, value: float) -> Cluster:
+    return replace(cluster, inter_node=replace(cluster.inter_node, bandwidth_gb_s=value))
+
+
+CONSTANTS = (
+    Constant(
+        "compute_scale",
+        lambda c: c.compute_scale,
+        lambda c, v: replace(c, compute_scale=v),
+        0.8,
+        1.6,
+    ),
+    Constant(
+        "compute_slowdown",
+        lambda c: c.compute_slowdown,
+        lambda c, v: replace(c, compute_slowdown=v),
+        0.0,
+        0.5,
+    ),
+    Constant(
+        "inter_node.bandwidth_gb_s",
+        lambda c: c.inter_node.bandwidth_gb_s,
+        _put_bandwidth,
+        1.0,
+        500.0,
+    ),
+)
+
+
+def main() -> None:
+    """Fit every preset that the measured runs are on."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of measured sets")
+    parser.add_argument("--write", action="store_true", help="put the constants into the presets")
+    parser.add_argument("--only", default="", help="the preset to fit")
+    arguments = parser.parse_args()
+    for preset, runs in sorted(_runs_by_preset(arguments.data).items()):
+        if not arguments.only or arguments.only == preset:
+            fitted, line = fit(preset, runs)
+            print(json.dumps(line), flush=True)
+            if arguments.write:
+                _write(fitted)
+
+
+def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
+    """The preset with its constants fitted to `runs`, and what to print."""
+    start = Cluster.preset(preset)
+    some = runs[:: max(1, math.ceil(len(runs) / MOST_RUNS))]
+    used = [constant for constant in CONSTANTS if constant.get(start) > 0 or constant.low == 0]
+
+    def errors(
+        cluster: Cluster, chosen: Sequence[Run]
+    ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        predictor = Predictor()
+        found = []
+        for run in chosen:
+            sized = _with_constants(run.cluster, cluster, used)
+            outcome = predictor.outcome(replace(run, cluster=sized))
+            assert run.seconds is not None
+            found.append(math.log(outcome.seconds / run.seconds))
+        return np.array(found)
+
+    def at(values: Sequence[float]) -> Cluster:
+        cluster = start
+        for constant, value in zip(used, values, strict=True):
+            cluster = constant.put(cluster, float(value))
+        return cluster
+
+    first = [constant.get(start) for constant in used]
+    solution = least_squares(
+        lambda values: errors(at(values), some),
+        first,
+        bounds=([c.low for c in used], [c.high for c in used]),
+        x_scale=[max(value, 0.1) for value in first],
+        diff_step=0.02,
+        loss="soft_l1",
+        f_scale=SCALE,
+        max_nfev=12,
+    )
+    fitted = at([float(f"{value:.3g}") for value in solution.x])
+    line = {
+        "preset": preset,
+        "runs": len(runs),
+        "fitted_on": len(some),
+        **{constant.name: constant.get(fitted) for constant in used},
+        "mape_before": _mape(errors(start, runs)),
+        "mape_after": _mape(errors(fitted, runs)),
+    }
+    return fitted, line
+
+
+def _mape(logarithms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    return round(100 * float(np.mean(np.abs(np.exp(logarithms) - 1))), 2)
+
+
+def _with_constants(cluster: Cluster, source: Cluster, used: Sequence[Constant]) -> Cluster:
+    for constant in used:
+        cluster = constant.put(cluster, constant.get(source))
+    return cluster
+
+
+def _runs_by_preset(folder: Path) -> dict[str, list[Run]]:
+    """The timed runs of all files, by the name of their cluster."""
+    found: dict[str, list[Run]] = {}
+    for path in sorted(folder.rglob("*.csv")):
+        measured = set_of(path)
+        for run in read_runs(path, measured).runs if measured else ():
+            if run.seconds is not None and _can_be_planned(run):
+                found.setdefault(run.cluster.name, []).append(run)
+    return found
+
+
+def _can_be_planned(run: Run) -> bool:
+    try:
+        graph = run.model.graph()
+        for setup in run.setups:
+            setup.plan(graph, run.cluster)
+    except ValueError:
+        return False
+    return True
+
+
+def _write(cluster: Cluster) -> None:
+    folder = Path(stratagem.simulator.__file__).parent / "presets"
+    path = folder / f"{cluster.name}.json"
+    path.write_text(encode(cluster), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
