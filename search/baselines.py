@@ -10,6 +10,8 @@ from stratagem.search.space import VIRTUAL_STAGES
 from stratagem.search.strategies import (
     Choices,
     data_parallel,
+    expert_dims,
+    expert_parallel,
     tensor_dims,
     tensor_parallel,
     with_recompute,
@@ -97,6 +99,9 @@ def _families(situation: Situation, schedule: str) -> Iterator[tuple[str, list[P
     stages = {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}
     for zero, name in stages.items():
         yield name, [_plan(name, situation, [mesh], sample(zero), 1, "1f1b") for mesh in one]
+    if expert_dims(situation.graph):
+        name = "expert parallel"
+        yield name, [_plan(name, situation, [mesh], expert_parallel, 1, "1f1b") for mesh in one]
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
         meshes = _tensor_meshes(situation)
         yield name, [_plan(name, situation, [m], tensor(sequence), 1, "1f1b") for m in meshes]

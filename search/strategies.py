@@ -59,6 +59,23 @@ def tensor_parallel(
     return choices
 
 
+def expert_parallel(graph: OperatorGraph, shape: Sequence[int], *, zero: int = 0) -> Choices:
+    """GShard: data parallelism, but for experts, which are shared out over the same devices.
+
+    What runs for each expert shards the experts along every axis, innermost first, as far as they
+    go, and samples along the others. What sends tokens to experts and brings them back shards
+    samples, so tokens change devices by all-to-all (Lepikhin et al. 2020, arXiv 2006.16668).
+    """
+    experts = expert_dims(graph)
+    choices: Choices = {}
+    for operator in graph.operators:
+        config = _sample_config(operator, shape, ())
+        if operator.name in experts:
+            config = _expert_config(operator, experts[operator.name], shape)
+        choices[operator.name] = _with_zero(graph, operator, config, zero)
+    return choices
+
+
 def with_recompute(graph: OperatorGraph, choices: Choices, policy: str) -> Choices:
     """The same choices with the operators of a recompute policy recomputed.
 
@@ -98,6 +115,66 @@ def tensor_dims(graph: OperatorGraph, ways: int) -> dict[str, str]:
         if _saves_work(members):
             chosen.update({op.name: n for op, n in members})
     return chosen
+
+
+def expert_dims(graph: OperatorGraph) -> dict[str, str]:
+    """Per operator that runs for each expert alone the dim that counts the experts.
+
+    These are contractions that have weights of their own at every index of a dim of their input
+    and output, and what lies between two such.
+    """
+    found: dict[int, str] = {}
+    for i, operator in enumerate(graph.operators):
+        name = _own_weights_dim(operator)
+        if name is not None:
+            found[i] = name
+    before, behind = _joined(graph, found, forward=True), _joined(graph, found, forward=False)
+    found |= {i: name for i, name in before.items() if behind.get(i) == name}
+    return {graph.operators[i].name: name for i, name in sorted(found.items())}
+
+
+def _own_weights_dim(operator: Operator) -> str | None:
+    """A dim of a contraction's input, output and weights that may be sharded."""
+    if not operator.weights or all(d.kind is not DimKind.REDUCTION for d in operator.dims):
+        return None
+    shared = set(factors(operator.inputs[0].layout)) & set(factors(operator.outputs[0].layout))
+    for name in factors(operator.weights[0].layout):
+        if name in shared and not operator.dim(name).whole:
+            return name
+    return None
+
+
+def _joined(graph: OperatorGraph, found: dict[int, str], *, forward: bool) -> dict[int, str]:
+    """What the experts' results lead to, or come from, and which of its dims counts them.
+
+    It goes on through elementwise operators, which have the dim on both sides.
+    """
+    seen = dict(found)
+    edges = sorted(graph.edges, key=lambda e: e.consumer if forward else -e.producer)
+    for edge in edges:
+        start, end = edge.producer, edge.consumer
+        made = factors(graph.operators[start].outputs[edge.output].layout)
+        read = graph.operators[end].inputs[edge.slot]
+        pairs = {made[at]: n for n, at in zip(factors(read.layout), read.order, strict=True)}
+        if not forward:
+            start, end = end, start
+            pairs = {ours: theirs for theirs, ours in pairs.items()}
+        if start in seen and seen[start] in pairs and graph.operators[end].kind == "elementwise":
+            seen.setdefault(end, pairs[seen[start]])
+    return seen
+
+
+def _expert_config(operator: Operator, name: str, shape: Sequence[int]) -> Config:
+    """Experts along as many inner axes as they can be cut for, samples along the outer ones."""
+    size = operator.dim(name).size
+    inner: list[int] = []
+    for axis in reversed(range(len(shape))):
+        if smallest_shard(size, [shape[k] for k in [axis, *inner]]) > 0:
+            inner.insert(0, axis)
+    config = list(_sample_config(operator, shape, inner))
+    for axis in inner:
+        config[axis] = Shard(name)
+    return tuple(config)
 
 
 def _ends_chain(operator: Operator, name: str) -> bool:

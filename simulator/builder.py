@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stratagem.simulator.builder_contractions import ContractionBuilder, label, window_sizes
+from stratagem.simulator.builder_contractions import label, window_sizes
+from stratagem.simulator.builder_experts import ExpertBuilder
 from stratagem.simulator.draft import Draft, Loop, Tensor
 from stratagem.simulator.factors import fresh
 from stratagem.simulator.graph import DimKind
@@ -14,7 +15,7 @@ from stratagem.simulator.steps import Steps
 ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION
 
 
-class GraphBuilder(ContractionBuilder):
+class GraphBuilder(ExpertBuilder):
     """Makes an `OperatorGraph` from shapes.
 
     Example:

@@ -31,6 +31,14 @@ attention      q (sample, head, query, e),  none                      (sample, h
                [, mask broadcastable]
 rotary         x (..., sequence, e), cos,   none                      like x
                sin (sequence, e)
+moe_weights    gates (group, token,         none                      (group, token, expert,
+               choice)                                                slot); `top_k`
+moe_dispatch   x (group, token, hidden),    none                      (group, expert, slot,
+               gates                                                  hidden); `top_k`
+expert_linear  x (..., expert, slot, in)    weight (expert, in,       (..., expert, slot, out)
+                                            out); bias (expert, out)
+moe_combine    y (group, expert, slot,      none                      (group, token, hidden);
+               hidden), gates                                         `top_k`
 softmax        x                            none                      like x; `dim` [, `scale`,
                                                                       `causal`]
 elementwise    any, broadcast by ()         any                       broadcast shape; `steps`
@@ -146,6 +154,11 @@ def _per_input(factor: float) -> Callable[[Operator, Sizes], float]:
     return lambda operator, sizes: factor * _in_elements(operator, sizes)
 
 
+def _combine_flops(operator: Operator, sizes: Sizes) -> float:
+    """A product and a sum for each expert that a token has chosen."""
+    return 2.0 * int(operator.attributes["top_k"]) * _out_elements(operator, sizes)
+
+
 def _no_flops(operator: Operator, sizes: Sizes) -> float:
     return 0.0
 
@@ -185,6 +198,10 @@ RULES: dict[str, Rule] = {
         saved_inputs=(0, 1, 2),
         saved_output=True,
     ),
+    "moe_weights": Rule(_per_input(10.0), backward_flops=1.0),
+    "moe_dispatch": Rule(_no_flops, saved_inputs=(1,)),
+    "expert_linear": Rule(_contraction_flops, matmul=True, weight_share=0.5),
+    "moe_combine": Rule(_combine_flops, saved_inputs=(0, 1)),
     "rotary": Rule(_per_input(3.5), backward_flops=1.0, saved_inputs=(1, 2)),
     "softmax": Rule(_per_input(5.0), passes=1.5, saved_inputs=(), saved_output=True),
     "elementwise": Rule(_steps_flops),

@@ -331,6 +331,89 @@ def rotary() -> Case:
     return Case(operator_of(b, made), turned)
 
 
+def token_by_token(gates: Tensor, top_k: int, capacity: int) -> list[list[tuple[int, ...]]]:
+    """Per group (token, expert, slot) of every choice that finds a slot, in plain Python."""
+    found = []
+    for group in gates.tolist():
+        ranked = [sorted(range(len(row)), key=lambda e, row=row: -row[e]) for row in group]
+        used = [0] * len(group[0])
+        taken = []
+        for choice in range(top_k):
+            for token, order in enumerate(ranked):
+                expert = order[choice]
+                if used[expert] < capacity:
+                    taken.append((token, expert, used[expert]))
+                used[expert] += 1
+        found.append(taken)
+    return found
+
+
+def share_of(gates: Tensor, group: int, token: int, expert: int, top_k: int) -> Tensor:
+    best = gates[group, token].sort(descending=True).values[:top_k]
+    return gates[group, token, expert] / best.sum()
+
+
+@case
+def moe_weights() -> Case:
+    b, x, _ = builder()
+    made = b.moe_weights(x(3, 6, 4), top_k=2, capacity=2)
+
+    def reference(gates: Tensor) -> Tensor:
+        total = gates.new_zeros(3, 6, 4, 2)
+        for group, taken in enumerate(token_by_token(gates, 2, 2)):
+            for token, expert, slot in taken:
+                there = torch.zeros_like(total)
+                there[group, token, expert, slot] = 1
+                total = total + there * share_of(gates, group, token, expert, 2)
+        return total
+
+    return Case(operator_of(b, made), reference)
+
+
+@case
+def moe_dispatch() -> Case:
+    b, x, _ = builder()
+    made = b.moe_dispatch(x(3, 6, 5), x(3, 6, 4), top_k=2, capacity=2)
+
+    def reference(x: Tensor, gates: Tensor) -> Tensor:
+        rows = {
+            (group, expert, slot): x[group, token]
+            for group, taken in enumerate(token_by_token(gates, 2, 2))
+            for token, expert, slot in taken
+        }
+        none = x.new_zeros(5)
+        slots = [rows.get(at, none) for at in itertools.product(range(3), range(4), range(2))]
+        return torch.stack(slots).reshape(3, 4, 2, 5)
+
+    return Case(operator_of(b, made), reference)
+
+
+@case
+def moe_combine() -> Case:
+    b, x, _ = builder()
+    made = b.moe_combine(x(3, 4, 2, 5), x(3, 6, 4), top_k=2)
+
+    def reference(y: Tensor, gates: Tensor) -> Tensor:
+        total = [[y.new_zeros(5) for _ in range(6)] for _ in range(3)]
+        for group, taken in enumerate(token_by_token(gates, 2, 2)):
+            for token, expert, slot in taken:
+                share = share_of(gates, group, token, expert, 2)
+                total[group][token] = total[group][token] + share * y[group, expert, slot]
+        return torch.stack([torch.stack(row) for row in total])
+
+    return Case(operator_of(b, made), reference)
+
+
+@case
+def expert_linear() -> Case:
+    b, x, w = builder()
+    made = b.expert_linear(x(2, 3, 4, 5), w(3, 5, 6), w(3, 6))
+    return Case(
+        operator_of(b, made),
+        lambda x, w, bias: torch.einsum("gecm,emf->gecf", x, w) + bias[:, None],
+    )
+
+
 @case
 def elementwise() -> Case:
     b, x, w = builder()

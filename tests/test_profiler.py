@@ -91,7 +91,19 @@ def convolutional() -> OperatorGraph:
     return build.build(build.mean(x))
 
 
-GRAPHS = (transformer(), convolutional())
+def experts() -> OperatorGraph:
+    """Tokens sent to experts by number, and by masks."""
+    build = GraphBuilder("experts")
+    x = build.input("x", (2, 8, 6))
+    gates = build.softmax(build.linear(x, build.parameter("gate.w", (4, 6))))
+    slots = build.moe_dispatch(x, gates, top_k=2, capacity=4)
+    weight, bias = build.parameter("up.w", (4, 6, 6)), build.parameter("up.b", (4, 6))
+    x = build.moe_combine(build.expert_linear(slots, weight, bias), gates, top_k=2)
+    weights = build.moe_weights(gates, top_k=2, capacity=4)
+    return build.build(build.pointwise("mul", build.mean(x), build.mean(weights)))
+
+
+GRAPHS = (transformer(), convolutional(), experts())
 OPERATORS = [o for graph in GRAPHS for o in graph.operators if o.kind != "source"]
 LINEAR = GRAPHS[0].operator("linear")
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: f"{o.kind}-{o.name}")

@@ -1,5 +1,6 @@
 """Well-known models as operator graphs from their sizes alone, without torch."""
 
+from stratagem.simulator.models.mixture import DISPATCHES, moe
 from stratagem.simulator.models.perceptron import mlp
 from stratagem.simulator.models.transformers import (
     ATTENTIONS,
@@ -11,4 +12,15 @@ from stratagem.simulator.models.transformers import (
 )
 from stratagem.simulator.models.vision import resnet
 
-__all__ = ["ATTENTIONS", "POSITIONS", "bert", "gpt", "llama", "mlp", "padded_vocabulary", "resnet"]
+__all__ = [
+    "ATTENTIONS",
+    "DISPATCHES",
+    "POSITIONS",
+    "bert",
+    "gpt",
+    "llama",
+    "mlp",
+    "moe",
+    "padded_vocabulary",
+    "resnet",
+]

@@ -32,6 +32,16 @@ def check_heads(model: str, hidden: int, num_heads: int) -> None:
         )
 
 
+def check_choice(model: str, what: str, value: str, known: Sequence[str]) -> None:
+    """Refuse an unknown option.
+
+    Raises:
+        ValueError: names the model, the option, and what there is.
+    """
+    if value not in known:
+        raise ValueError(f"{model}: no {what} {value!r}; there are {', '.join(known)}")
+
+
 def parameter(
     b: GraphBuilder, name: str, shape: Sequence[int], *, trainable: bool = True
 ) -> Tensor:

@@ -10,6 +10,7 @@ from stratagem.simulator.builder_contractions import label
 from stratagem.simulator.draft import Tensor, part, reshape, transpose
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models.layers import (
+    check_choice,
     check_heads,
     check_sizes,
     layer_norm,
@@ -85,15 +86,15 @@ def gpt(
     sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "ffn": ffn}
     check_sizes("gpt", {**sizes, "vocabulary": vocabulary, "sequence": sequence, "batch": batch})
     check_heads("gpt", hidden, num_heads)
-    _check_choice("gpt", "positions", positions, POSITIONS)
+    check_choice("gpt", "positions", positions, POSITIONS)
     block = Block("gpt", num_heads, ffn, bias, attention, fused_qkv, dropout)
     b = GraphBuilder("gpt")
     ids, labels = tokens(b, batch, sequence)
     table = b.parameter("wte.weight", (vocabulary, hidden))
     x = b.embedding(ids, table, name="wte")
     if positions == "learned":
-        x = b.pointwise("add", x, _positions(b, sequence, hidden))
-    x = _dropped(b, x, dropout, "embedding")
+        x = positions_added(b, x)
+    x = block.dropped(b, x, "embedding")
     scores = _alibi(b, num_heads, sequence) if positions == "alibi" else None
     for i in range(num_layers):
         with b.scope(f"h.{i}"):
@@ -123,7 +124,7 @@ def bert(
     b = GraphBuilder("bert")
     ids, labels = tokens(b, batch, sequence)
     table = b.parameter("wte.weight", (vocabulary, hidden))
-    x = b.pointwise("add", b.embedding(ids, table, name="wte"), _positions(b, sequence, hidden))
+    x = positions_added(b, b.embedding(ids, table, name="wte"))
     x = layer_norm(b, "ln_0", x)
     for i in range(num_layers):
         with b.scope(f"h.{i}"):
@@ -215,7 +216,7 @@ class Block:
     approximate: str = "tanh"
 
     def __post_init__(self) -> None:
-        _check_choice(self.model, "attention", self.attention, ATTENTIONS)
+        check_choice(self.model, "attention", self.attention, ATTENTIONS)
         if not 0 <= self.dropout < 1:
             raise ValueError(
                 f"{self.model}: dropout is {self.dropout}; it is a probability, at least 0 and "
@@ -235,7 +236,13 @@ class Block:
 
     def residual(self, b: GraphBuilder, x: Tensor, y: Tensor) -> Tensor:
         """x plus what dropout leaves of y."""
-        return b.pointwise("add", x, _dropped(b, y, self.dropout))
+        return b.pointwise("add", x, self.dropped(b, y))
+
+    def dropped(self, b: GraphBuilder, x: Tensor, name: str = "dropout") -> Tensor:
+        """x after dropout, if there is any."""
+        if not self.dropout:
+            return x
+        return b.elementwise([x], [["dropout", [["in", 0], self.dropout]]], name=name)
 
     def attend(self, b: GraphBuilder, x: Tensor, scores: Tensor | None = None) -> Tensor:
         """Projections, heads that look at each other, and a projection back."""
@@ -279,26 +286,17 @@ class Block:
             steps = [["mul", [["in", 0], scale]], ["add", [["step", 0], ["in", 1]]]]
             looks, scale = b.elementwise([looks, scores], steps, name="attn.bias"), 1.0
         looks = b.softmax(looks, causal=self.causal, scale=scale, name="attn.softmax")
-        looks = _dropped(b, looks, self.dropout, "attn.dropout")
+        looks = self.dropped(b, looks, "attn.dropout")
         return b.matmul(looks, v, name="attn.mixed")
 
 
-def _check_choice(model: str, what: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{model}: no {what} {value!r}; there are {', '.join(known)}")
-
-
-def _dropped(b: GraphBuilder, x: Tensor, probability: float, name: str = "dropout") -> Tensor:
-    if not probability:
-        return x
-    return b.elementwise([x], [["dropout", [["in", 0], probability]]], name=name)
-
-
-def _positions(b: GraphBuilder, sequence: int, hidden: int) -> Tensor:
-    positions = b.source(
-        [["arange", [0, sequence, 1, "int64"]]], (sequence,), "int64", name="positions"
-    )
-    return b.embedding(positions, b.parameter("wpe.weight", (sequence, hidden)), name="wpe")
+def positions_added(b: GraphBuilder, x: Tensor) -> Tensor:
+    """Embedded tokens (sample, sequence, hidden) plus a table of positions."""
+    _, sequence, hidden = x.shape
+    steps: Steps = [["arange", [0, sequence, 1, "int64"]]]
+    positions = b.source(steps, (sequence,), "int64", name="positions")
+    table = b.parameter("wpe.weight", (sequence, hidden))
+    return b.pointwise("add", x, b.embedding(positions, table, name="wpe"))
 
 
 def _alibi(b: GraphBuilder, num_heads: int, sequence: int) -> Tensor:

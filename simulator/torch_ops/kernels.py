@@ -16,6 +16,12 @@ from torch.nn import functional
 
 from stratagem.simulator.graph import Layout, Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels_attention import attention, rotary
+from stratagem.simulator.torch_ops.kernels_experts import (
+    expert_linear,
+    moe_combine,
+    moe_dispatch,
+    moe_weights,
+)
 from stratagem.simulator.torch_ops.kernels_loss import cross_entropy
 from stratagem.simulator.torch_ops.kernels_norm import batch_norm, layer_norm, rms_norm, softmax
 from stratagem.simulator.torch_ops.programs import elementwise
@@ -149,6 +155,10 @@ KERNELS: dict[str, Kernel] = {
     "batch_norm": batch_norm,
     "attention": attention,
     "rotary": rotary,
+    "moe_weights": moe_weights,
+    "moe_dispatch": moe_dispatch,
+    "expert_linear": expert_linear,
+    "moe_combine": moe_combine,
     "softmax": softmax,
     "elementwise": elementwise,
     "pool2d": _pool2d,
