@@ -1,0 +1,171 @@
+"""Scores of predictions against measured runs, and how rows of measured sets are stated."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fidelity.predict import Outcome, Predictor
+from benchmarks.fidelity.reasons import far_off
+from benchmarks.fidelity.report import write_report
+from benchmarks.fidelity.runs import Model, Run
+from benchmarks.fidelity.score import regrets, score
+from benchmarks.fidelity.sets import read_runs, set_of
+from stratagem.search.setup import TrainingSetup
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.models import gpt
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
+SMALL = Model.of("gpt", num_layers=2, hidden=64, num_heads=4, sequence=32, vocabulary=256, batch=8)
+
+
+def outcome(predicted, measured, *, group="a", peak=None, measured_peak=None, fits=True, ran=True):
+    run = Run(1, "", (group, 8), SMALL, CLUSTER, (), measured, measured_peak, ran)
+    return Outcome(run, TrainingSetup(), predicted, 0.1, peak or 0, fits)
+
+
+def test_errors_are_shares_of_what_was_measured():
+    found = score([outcome(1.1, 1.0), outcome(0.8, 1.0), outcome(3.0, 2.0)])
+    assert found["mape"] == pytest.approx(100 * (0.1 + 0.2 + 0.5) / 3, abs=0.01)
+    assert found["median"] == pytest.approx(20.0)
+    assert found["bias"] == pytest.approx(100 * (0.1 - 0.2 + 0.5) / 3, abs=0.01)
+    assert found["p90"] == pytest.approx(44.0)
+
+
+def test_regret_is_what_the_predicted_best_costs_over_the_measured_best():
+    outcomes = [outcome(1.0, 3.0), outcome(2.0, 2.0), outcome(9.0, 9.0, group="alone")]
+    assert regrets(outcomes) == {("a", 8): pytest.approx(0.5)}
+    assert score(outcomes)["regret_mean"] == pytest.approx(50.0)
+
+
+def test_false_alarms_count_runs_that_ran_and_recall_those_that_did_not():
+    found = score(
+        [
+            outcome(1, 1, fits=False),
+            outcome(1, 1),
+            outcome(1, 1),
+            outcome(1, 1),
+            outcome(1, None, ran=False, fits=False),
+            outcome(1, None, ran=False),
+            outcome(1, None, ran=None, fits=False),
+        ]
+    )
+    assert (found["fit_false_alarm"], found["fit_recall"], found["scored"]) == (25.0, 50.0, 4)
+
+
+def test_memory_is_scored_where_it_was_measured():
+    found = score([outcome(1, 1, peak=30, measured_peak=40), outcome(1, 1)])
+    assert found["memory_mape"] == pytest.approx(25.0)
+
+
+def test_a_set_without_failures_has_no_recall():
+    found = score([outcome(1.0, 1.0)])
+    assert found["fit_recall"] is None
+    assert found["spearman"] is None
+    assert found["regret_mean"] is None
+
+
+def test_of_tuned_setups_the_fastest_that_fits_counts():
+    graph = gpt(**dict(SMALL.sizes))
+    setups = tuple(TrainingSetup(microbatch=m, tensor=4) for m in (1, 2, 4))
+    run = Run(1, "", ("a", 8), SMALL, CLUSTER, setups, 1.0)
+    predictor = Predictor()
+    alone = [predictor.outcome(Run(1, "", ("a", 8), SMALL, CLUSTER, (s,), 1.0)) for s in setups]
+    assert predictor.outcome(run).seconds == min(each.seconds for each in alone)
+    assert graph.batch == 8
+
+
+def test_a_run_without_a_possible_plan_says_why():
+    run = Run(1, "", ("a", 8), SMALL, CLUSTER, (TrainingSetup(tensor=3),), 1.0)
+    with pytest.raises(ValueError, match="do not divide the 8"):
+        Predictor().outcome(run)
+
+
+def test_an_outlier_among_neighbours_is_called_one():
+    def at(microbatch, measured):
+        setup = TrainingSetup(microbatch=microbatch)
+        run = Run(1, "", ("a", 8), SMALL, CLUSTER, (setup,), measured)
+        return Outcome(run, setup, 1.0, 0.1, 0, True)
+
+    (listed,) = far_off([at(1, 1.0), at(2, 2.0), at(4, 1.0)])
+    assert listed[0].setup.microbatch == 2
+    assert "outlier" in listed[1]
+
+
+NANOTRON = (
+    "model,layers,hidden,heads,ffn,vocab,seq,gpu,nodes,gpus,gbs,mbs,grad_acc,dp,pp,tp,zero,status,"
+    "tok_s_gpu,mfu_pct,peak_mem_GB,iter_ms,attn_inferred,embed_inferred,clean,mfu_recomputed,split"
+)
+ROWS = (
+    "1B,2,64,4,128,256,32,H100-80GB-SXM,1,8,16,2,4,2,2,2,0,ok,1,1,2.5,100,mha,tied,1,0.1,x",
+    "1B,2,64,4,128,256,32,H100-80GB-SXM,1,8,16,2,4,2,2,2,1,crashed_or_oom,,,,,,,0,,x",
+    "1B,2,64,4,128,256,32,H100-80GB-SXM,1,8,16,,4,2,2,2,1,ok,1,1,2.5,100,mha,tied,1,0.1,x",
+    "1B,2,64,4,128,256,32,H100-80GB-SXM,1,8,16,2,4,2,2,3,1,ok,1,1,2.5,100,mha,tied,1,0.1,x",
+)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([NANOTRON, *ROWS]) + "\n", encoding="utf-8")
+    return path
+
+
+def test_rows_become_runs_and_what_is_not_told_is_left_out(measured):
+    kind = set_of(measured)
+    assert kind is not None
+    assert kind.name == "nanotron"
+    reading = read_runs(measured, kind)
+    assert dict(reading.left_out) == {"mbs is not given": 1}
+    first, failed, _ = reading.runs
+    assert (first.seconds, first.peak_bytes, first.ran) == (0.1, 2.5e9, True)
+    assert (first.setups[0].tensor, first.setups[0].pipeline, first.setups[0].zero) == (2, 2, 0)
+    assert (failed.seconds, failed.ran) == (None, False)
+    assert first.model.graph().batch == 16
+
+
+def test_the_benchmark_prints_a_line_a_file_and_writes_the_page(measured, tmp_path):
+    page = tmp_path / "accuracy.md"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fidelity", "--data", tmp_path, "--report", page],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = [json.loads(text) for text in done.stdout.splitlines()]
+    assert (line["file"], line["rows"], line["scored"]) == ("runs.csv", 4, 1)
+    assert sum(line["left_out"].values()) == 2
+    assert line["mape"] > 0
+    text = page.read_text(encoding="utf-8")
+    assert "runs.csv" in text
+    assert (tmp_path / "accuracy" / "steps.png").stat().st_size > 5000
+
+
+def test_a_file_of_another_kind_is_not_read(tmp_path):
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n", encoding="utf-8")
+    assert set_of(other) is None
+
+
+@pytest.mark.skipif("STRATAGEM_DATA" not in os.environ, reason="needs STRATAGEM_DATA")
+def test_every_measured_set_is_recognised_and_stated():
+    folder = Path(os.environ["STRATAGEM_DATA"]) / "measured"
+    for path in sorted(folder.glob("*.csv")):
+        kind = set_of(path)
+        assert kind is not None, path
+        with path.open(newline="") as file:
+            rows = sum(1 for _ in csv.DictReader(file))
+        reading = read_runs(path, kind)
+        assert len(reading.runs) + sum(reading.left_out.values()) == rows
+        assert reading.runs
+
+
+def test_the_report_names_rows_that_are_far_off(tmp_path):
+    outcomes = [outcome(1.0, 1.0), outcome(0.5, 1.0)]
+    line = {"file": "x.csv", "rows": 2, **score(outcomes), "left_out": {}}
+    write_report({"x.csv": (outcomes, line)}, tmp_path / "page.md")
+    assert "x.csv: 1 rows" in (tmp_path / "page.md").read_text(encoding="utf-8")
