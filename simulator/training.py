@@ -19,7 +19,8 @@ class Training:
         12
 
     Below float32 the optimizer keeps a float32 master copy beside its states (mixed precision,
-    Micikevicius et al. 2018).
+    Micikevicius et al. 2018). `fused_elementwise` says that a chain of elementwise steps runs as
+    one kernel, as a compiler makes it, not as one kernel a step.
 
     Raises:
         ValueError: on an unknown precision or optimizer.
@@ -28,6 +29,7 @@ class Training:
     precision: str = "float32"
     optimizer: str = "adam"
     learning_rate: float = 1e-3
+    fused_elementwise: bool = False
 
     def __post_init__(self) -> None:
         for what, value, known in (
