@@ -17,9 +17,9 @@ from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.draft import Tensor
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
 from stratagem.simulator.taskgraph import Ints, TaskGraph, build_task_graph
 from stratagem.simulator.timeline import TaskKind
@@ -106,7 +106,7 @@ def priced(model: str, size: int) -> tuple[OperatorGraph, StageBlocks, Ints, Int
     )
     cluster = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=8)
     mesh = stage_meshes(range(16), cluster)[0]
-    builder = TableBuilder(graph, mesh, cluster, Training(), RooflineCosts())
+    builder = TableBuilder(graph, mesh, cluster, Training(), default_costs())
     choices = [operator_choices(graph, op, mesh.shape, (0, 2, 3)) for op in graph.operators]
     blocks = stage_blocks(builder.build(range(len(choices)), dict(enumerate(choices))))
     wanted = data_parallel(graph, mesh.shape)

@@ -31,10 +31,10 @@ from stratagem.simulator._delta_kernels import play_in_full, propose_changes, re
 from stratagem.simulator.block import StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.delta import DeltaEngine
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
 from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD, MacroGraph
 from stratagem.simulator.plan import Plan, Stage
@@ -110,7 +110,7 @@ def pipelined_gpt3() -> Pipeline:
         tied=False,
     )
     cluster = Cluster.preset("dgx-a100", num_nodes=16, devices_per_node=8)
-    model = plan_model(_plan(graph, cluster), graph, RooflineCosts())
+    model = plan_model(_plan(graph, cluster), graph, default_costs())
     table = macro_durations(model)
     blocks, base, counts = _blocks(model)
     graphs = tuple(

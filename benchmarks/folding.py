@@ -23,9 +23,9 @@ from stratagem.search.strategies import tensor_parallel
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock, cell_block
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.plan import Plan, Stage
@@ -57,7 +57,7 @@ def priced(graph: OperatorGraph, parts: Sequence[Sequence[str]], num_devices: in
             for names, mesh in zip(parts, meshes, strict=True)
         ),
     )
-    return plan_model(plan, graph, RooflineCosts())
+    return plan_model(plan, graph, default_costs())
 
 
 def layers_in_stages(graph: OperatorGraph, num_layers: int, num_stages: int) -> list[list[str]]:

@@ -30,8 +30,8 @@ from stratagem.search.strategies import tensor_parallel
 from stratagem.simulator import plan_model, predicted, simulation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory, TableBuilder
-from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.plan import Plan, Stage
@@ -151,7 +151,7 @@ def run_once(plan: Plan, graph: OperatorGraph, memory: RowMemory) -> dict[str, f
                 timed = watch.timed(part, getattr(owner, name))
                 stack.enter_context(patch.object(owner, name, timed))
         begin = time.perf_counter()
-        simulation.simulate_plan(plan, graph, RooflineCosts(), memory=memory)
+        simulation.simulate_plan(plan, graph, default_costs(), memory=memory)
         whole = time.perf_counter() - begin
     return {part: 1e3 * s for part, s in (watch.seconds | {"plan": whole}).items()}
 
@@ -160,12 +160,12 @@ def measure(case: Case) -> dict[str, object]:
     """Time one case."""
     graph, plan = case.build()
     memory = RowMemory()
-    predicted = simulation.simulate_plan(plan, graph, RooflineCosts(), memory=memory)
+    predicted = simulation.simulate_plan(plan, graph, default_costs(), memory=memory)
     runs = [run_once(plan, graph, memory) for _ in range(REPEATS)]
     best = {part: min(run[part] for run in runs) for part in runs[0]}
     simulated = min(sum(run[part] for part in PARTS if part != "table") for run in runs)
     tracemalloc.start()
-    simulation.simulate_plan(plan, graph, RooflineCosts())
+    simulation.simulate_plan(plan, graph, default_costs())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return {

@@ -23,7 +23,7 @@ import matplotlib as mpl
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import tensor_parallel
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.plan import Plan, Stage
@@ -74,7 +74,7 @@ def simulation(case: Case) -> Simulation:
         stages=tuple(stages),
         num_microbatches=case.num_microbatches,
     )
-    return simulate_plan(plan, whole, RooflineCosts())
+    return simulate_plan(plan, whole, default_costs())
 
 
 def draw_barh(timeline: Timeline, num_bars: int, path: Path) -> None:

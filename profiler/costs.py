@@ -13,8 +13,8 @@ from scipy.optimize import nnls
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
 from stratagem.profiler.update import UPDATE_KIND, update_key
-from stratagem.simulator.cluster import DeviceType
 from stratagem.simulator.costs import Cost, CostModel, Direction, Source, local_operator
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import Operator
 from stratagem.simulator.training import Training
 
@@ -30,7 +30,7 @@ class MeasuredCosts:
 
     Example:
         >>> with TimingCache() as cache:  # doctest: +SKIP
-        ...     costs = MeasuredCosts(cache, {"cpu": describe_environment()}, RooflineCosts())
+        ...     costs = MeasuredCosts(cache, {"cpu": describe_environment()}, default_costs())
 
     An operator in the cache costs its median. Any other costs what the fallback says, times the
     geometric mean of measured / fallback over the cached operators of the same kind, direction and

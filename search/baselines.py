@@ -53,10 +53,10 @@ def baseline_plans(situation: Situation, schedule: str = "1f1b") -> dict[str, Si
     closest to fitting is kept.
 
     Example:
-        >>> from stratagem.simulator.costs import RooflineCosts
+        >>> from stratagem.simulator.kernel_costs import default_costs
         >>> from stratagem.simulator.models import mlp
         >>> situation = Situation(
-        ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), RooflineCosts()
+        ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
         ... )
         >>> "data parallel" in baseline_plans(situation)
         True

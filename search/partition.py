@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import CostModel, Direction, RooflineCosts
+from stratagem.simulator.costs import CostModel, Direction
 from stratagem.simulator.graph import OperatorGraph, shape_of
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
 
@@ -29,7 +30,7 @@ def balanced_stages(
         raise ValueError(
             f"{graph.name!r} has {len(layers)} operators; it cannot be {num_stages} stages"
         )
-    seconds = _operator_seconds(graph, layers, cluster, costs or RooflineCosts())
+    seconds = _operator_seconds(graph, layers, cluster, costs or default_costs())
     sends = _cut_seconds(graph, layers, cluster)
     cuts = _best_cuts(seconds, sends, num_stages)
     bounds = [0, *cuts, len(layers)]

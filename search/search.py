@@ -19,8 +19,9 @@ from stratagem.search.strategies import (
     with_recompute,
 )
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import CostModel, RooflineCosts
+from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.plan import Plan, Prediction, Stage
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.training import Training
@@ -91,7 +92,7 @@ def search(
     started = time.monotonic()
     spend = budget or Budget()
     report = progress or (lambda _: None)
-    situation = Situation(graph, cluster, training or Training(), costs or RooflineCosts())
+    situation = Situation(graph, cluster, training or Training(), costs or default_costs())
     report(Progress("simulating baselines", 0.0, float("inf")))
     baselines = baseline_plans(situation, schedule)
     best = min(baselines.values(), key=rank)

@@ -17,9 +17,10 @@ from stratagem.search.anneal import arguments_of, peaks_of
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import ZERO_STAGES, Options, Skeleton
 from stratagem.simulator.block import Block
-from stratagem.simulator.costs import CostModel, RooflineCosts
+from stratagem.simulator.costs import CostModel
 from stratagem.simulator.delta import DeltaEngine
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.placement import Pin
 from stratagem.simulator.plan import CUSTOM, Choice, Plan
 from stratagem.simulator.resharding import IntArray
@@ -44,7 +45,7 @@ class WhatIf:
         >>> from stratagem.simulator.models import mlp
         >>> from stratagem.simulator.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
-        >>> plans = baseline_plans(Situation(graph, cluster, Training(), RooflineCosts()))
+        >>> plans = baseline_plans(Situation(graph, cluster, Training(), default_costs()))
         >>> what_if = WhatIf(plans["data parallel"].plan, graph)
         >>> name = graph.operators[-1].name
         >>> outcome = what_if.propose({name: what_if.choices(name)[0]})
@@ -75,7 +76,7 @@ class WhatIf:
         plan.check(graph)
         _check_supported(plan)
         self._plan, self._graph = plan, graph
-        self._problem = _problem(plan, graph, costs or RooflineCosts(), options or Options())
+        self._problem = _problem(plan, graph, costs or default_costs(), options or Options())
         chosen = {name: c for stage in plan.stages for name, c in stage.choices.items()}
         self._choice = self._problem.encode(chosen)
         self._touched = {

@@ -10,9 +10,10 @@ from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 
-from stratagem.simulator.files import decode, read_text
+import msgspec
 
-GIB = 2**30
+from stratagem.simulator.device import DeviceType
+from stratagem.simulator.files import decode, read_text
 
 
 @dataclass(frozen=True)
@@ -85,47 +86,6 @@ class Link:
         latency = low.latency_us + share * (high.latency_us - low.latency_us)
         bandwidth = low.bandwidth_gb_s + share * (high.bandwidth_gb_s - low.bandwidth_gb_s)
         return latency * 1e-6, bandwidth * 1e9
-
-
-@dataclass(frozen=True)
-class DeviceType:
-    """A kind of device: its memory and the constants of its cost model.
-
-    `matmul_tflops` and `vector_tflops` are peaks by dtype; `matmul_efficiency` is the share of the
-    peak that large matrix products reach; `memory_efficiency` the same for
-    `memory_bandwidth_gb_s`. `tile` is the edge of the output tile of a matrix product and
-    `num_units` how many tiles run at once (streaming multiprocessors), which quantise its time;
-    `launch_us` is the least time of a kernel.
-    """
-
-    name: str
-    memory_gib: float
-    matmul_tflops: dict[str, float]
-    vector_tflops: float
-    memory_bandwidth_gb_s: float
-    matmul_efficiency: float = 0.8
-    memory_efficiency: float = 0.8
-    launch_us: float = 5.0
-    num_units: int = 1
-    tile: int = 1
-
-    def __post_init__(self) -> None:
-        _positive(
-            f"device {self.name!r}",
-            memory_gib=self.memory_gib,
-            vector_tflops=self.vector_tflops,
-            memory_bandwidth_gb_s=self.memory_bandwidth_gb_s,
-            matmul_efficiency=self.matmul_efficiency,
-            memory_efficiency=self.memory_efficiency,
-            num_units=self.num_units,
-            tile=self.tile,
-            **{f"matmul_tflops[{k}]": v for k, v in self.matmul_tflops.items()},
-        )
-
-    @property
-    def memory_bytes(self) -> int:
-        """Device memory in bytes."""
-        return int(self.memory_gib * GIB)
 
 
 @dataclass(frozen=True)
@@ -212,17 +172,20 @@ class Cluster:
         if name not in known:
             raise ValueError(f"no cluster preset {name!r}; there are {', '.join(known)}")
         text = (resources.files(__package__) / "presets" / f"{name}.json").read_text("utf-8")
-        cluster = decode(text, cls, f"preset {name}")
+        cluster = decode(_with_bundled_devices(text, name), cls, f"preset {name}")
         return cluster.resized(num_nodes=num_nodes, devices_per_node=devices_per_node)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a cluster file (JSON; fields as in this class).
 
+        An entry of `device_types` may be the name of a bundled device instead of a description.
+
         Raises:
             ValueError: names the file, the field and what was expected.
         """
-        return decode(read_text(path, "cluster file"), cls, f"cluster file {path}")
+        what = f"cluster file {path}"
+        return decode(_with_bundled_devices(read_text(path, "cluster file"), what), cls, what)
 
     def resized(
         self, *, num_nodes: int | None = None, devices_per_node: int | None = None
@@ -269,6 +232,25 @@ class Cluster:
         )
         size = f"{self.num_nodes} nodes × {self.devices_per_node} {kinds}"
         return f"<b>{self.name}</b>: {size}; {links}"
+
+
+def _with_bundled_devices(text: str, what: str) -> str:
+    """The same JSON with the names of bundled devices replaced by their descriptions."""
+    try:
+        given = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError):
+        return text  # whoever decodes it says what is wrong
+    kinds = given.get("device_types") if isinstance(given, dict) else None
+    if not isinstance(kinds, list):
+        return text
+    try:
+        described = [
+            msgspec.to_builtins(DeviceType.preset(kind)) if isinstance(kind, str) else kind
+            for kind in kinds
+        ]
+    except ValueError as error:
+        raise ValueError(f"{what} is broken: {error}, or describe it in device_types") from error
+    return msgspec.json.encode({**given, "device_types": described}).decode()
 
 
 def preset_names() -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.simulator.cluster import Cluster, DeviceType
+from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.footprint import conversion_bytes
 from stratagem.simulator.graph import (
     Edge,
@@ -111,13 +112,13 @@ class TableBuilder:
 
     Example:
         >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.costs import RooflineCosts
+        >>> from stratagem.simulator.kernel_costs import default_costs
         >>> from stratagem.simulator.models import mlp
         >>> from stratagem.simulator.mesh import MeshAxis
         >>> mesh = DeviceMesh((MeshAxis("data", 8),), tuple(range(8)))
         >>> graph = mlp([512, 512], batch=64)
         >>> cluster = Cluster.preset("dgx-a100")
-        >>> builder = TableBuilder(graph, mesh, cluster, Training(), RooflineCosts())
+        >>> builder = TableBuilder(graph, mesh, cluster, Training(), default_costs())
     """
 
     def __init__(

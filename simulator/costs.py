@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from stratagem.simulator.cluster import DeviceType
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import DimKind, Layout, Operator, factors, shape_of
 from stratagem.simulator.rules import operator_out, rule_of
 from stratagem.simulator.training import Training
@@ -91,7 +91,7 @@ class RooflineCosts:
     Matrix products pay for the tiles they do not fill and for the last wave of tiles that does not
     fill the device (Williams et al. 2009 for the roofline; NVIDIA's matrix-multiplication guide
     for tile and wave quantisation). An elementwise chain runs as one kernel per step, as eager
-    PyTorch runs it.
+    PyTorch runs it, or as one (`Training.fused_elementwise`).
 
     Example:
         >>> from stratagem.simulator.cluster import Cluster
@@ -114,7 +114,8 @@ class RooflineCosts:
         """See `CostModel`."""
         rule = rule_of(operator)
         backward = direction is Direction.BACKWARD
-        kernels = max(1, len(operator.attributes.get("steps", ())))
+        steps = operator.attributes.get("steps", ())
+        kernels = 1 if training.fused_elementwise else max(1, len(steps))
         flops = rule.flops(operator, sizes) * (rule.backward_flops if backward else 1.0)
         moved = tensor_bytes(operator, sizes, training) * rule.passes * kernels
         if backward:
@@ -136,16 +137,9 @@ class RooflineCosts:
     ) -> float:
         if not rule_of(operator).matmul:
             return device.vector_tflops * 1e12
-        peak = device.matmul_tflops.get(training.precision)
-        if peak is None:
-            known = ", ".join(device.matmul_tflops)
-            raise ValueError(
-                f"device {device.name!r} has no matmul_tflops for {training.precision!r}, "
-                f"only for {known}; add it to the cluster file"
-            )
         rows, columns, batch = product_shape(operator, sizes)
         filled = tile_efficiency(rows, columns, batch, device)
-        return peak * 1e12 * device.matmul_efficiency * filled
+        return device.peak_flops(training.precision) * device.matmul_efficiency * filled
 
 
 def product_shape(operator: Operator, sizes: Mapping[str, int]) -> tuple[int, int, int]:

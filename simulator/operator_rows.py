@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.simulator.cluster import DeviceType
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.costs import CostModel, Direction
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.footprint import Footprint, operator_footprint
 from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
 from stratagem.simulator.mesh import AxisLink, DeviceMesh

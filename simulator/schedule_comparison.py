@@ -77,7 +77,7 @@ def compare_schedules(
     """The step, bubble and memory of a pipelined plan under each schedule, the fastest first.
 
     Example:
-        >>> print(compare_schedules(plan, graph, RooflineCosts()))  # doctest: +SKIP
+        >>> print(compare_schedules(plan, graph, default_costs()))  # doctest: +SKIP
 
     Args:
         plan: with one stage on each set of devices; its own schedule does not count.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stratagem.simulator.cluster import DeviceType
 from stratagem.simulator.costs import Cost, CostModel, Direction
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
 from stratagem.simulator.training import Training
 

@@ -26,7 +26,8 @@ class Training:
         12
 
     Below float32 the optimizer keeps a float32 master copy beside its states (mixed precision,
-    Micikevicius et al. 2018).
+    Micikevicius et al. 2018). `fused_elementwise` says that a chain of elementwise steps runs as
+    one kernel, as a compiler makes it, not as one kernel a step.
 
     Raises:
         ValueError: on an unknown precision or optimizer.
@@ -36,6 +37,7 @@ class Training:
     optimizer: str = "adam"
     learning_rate: float = 1e-3
     gradient_precision: str = ""
+    fused_elementwise: bool = False
 
     def __post_init__(self) -> None:
         for what, value, known in (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, whole
+from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.training import Training
@@ -32,7 +32,7 @@ def alpa(number: int, row: Row) -> Iterator[Run]:
         label=f"{family} {row['model']} on {gpus}, {method}",
         group=(f"{family} {row['model']}", gpus),
         model=model,
-        cluster=Cluster.preset("p3.16xlarge").with_devices(gpus),
+        cluster=Cluster.preset("p3.16xlarge").with_devices(gpus, device=device_named(row["gpu"])),
         setups=tuple(_setups(family, method, gpus, whole(row, "gbs"), whole(row, "layers"))),
         seconds=None if failed else _seconds(row),
         peak_bytes=peak * 1e9 if peak > 0 and not failed else None,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from benchmarks.fidelity.megatron import gpt_of, training
-from benchmarks.fidelity.runs import LeftOutError, Row, Run, whole
+from benchmarks.fidelity.runs import LeftOutError, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 
@@ -34,7 +34,7 @@ def vtrain(number: int, row: Row) -> Iterator[Run]:
         label=f"{row['params_b']}B, {setup.describe()}",
         group=(f"{row['params_b']}B", gpus),
         model=gpt_of(row, vocabulary=VTRAIN_VOCABULARY),
-        cluster=Cluster.preset("a100-800g").with_devices(gpus, device=row["gpu"]),
+        cluster=Cluster.preset("a100-800g").with_devices(gpus, device=device_named(row["gpu"])),
         setups=(setup,),
         seconds=float(row["iter_ms"]) * 1e-3,
         ran=True,
@@ -63,7 +63,7 @@ def bigscience(number: int, row: Row) -> Iterator[Run]:
         label=f"{row['Size']}, {row['heads']} heads, {setup.describe()}",
         group=(f"{row['Size']} {row['hidden']}×{layers}×{row['heads']}", gpus),
         model=gpt_of(row, vocabulary=BIGSCIENCE_VOCABULARY),
-        cluster=Cluster.preset("a100-400g").with_devices(gpus, device=row["gpu"]),
+        cluster=Cluster.preset("a100-400g").with_devices(gpus, device=device_named(row["gpu"])),
         setups=(setup,),
         seconds=float(row["iter_s"]),
         peak_bytes=float(stated[0]) * 1e9 if stated else None,

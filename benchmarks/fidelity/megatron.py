@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, whole
+from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.training import Training
@@ -30,9 +30,9 @@ def gpt_of(row: Row, *, vocabulary: int | None = None) -> Model:
     )
 
 
-def selene(num_devices: int) -> Cluster:
+def selene(num_devices: int, gpu: str) -> Cluster:
     """DGX A100 with eight 200 Gb/s cards a node."""
-    return Cluster.preset("dgx-a100").with_devices(num_devices)
+    return Cluster.preset("dgx-a100").with_devices(num_devices, device=device_named(gpu))
 
 
 def training(precision: str) -> Training:
@@ -58,7 +58,7 @@ def sequence_parallel(number: int, row: Row) -> Iterator[Run]:
         label=f"{row['model']}, {row['recompute']}",
         group=(row["model"], gpus),
         model=gpt_of(row),
-        cluster=selene(gpus),
+        cluster=selene(gpus, row["gpu"]),
         setups=(setup,),
         seconds=float(row["iter_s"]),
         ran=True,
@@ -92,7 +92,7 @@ def weak_scaling(number: int, row: Row) -> Iterator[Run]:
         label=f"{row['params_b']}B on {gpus}",
         group=(f"{row['params_b']}B", gpus),
         model=gpt_of(row),
-        cluster=selene(gpus),
+        cluster=selene(gpus, row["gpu"]),
         setups=tuple(setups),
         seconds=float(row["iter_s_derived"]),
         ran=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, whole
+from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.training import Training
@@ -43,7 +43,7 @@ def mpt(number: int, row: Row) -> Iterator[Run]:
             bias=False,
             positions="alibi",
         ),
-        cluster=Cluster.preset("a100-1600g").with_devices(gpus, device=row["gpu"]),
+        cluster=Cluster.preset("a100-1600g").with_devices(gpus, device=device_named(row["gpu"])),
         setups=(setup,),
         seconds=batch * sequence / float(row["tok_s"]),
         ran=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.fidelity.runs import Model, Row, Run, whole
+from benchmarks.fidelity.runs import Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.training import Training
@@ -45,7 +45,7 @@ def nanotron(number: int, row: Row) -> Iterator[Run]:
             batch=whole(row, "gbs"),
             tied=tied,
         ),
-        cluster=Cluster.preset("h100-3200g").with_devices(gpus, device=row["gpu"]),
+        cluster=Cluster.preset("h100-3200g").with_devices(gpus, device=device_named(row["gpu"])),
         setups=(setup,),
         seconds=float(row["iter_ms"]) * 1e-3 if timed else None,
         peak_bytes=float(row["peak_mem_GB"]) * 1e9 if ran and row["peak_mem_GB"] else None,

@@ -10,7 +10,8 @@ from benchmarks.fidelity.runs import Run
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import CostModel, default_costs
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.training import Training
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator import models
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.device import DeviceType, device_names
 from stratagem.simulator.graph import OperatorGraph
 
 Row = Mapping[str, str]
@@ -73,6 +74,19 @@ class Reading:
 
 class LeftOutError(Exception):
     """A row that cannot be stated; its text is the reason."""
+
+
+def device_named(text: str) -> DeviceType:
+    """The bundled device that a set calls so: ``a100_80gb``, ``H100-80GB-SXM``.
+
+    Raises:
+        LeftOutError: there is none.
+    """
+    wanted = text.upper().replace("_", "-").removesuffix("-SXM")
+    for name in device_names():
+        if name.upper() == wanted:
+            return DeviceType.preset(name)
+    raise LeftOutError(f"device {text} is not bundled")
 
 
 def whole(row: Row, name: str) -> int:

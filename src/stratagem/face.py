@@ -18,9 +18,11 @@ from stratagem.search import search as searching
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.space import ZERO_STAGES, Options, operator_choices, skeletons
 from stratagem.simulator import schedule_comparison
-from stratagem.simulator.cluster import Cluster, DeviceType
-from stratagem.simulator.costs import CostModel, RooflineCosts
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation, simulate_plan
@@ -120,7 +122,7 @@ def simulate(plan: Plan, graph: OperatorGraph, costs: CostModel | None = None) -
     Raises:
         ValueError: when the plan is not for this graph.
     """
-    return simulate_plan(plan, graph, costs or RooflineCosts())
+    return simulate_plan(plan, graph, costs or default_costs())
 
 
 def compare_schedules(
@@ -142,7 +144,7 @@ def compare_schedules(
         ValueError: when the plan is no such pipeline, or not for this graph.
     """
     return schedule_comparison.compare_schedules(
-        plan, graph, costs or RooflineCosts(), token_slices=token_slices
+        plan, graph, costs or default_costs(), token_slices=token_slices
     )
 
 
@@ -203,7 +205,7 @@ def profile(
         )
         profile_updates(used, timings, executor_update, device=device, load=load, effort=effort)
         environment = describe_environment(device, load=load)
-        costs = MeasuredCosts(timings, {kind.name: environment}, RooflineCosts())
+        costs = MeasuredCosts(timings, {kind.name: environment}, default_costs())
     if num_left_out:
         warnings.warn(
             f"profile: {num_left_out} of {num_left_out + len(operators)} distinct operators were "
