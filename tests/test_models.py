@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,31 @@ def matmul_flops(graph: OperatorGraph) -> float:
 )
 def test_number_of_parameters(build: Callable[[], OperatorGraph], expected: int) -> None:
     assert build().num_parameters == expected
+
+
+def test_a_wide_resnet_of_factor_1_is_a_resnet() -> None:
+    plain = models.resnet(101, batch=2, classes=10)
+    wide = models.wide_resnet(101, base_channels=64, width_factor=1, batch=2, classes=10)
+    assert wide.fingerprint == plain.fingerprint
+    assert wide.name == "wide_resnet101"
+
+
+def test_wide_resnets_that_alpa_measured() -> None:
+    folder = os.environ.get("STRATAGEM_DATA")
+    if not folder:
+        pytest.skip("STRATAGEM_DATA does not name the folder of measured training runs")
+    with (Path(folder) / "measured" / "alpa_osdi22_v100.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["base_channels"]]
+    counted = [row for row in rows if float(row["param_B"]) > 0]
+    assert len(counted) > 5
+    for row in counted:
+        graph = models.wide_resnet(
+            int(float(row["layers"])),
+            base_channels=int(float(row["base_channels"])),
+            width_factor=int(float(row["width_factor"])),
+            batch=1,
+        )
+        assert graph.num_parameters / 1e9 == pytest.approx(float(row["param_B"]), rel=0.001)
 
 
 def test_flops() -> None:
@@ -73,6 +101,12 @@ def test_every_batch_dim_counts_samples() -> None:
         ("resnet: no depth 19; there are 18, 34", lambda: models.resnet(19, batch=2)),
         ("resnet: image is 0", lambda: models.resnet(18, batch=2, image=0)),
         (r"mlp: sizes\[1\] is 0", lambda: models.mlp([3, 0], batch=2)),
+        ("wide_resnet: no depth 18; there are 50, 101", lambda: models.wide_resnet(18, batch=2)),
+        (
+            "wide_resnet: width_factor is 0",
+            lambda: models.wide_resnet(50, width_factor=0, batch=2),
+        ),
+        ("padded_vocabulary: multiple is 0", lambda: models.padded_vocabulary(50257, 0)),
         ("mlp: 1 sizes", lambda: models.mlp([3], batch=2)),
     ],
 )

@@ -10,7 +10,7 @@ from stratagem.simulator.models.transformers import (
     llama,
     padded_vocabulary,
 )
-from stratagem.simulator.models.vision import resnet
+from stratagem.simulator.models.vision import resnet, wide_resnet
 
 __all__ = [
     "ATTENTIONS",
@@ -23,4 +23,5 @@ __all__ = [
     "moe",
     "padded_vocabulary",
     "resnet",
+    "wide_resnet",
 ]
