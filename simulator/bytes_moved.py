@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.simulator.graph import Layout, Operator, shape_of
-from stratagem.simulator.rules import SAVE_RESULT, saved_intermediates, saved_slots
+from stratagem.simulator.saved import SAVED_RESULTS, saved_inside, saved_slots, saves_output
 from stratagem.simulator.steps import is_reference
 from stratagem.simulator.training import Training
 
@@ -171,7 +171,8 @@ def _chain_backward(operator: Operator, sizes: Sizes, training: Training) -> Mov
     chain = _Chain(operator, sizes, training)
     if training.fused_elementwise:
         saved = sum(chain.nbytes(["in", i]) for i in saved_slots(operator))
-        saved += saved_intermediates(operator) * chain.whole
+        inside, masks = saved_inside(operator)
+        saved += (inside + saves_output(operator) + masks / chain.item) * chain.whole
         made = sum(chain.nbytes(["in", i]) for i in range(len(operator.inputs)))
         return Moved(chain.whole + saved + made, 1)
     total, kernels = 0.0, 0
@@ -193,7 +194,12 @@ def _step_backward(chain: _Chain, function: str, references: list[list[Any]]) ->
     for reference in references:
         small = chain.nbytes(reference) < chain.whole
         if function not in _PASSED_ON:
-            saved = len(references) > 1 or function in SAVE_RESULT or function not in _LINEAR
+            saved = (
+                len(references) > 1
+                or function in SAVED_RESULTS
+                or function == "dropout"
+                or function not in _LINEAR
+            )
             kept = (chain.mask(function) or chain.whole) if saved else 0.0
             total, kernels = total + 2.0 * chain.whole + kept, kernels + 1
         if small:
