@@ -43,18 +43,24 @@ class Constant:
     high: float
 
 
+def _calibrated(name: str, low: float, high: float) -> Constant:
+    return Constant(
+        f"calibration.{name}",
+        lambda c: float(getattr(c.calibration, name)),
+        lambda c, v: replace(c, calibration=replace(c.calibration, **{name: v})),
+        low,
+        high,
+    )
+
+
 def _put_bandwidth(cluster: Cluster, value: float) -> Cluster:
     return replace(cluster, inter_node=replace(cluster.inter_node, bandwidth_gb_s=value))
 
 
 CONSTANTS = (
-    Constant(
-        "compute_scale",
-        lambda c: c.compute_scale,
-        lambda c, v: replace(c, compute_scale=v),
-        0.8,
-        1.6,
-    ),
+    _calibrated("product_scale", 0.7, 1.6),
+    _calibrated("memory_scale", 0.5, 3.0),
+    _calibrated("launch_us", 2.0, 200.0),
     Constant(
         "compute_slowdown",
         lambda c: c.compute_slowdown,

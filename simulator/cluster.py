@@ -89,6 +89,42 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """How kernels in training on a cluster differ from the same kernels timed alone.
+
+    Clocks sink under lasting load, frameworks leave gaps, hosts differ. Matrix products and fused
+    attention take `product_scale` times as long as the device model says, everything else
+    `memory_scale` times; `launch_us` is what the host takes to launch a kernel, where it is not as
+    for the device (0).
+
+    Example:
+        >>> Calibration(product_scale=1.05).scale(matmul=True)
+        1.05
+
+    Raises:
+        ValueError: on a scale that is not above 0, or a negative time.
+    """
+
+    product_scale: float = 1.0
+    memory_scale: float = 1.0
+    launch_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("calibration", product_scale=self.product_scale, memory_scale=self.memory_scale)
+        if self.launch_us < 0:
+            raise ValueError(f"calibration: launch_us is {self.launch_us}; it must be 0 or more")
+
+    def scale(self, *, matmul: bool) -> float:
+        """How much longer a kernel takes: one on matrix units, or another."""
+        return self.product_scale if matmul else self.memory_scale
+
+    def device(self, device: DeviceType, scale: float) -> DeviceType:
+        """The device whose times, `scale` times as long, heed the host's launches."""
+        launch = self.launch_us or device.launch_us
+        return device if launch == device.launch_us * scale else device.launched(launch / scale)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal-sized nodes of devices, device `i` on node ``i // devices_per_node``.
 
@@ -97,10 +133,9 @@ class Cluster:
         16
 
     `node_devices` names the device type of each node, so one cluster may mix several.
-    `compute_scale` and `compute_slowdown` are calibration constants. Kernels take `compute_scale`
-    times as long in training as by themselves (clocks under lasting load, gaps between them).
-    While a device takes part in a collective, its computing takes `compute_slowdown` longer (0.13:
-    1.13 times as long), because both use its memory and its processors.
+    `calibration` says how kernels in training differ from kernels alone. While a device takes part
+    in a collective, its computing takes `compute_slowdown` longer (0.13: 1.13 times as long),
+    because both use its memory and its processors.
 
     Raises:
         ValueError: on sizes below 1, a slow-down below 0, or a node whose device type is not
@@ -114,7 +149,7 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     compute_slowdown: float = 0.0
-    compute_scale: float = 1.0
+    calibration: Calibration = Calibration()
 
     def __post_init__(self) -> None:
         if not 0 <= self.compute_slowdown < math.inf:
@@ -122,11 +157,7 @@ class Cluster:
                 f"cluster {self.name!r}: compute_slowdown is {self.compute_slowdown}; it must be "
                 "0 (none) or more, such as 0.13 for computing that takes 1.13 times as long"
             )
-        _positive(
-            f"cluster {self.name!r}",
-            devices_per_node=self.devices_per_node,
-            compute_scale=self.compute_scale,
-        )
+        _positive(f"cluster {self.name!r}", devices_per_node=self.devices_per_node)
         if not self.node_devices:
             raise ValueError(f"cluster {self.name!r} has 0 nodes; it needs at least 1")
         for node, kind in enumerate(self.node_devices):

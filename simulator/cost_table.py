@@ -144,7 +144,7 @@ class TableBuilder:
             self.devices,
             training,
             costs,
-            cluster.compute_scale,
+            cluster.calibration,
         )
         self._memory = rows = memory or RowMemory()
         types = tuple(device.name for device in self.devices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 
@@ -186,6 +186,16 @@ class DeviceType:
             tile=self.tile,
             **{f"matmul_tflops[{k}]": v for k, v in self.matmul_tflops.items()},
         )
+
+    def launched(self, launch_us: float) -> DeviceType:
+        """The same device under a host that takes `launch_us` to launch a kernel."""
+        if launch_us not in self._launched:
+            self._launched[launch_us] = replace(self, launch_us=launch_us)
+        return self._launched[launch_us]
+
+    @cached_property
+    def _launched(self) -> dict[float, DeviceType]:
+        return {}
 
     @property
     def memory_bytes(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stratagem.simulator.cluster import Calibration
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.costs import CostModel, Direction
 from stratagem.simulator.device import DeviceType
@@ -44,7 +45,7 @@ class OperatorPricer:
     devices: tuple[DeviceType, ...]
     training: Training
     costs: CostModel
-    compute_scale: float
+    calibration: Calibration
 
     def row(self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...]) -> OperatorRow:
         """The row of operator `i`; `uses` says what it is to each of its weights."""
@@ -149,12 +150,19 @@ class OperatorPricer:
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> tuple[float, float, str]:
         """The cost on the slowest of the stage's device types: all devices wait for it."""
+        scale = self.calibration.scale(matmul=rule_of(operator).matmul)
         costs = [
-            self.costs.operator_cost(operator, sizes, direction, self.training, device)
+            self.costs.operator_cost(
+                operator,
+                sizes,
+                direction,
+                self.training,
+                self.calibration.device(device, scale),
+            )
             for device in self.devices
         ]
         worst = max(costs, key=lambda cost: cost.seconds)
-        return worst.seconds * self.compute_scale, worst.relative_error, worst.source.value
+        return worst.seconds * scale, worst.relative_error, worst.source.value
 
     def _inner_reductions(
         self, operator: Operator, choice: Choice, sizes: Mapping[str, int]
@@ -204,7 +212,8 @@ class OperatorPricer:
         )
 
     def _update_seconds(self, num_parameters: int) -> float:
-        return self.compute_scale * max(
+        scale = self.calibration.memory_scale
+        return scale * max(
             self.costs.update_cost(num_parameters, self.training, device).seconds
             for device in self.devices
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from stratagem.simulator.rules import DTYPE_BYTES
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+FLASH_VERSIONS = (1, 2, 3)
 OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
 
 
@@ -20,6 +21,8 @@ class Training:
         learning_rate: of the optimizer.
         gradient_precision: in which gradients are added up and reduced; empty: as `precision`.
             Megatron-LM adds bfloat16 gradients up in float32.
+        flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
+            or 3 (Shah et al. 2024, on Hopper).
 
     Example:
         >>> Training(precision="bfloat16").optimizer_bytes
@@ -38,6 +41,7 @@ class Training:
     learning_rate: float = 1e-3
     gradient_precision: str = ""
     fused_elementwise: bool = False
+    flash_version: int = 2
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -47,6 +51,9 @@ class Training:
         ):
             if value not in known:
                 raise ValueError(f"no {what} {value!r}; there are {', '.join(known)}")
+        if self.flash_version not in FLASH_VERSIONS:
+            known = ", ".join(map(str, FLASH_VERSIONS))
+            raise ValueError(f"no flash_version {self.flash_version}; there are {known}")
 
     def bytes_of(self, dtype: str) -> int:
         """Bytes of one scalar: floating tensors take the training precision."""

@@ -82,8 +82,9 @@ class Predictor:
         )
 
     def _memory(self, cluster: Cluster, training: Training) -> RowMemory:
-        key = (cluster.device_types, cluster.intra_node, cluster.inter_node, training)
-        return self._memories.setdefault(repr(key), RowMemory())
+        types = tuple(device.name for device in cluster.device_types)
+        key = (types, cluster.intra_node, cluster.inter_node, cluster.calibration, training)
+        return self._memories.setdefault(key, RowMemory())
 
 
 def _rank(simulation: Simulation) -> tuple[float, float]:
