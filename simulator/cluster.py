@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
@@ -149,7 +149,7 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     compute_slowdown: float = 0.0
-    calibration: Calibration = Calibration()
+    calibration: Calibration = field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
         if not 0 <= self.compute_slowdown < math.inf:
