@@ -147,6 +147,7 @@ def llama(
     sequence: int = 4096,
     batch: int = 8,
     tied: bool = False,
+    fused: bool = False,
     rotary_base: float = 10000.0,
 ) -> OperatorGraph:
     """A Llama (Touvron et al. 2023) with token cross-entropy; the labels come shifted.
@@ -169,6 +170,9 @@ def llama(
         sequence: tokens of a sample.
         batch: samples of a step.
         tied: whether the head uses the token table.
+        fused: whether queries, keys and values come from one linear layer, and both parts of the
+            gated layer too, as in training frameworks; a tensor-parallel group then gathers
+            their input once. Shared key heads are then copied out of the result.
         rotary_base: wavelength of the slowest rotation, over 2π.
 
     Raises:
@@ -189,9 +193,10 @@ def llama(
     ]
     for i in range(num_layers):
         with b.scope(f"layers.{i}"):
-            y = _grouped_attention(b, rms_norm(b, "norm_1", x), num_heads, kv_heads, angles)
-            x = b.pointwise("add", x, y)
-            x = b.pointwise("add", x, _gated(b, rms_norm(b, "norm_2", x), ffn))
+            heads = _heads(b, rms_norm(b, "norm_1", x), num_heads, kv_heads, fused=fused)
+            y = _grouped_attention(b, heads, angles)
+            x = b.pointwise("add", x, linear(b, "attn.out", y, hidden, bias=False))
+            x = b.pointwise("add", x, _gated(b, rms_norm(b, "norm_2", x), ffn, fused=fused))
     x = rms_norm(b, "norm", x)
     head = table if tied else b.parameter("lm_head.weight", (vocabulary, hidden))
     return b.build(b.cross_entropy(b.linear(x, head, name="lm_head"), labels))
@@ -347,27 +352,59 @@ def _rotation(b: GraphBuilder, function: str, sequence: int, size: int, base: fl
     return b.source(steps, (sequence, size), "float32", name=f"rotary.{function}")
 
 
-def _grouped_attention(
-    b: GraphBuilder, x: Tensor, num_heads: int, kv_heads: int, angles: Sequence[Tensor]
-) -> Tensor:
+def _heads(
+    b: GraphBuilder, x: Tensor, num_heads: int, kv_heads: int, *, fused: bool
+) -> list[Tensor]:
+    """Queries, keys and values of shape (sample, head, sequence, features)."""
     batch, sequence, hidden = x.shape
     size = hidden // num_heads
+    counts = [num_heads, kv_heads, kv_heads]
+    if not fused:
+        made = [
+            linear(b, f"attn.{name}", x, count * size, bias=False)
+            for name, count in zip("qkv", counts, strict=True)
+        ]
+    else:
+        every = linear(b, "attn.qkv", x, sum(counts) * size, bias=False)
+        if num_heads == kv_heads:
+            made = [part(every, 2, i, 3) for i in range(3)]
+        else:
+            made = _heads_apart(b, every, num_heads // kv_heads, kv_heads)
+    return [
+        transpose(reshape(each, (batch, sequence, count, size)), 1, 2)
+        for each, count in zip(made, counts, strict=True)
+    ]
 
-    def heads(name: str, count: int) -> Tensor:
-        made = linear(b, f"attn.{name}", x, count * size, bias=False)
-        return transpose(reshape(made, (batch, sequence, count, size)), 1, 2)
 
-    q, k, v = heads("q", num_heads), heads("k", kv_heads), heads("v", kv_heads)
+def _heads_apart(b: GraphBuilder, x: Tensor, group: int, kv_heads: int) -> list[Tensor]:
+    """Queries, keys and values of a layer that lists them by key head: q, …, q, k, v."""
+    groups = reshape(x, (*x.shape[:2], kv_heads, group + 2, -1))
+    cuts = (("q", 0, group), ("k", group, 1), ("v", group + 1, 1))
+    return [
+        b.narrow(groups, dim=3, start=start, length=length, name=f"attn.{name}")
+        for name, start, length in cuts
+    ]
+
+
+def _grouped_attention(
+    b: GraphBuilder, heads: Sequence[Tensor], angles: Sequence[Tensor]
+) -> Tensor:
+    """Attention with rotary positions, (sample, sequence, hidden)."""
+    q, k, v = heads
     q, k = (
         b.rotary(each, *angles, name=f"attn.rotary_{name}") for each, name in ((q, "q"), (k, "k"))
     )
-    mixed = b.attention(q, k, v, causal=True, name="attn.attention")
-    return linear(b, "attn.out", reshape(transpose(mixed, 1, 2), x.shape), hidden, bias=False)
+    mixed = transpose(b.attention(q, k, v, causal=True, name="attn.attention"), 1, 2)
+    return reshape(mixed, (*mixed.shape[:2], -1))
 
 
-def _gated(b: GraphBuilder, x: Tensor, ffn: int) -> Tensor:
-    """SwiGLU (Shazeer 2020): one linear layer gates the other."""
-    gate, up = (linear(b, f"mlp.{each}", x, ffn, bias=False) for each in ("gate", "up"))
+def _gated(b: GraphBuilder, x: Tensor, ffn: int, *, fused: bool) -> Tensor:
+    """SwiGLU (Shazeer 2020): one half of the features gates the other."""
+    if fused:
+        both = linear(b, "mlp.gate_up", x, 2 * ffn, bias=False)
+        gate, up = (part(both, 2, i, 2) for i in range(2))
+    else:
+        gate, up = (linear(b, f"mlp.{each}", x, ffn, bias=False) for each in ("gate", "up"))
     steps = [["silu", [["in", 0]]], ["mul", [["step", 0], ["in", 1]]]]
     act = b.elementwise([gate, up], steps, name="mlp.act")
     return linear(b, "mlp.down", act, x.shape[-1], bias=False)
