@@ -182,8 +182,11 @@ class _Writer:
         self._add_pair(Purpose.BUFFERS, edge, np.where(regathers, nbytes, 0), ahead, back)
 
     def checkpoint(self, edge: Edge) -> None:
-        """A result that no backward pass needs, but a reader that runs again."""
-        if edge.consumer not in self.triggers or self._kept_until(edge.producer, edge.output):
+        """A result that no backward pass needs as it is, but a reader that runs again."""
+        if edge.consumer not in self.triggers:
+            return
+        is_kept = self._kept_until(edge.producer, edge.output) is not None
+        if is_kept and self._only_need(edge.producer, edge.output) != edge:
             return
         keeps: BoolArray = np.ones(1, dtype=np.bool_)
         if self._is_dropped(edge.producer, edge.output):
@@ -191,6 +194,8 @@ class _Writer:
         again = ~self._keeps(edge.consumer)
         nbytes = self.table.row(edge.producer).output_bytes[edge.output]
         held = np.where(keeps[:, None] & again[None, :], nbytes[:, None], 0)
+        if is_kept:
+            held = np.where(self._by_reader(edge, nbytes)[0] > 0, held, 0)
         place, back = self.place[edge.producer], self._trigger(edge.consumer)
         self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back)
 

@@ -136,6 +136,19 @@ class TestRecompute:
         # Each layer but the last addition runs again, with the all-reduce behind attention.
         assert sum("attn.out" in name for name in repeated) == 2
 
+    def test_what_a_repeated_conversion_starts_from_is_held(self) -> None:
+        """The reader keeps the whole copy; or, recomputed, the half that it is gathered from."""
+        graph = layers(2)
+        base = replicated(graph, (2,))
+        act = graph.operator("h.0.mlp.act")
+        base["h.0.mlp.act"] = Choice((Shard(act.dims[-1].name),))
+        before, after = (
+            only_stage(plan_of(graph, choices, 2), graph).tensors.held[0]
+            for choices in (base, changed(base, ["h.0.mlp.down"], recompute=True))
+        )
+        whole = 2 * 16 * 128 * 4 * 256
+        assert after == before - whole + whole // 2
+
     def test_a_layer_is_not_made_again_before_backward_comes_to_it(self) -> None:
         graph = layers(3)
         again = recomputed_operators(graph, "full")
