@@ -58,14 +58,19 @@ def _check_options(plan: Plan) -> None:
     for stage in plan.stages:
         for name, choice in stage.choices.items():
             for asked, what, remedy in (
-                (choice.recompute, "is recomputed", "recompute=('none',)"),
-                (choice.chunks > 1, f"runs in {choice.chunks} pieces", "chunks=(1,)"),
-                (choice.fused, "is fused with a collective", "fuse=False"),
+                (choice.recompute, "is recomputed", "search with Options(recompute=('none',))"),
+                (
+                    choice.chunks > 1,
+                    f"runs in {choice.chunks} pieces",
+                    "search with Options(chunks=(1,))",
+                ),
+                (choice.fused, "is fused with a collective", "search with Options(fuse=False)"),
+                (choice.regather, "converts its inputs again", "plan with regather=False"),
             ):
                 if asked:
                     raise ValueError(
                         f"plan {plan.name!r}: operator {name!r} {what}, which is simulated only; "
-                        f"search with Options({remedy})"
+                        f"{remedy}"
                     )
     if plan.bucket_bytes:
         raise ValueError(

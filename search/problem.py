@@ -456,6 +456,7 @@ def _one_apart(options: Sequence[Choice]) -> list[list[int]]:
             choice.recompute,
             choice.chunks,
             choice.fused,
+            choice.regather,
         )
         mine: list[tuple[object, ...]] = [
             (k, *parts[:k], *parts[k + 1 :]) for k in range(len(parts))

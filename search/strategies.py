@@ -40,12 +40,15 @@ def tensor_parallel(
     axis: int,
     *,
     sequence_parallel: bool = False,
+    regather: bool = False,
     zero: int = 0,
 ) -> Choices:
     """Megatron-LM: tensor parallelism along `axis`, data parallelism along the others.
 
     With `sequence_parallel` operators that tensor parallelism leaves replicated shard another dim
-    of their activations along `axis` (Shoeybi et al. 2019; Korthikanti et al. 2022).
+    of their activations along `axis` (Shoeybi et al. 2019; Korthikanti et al. 2022). With
+    `regather` layers keep of their gathered inputs the shard only, as Megatron-LM does, and gather
+    again in backward.
     """
     sharded = tensor_dims(graph, shape[axis])
     choices: Choices = {}
@@ -55,7 +58,9 @@ def tensor_parallel(
             config[axis] = Shard(sharded[operator.name])
         elif sequence_parallel and operator.kind != "source":
             config[axis] = _activation_shard(operator, config, shape, axis)
-        choices[operator.name] = _with_zero(graph, operator, tuple(config), zero)
+        choice = _with_zero(graph, operator, tuple(config), zero)
+        again = regather and operator.name in sharded and bool(operator.weights)
+        choices[operator.name] = replace(choice, regather=again)
     return choices
 
 

@@ -10,7 +10,8 @@ Backward runs along the same edges the other way round, and ends in the paramete
     u]
 
 Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
-recomputed is made again when backward comes to the first operator that may need it. An operator
+recomputed is made again when backward comes to the first operator that may need it; inputs that
+are only converted again are so beside the operator before. An operator
 that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
 operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Syncs of a
 bucket wait for its last gradient, and a path of collectives that two of them share pays its
@@ -115,6 +116,7 @@ class _Writer:
                 for edge in [self.table.edges[k]]
                 if edge.producer in again
             ]
+            first += self._regathered(draft, i, again, done[order[place - 2]] if place > 1 else [])
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
             for tasks in returned.get(i, ()):
                 _arrive(arrivals, first, tasks)
@@ -235,6 +237,19 @@ class _Writer:
             self.pool.add(self._row(i).recompute),
             before,
         )
+
+    def _regathered(
+        self, draft: Draft, i: int, again: Mapping[int, int], gate: Sequence[int]
+    ) -> list[int]:
+        """Convert inputs again that were not kept as they were read, not before `gate`."""
+        tasks: list[int] = []
+        for k in self.incoming.get(i, ()):
+            edge, row = self.table.edges[k], self._edge_row(k)
+            if row.may_regather:
+                made = [again[edge.producer]] if edge.producer in again else []
+                before = [*made, *gate[-1:]]
+                tasks.append(self._pair(draft, k, Role.CONVERT_AGAIN, 0, row.regather, before))
+        return tasks
 
     # -- parameters -----------------------------------------------------------------------------
 

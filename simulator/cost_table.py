@@ -56,6 +56,7 @@ from stratagem.simulator.resharding import (
     shared_resharder,
 )
 from stratagem.simulator.rows import EdgeRow, OperatorRow, TieRow, Timed, timed, to_ns
+from stratagem.simulator.saved import saved_slots
 from stratagem.simulator.training import Training
 
 
@@ -265,7 +266,8 @@ class TableBuilder:
         ours, theirs = tuple(choices[edge.producer]), tuple(choices[edge.consumer])
         number = self._memory.number
         ends = (number(producer.signature), edge.output, number(ours))
-        key = (*ends, number(consumer.signature), edge.slot, number(theirs), flows)
+        runs_back = self.graph.needs_gradient[edge.consumer]
+        key = (*ends, number(consumer.signature), edge.slot, number(theirs), flows, runs_back)
         if key not in self._edge_rows:
             self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows)
         return key, self._edge_rows[key]
@@ -289,6 +291,8 @@ class TableBuilder:
             backward = Timed(back.ns.T.copy(), back.mask.T.copy())
         copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape)
         recomputed = np.array([choice.recompute for choice in theirs])
+        kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved_slots(consumer)
+        regathered = np.array([kept and c.regather and not c.recompute for c in theirs])
         makes = self._pieces(producer, ours, made.layout)
         reads = self._pieces(consumer, theirs, read.layout)
         whole = forward
@@ -314,6 +318,7 @@ class TableBuilder:
             made_backward=np.where(by_producer, 0, read_pieces),
             read_backward=np.where(by_producer, made_pieces, 0),
             recompute=whole.where(np.broadcast_to(recomputed[None, :], copies.shape)),
+            regather=whole.where(np.broadcast_to(regathered[None, :], copies.shape)),
             copy_bytes=copies,
         )
 

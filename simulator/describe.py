@@ -176,6 +176,8 @@ def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -
         )
     if choice.recompute:
         words.append("computed again in backward")
+    if choice.regather:
+        words.append("its inputs converted again in backward")
     return ", ".join(words) or "whole"
 
 

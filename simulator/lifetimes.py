@@ -168,18 +168,25 @@ class _Writer:
         if back is None:
             self._add_pair(Purpose.BUFFERS, edge, nbytes, place, place)
             return
-        if edge.consumer not in self.triggers:
+        keeps, regathers = self._keeps(edge.consumer), self._regathers(edge.consumer)
+        if keeps.all() and not regathers.any():
             self._add_pair(Purpose.ACTIVATIONS, edge, nbytes, place, back)
-        else:
-            keeps = self._keeps(edge.consumer)[None, :]
-            self._add_pair(Purpose.ACTIVATIONS, edge, np.where(keeps, nbytes, 0), place, back)
-            self._add_pair(Purpose.BUFFERS, edge, np.where(keeps, 0, nbytes), place, place)
+            return
+        held = np.where(keeps & ~regathers, nbytes, 0)
+        self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back)
+        self._add_pair(Purpose.BUFFERS, edge, nbytes - held, place, place)
+        if edge.consumer in self.triggers:
             again = self._trigger(edge.consumer)
             self._add_pair(Purpose.RECOMPUTED, edge, np.where(keeps, 0, nbytes), again, back)
+        ahead = max(self.n, self._back(edge.consumer) - 1)
+        self._add_pair(Purpose.BUFFERS, edge, np.where(regathers, nbytes, 0), ahead, back)
 
     def checkpoint(self, edge: Edge) -> None:
-        """A result that no backward pass needs, but a reader that runs again."""
-        if edge.consumer not in self.triggers or self._kept_until(edge.producer, edge.output):
+        """A result that no backward pass needs as it is, but a reader that runs again."""
+        if edge.consumer not in self.triggers:
+            return
+        is_kept = self._kept_until(edge.producer, edge.output) is not None
+        if is_kept and self._only_need(edge.producer, edge.output) != edge:
             return
         keeps: BoolArray = np.ones(1, dtype=np.bool_)
         if self._is_dropped(edge.producer, edge.output):
@@ -187,6 +194,8 @@ class _Writer:
         again = ~self._keeps(edge.consumer)
         nbytes = self.table.row(edge.producer).output_bytes[edge.output]
         held = np.where(keeps[:, None] & again[None, :], nbytes[:, None], 0)
+        if is_kept:
+            held = np.where(self._by_reader(edge, nbytes)[0] > 0, held, 0)
         place, back = self.place[edge.producer], self._trigger(edge.consumer)
         self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back)
 
@@ -285,7 +294,7 @@ class _Writer:
         row = self.table.edge_rows[self._row_of[edge]]
         key = id(nbytes), id(row)
         if key not in self._split:
-            converted = row.copy_bytes > 0
+            converted = (row.copy_bytes > 0) & ~self._regathers(edge.consumer)[None, :]
             whole = np.broadcast_to(nbytes[:, None], converted.shape)
             self._split[key] = np.where(converted, whole, 0), np.where(converted, 0, whole)
         return self._split[key]
@@ -348,6 +357,9 @@ class _Writer:
 
     def _keeps(self, i: int) -> BoolArray:
         return ~self.table.row(i).recomputes
+
+    def _regathers(self, i: int) -> BoolArray:
+        return self.table.row(i).regathers
 
     def _add(self, use: Purpose, i: int, nbytes: IntArray, birth: int, death: int) -> None:
         base = self._base(nbytes)

@@ -43,6 +43,10 @@ class Choice:
         fused: its elementwise work runs inside the kernel of the collective that feeds it
             (CoCoNet): the update of an operator with parameters in their gradient sync, the
             forward pass of an elementwise one in the conversion of its first input.
+        regather: what its inputs are converted from is kept for backward, not the copies, and
+            backward converts them again: with sequence parallelism a shard instead of what was
+            gathered (Korthikanti et al. 2022, arXiv 2205.05198). What is recomputed converts its
+            inputs again anyway.
 
     Raises:
         ValueError: if the ZeRO stage is not 0 to 3, or `chunks` is below 1.
@@ -53,6 +57,7 @@ class Choice:
     recompute: bool = False
     chunks: int = 1
     fused: bool = False
+    regather: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
@@ -302,6 +307,7 @@ class _ChoiceFile:
     recompute: bool = False
     chunks: int = 1
     fused: bool = False
+    regather: bool = False
 
 
 @dataclass(frozen=True)
@@ -343,6 +349,7 @@ def _to_file(plan: Plan) -> _PlanFile:
                     recompute=choice.recompute,
                     chunks=choice.chunks,
                     fused=choice.fused,
+                    regather=choice.regather,
                 )
                 for name in stage.operators
                 for choice in [stage.choices[name]]
@@ -380,6 +387,7 @@ def _from_file(file: _PlanFile) -> Plan:
                     recompute=choice.recompute,
                     chunks=choice.chunks,
                     fused=choice.fused,
+                    regather=choice.regather,
                 )
                 for name, choice in stage.choices.items()
             },

@@ -92,6 +92,11 @@ class OperatorRow:
         """Which choices recompute the operator."""
         return np.array([choice.recompute for choice in self.choices])
 
+    @property
+    def regathers(self) -> BoolArray:
+        """Which choices convert inputs again that backward needs, and nothing else."""
+        return np.array([c.regather and not c.recompute for c in self.choices])
+
 
 @dataclass(frozen=True, eq=False)
 class EdgeRow:
@@ -101,8 +106,8 @@ class EdgeRow:
     operator that makes the tensor (backward: the consumer makes its gradient); if that one runs
     whole, in those of the operator that reads it. The first are counted by `made_forward` and
     `made_backward` (1 where both run whole), the others by `read_forward` and `read_backward`.
-    `recompute` is the whole forward conversion where the consumer repeats it. `copy_bytes` is the
-    size of the converted copy.
+    `recompute` is the whole forward conversion where the consumer is recomputed, `regather` where
+    only its input is converted again. `copy_bytes` is the size of the converted copy.
     """
 
     forward: Timed
@@ -112,7 +117,13 @@ class EdgeRow:
     made_backward: IntArray
     read_backward: IntArray
     recompute: Timed
+    regather: Timed
     copy_bytes: IntArray
+
+    @cached_property
+    def may_regather(self) -> bool:
+        """Whether some pair of choices converts the tensor again for backward."""
+        return bool(self.regather.ns.any())
 
     @cached_property
     def is_whole(self) -> bool:
@@ -122,10 +133,10 @@ class EdgeRow:
 
     @property
     def both_ns(self) -> IntArray:
-        """Forward and backward conversion, all pieces."""
+        """Forward and backward conversion, all pieces, and the one that is repeated."""
         there = self.forward.ns * np.maximum(self.made_forward, self.read_forward)
         back = self.backward.ns * np.maximum(self.made_backward, self.read_backward)
-        both: IntArray = there + back
+        both: IntArray = there + back + self.regather.ns
         return both
 
 

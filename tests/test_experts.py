@@ -7,6 +7,7 @@ import math
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,24 @@ def test_a_layer_equals_plain_torch_under_any_plan(seed: int, dispatch: str) -> 
     shape = (2, 2) if seed % 2 else (3,)
     result = run(graph, at_random(graph, shape, seed), shape)
     check_equal(result, *truth(state_of(graph), batch_of(graph, CLASSES)))
+
+
+@pytest.mark.parametrize("cut", ["moe.up", "moe.act", "moe.combine"])
+def test_a_layer_in_two_stages_equals_plain_torch(cut: str) -> None:
+    """Experts' tensors cross from two devices to two others, in two microbatches."""
+    graph = layer()
+    small = graph.microbatch(2)
+    choices = expert_parallel(small, (2,))
+    at = graph.index[cut]
+    plan = plan_of(graph, choices, (2,))
+    stages = tuple(
+        Stage(names, DeviceMesh((MeshAxis("data", 2),), devices), {n: choices[n] for n in names})
+        for names, devices in ((graph.names[:at], (0, 1)), (graph.names[at:], (2, 3)))
+    )
+    plan = replace(plan, stages=stages, num_microbatches=2)
+    batch = batch_of(graph, CLASSES)
+    result = execute(plan, graph, state_of(graph), batch, gradients=True, timeout=30)
+    check_equal(result, *truth(state_of(graph), batch))
 
 
 def test_tokens_are_dropped_in_this_test() -> None:

@@ -201,9 +201,11 @@ def test_zero_shards_what_it_says() -> None:
 class TestPublishedActivations:
     """Bytes of one layer in 16 bits by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2."""
 
-    SEQUENCE, BATCH, HIDDEN, HEADS = 64, 2, 96, 6
+    SEQUENCE, BATCH, HIDDEN, HEADS = 48, 2, 96, 6
 
-    def of_a_layer(self, ways: int, policy: str, *, sequence_parallel: bool = False) -> Fraction:
+    def of_a_layer(
+        self, ways: int, policy: str, *, sequence_parallel: bool = False, regather: bool = False
+    ) -> Fraction:
         """What a layer adds to the activations of a microbatch, in units of s·b·h bytes."""
         held: list[int] = []
         for num_layers in (4, 5):
@@ -217,7 +219,9 @@ class TestPublishedActivations:
                 attention="unfused",
                 dropout=0.1,
             )
-            choices = tensor_parallel(graph, (ways,), 0, sequence_parallel=sequence_parallel)
+            choices = tensor_parallel(
+                graph, (ways,), 0, sequence_parallel=sequence_parallel, regather=regather
+            )
             plan = plan_of(graph, with_recompute(graph, choices, policy), 1, 1, "1f1b", ways)
             plan = replace(plan, training=Training(precision="float16"))
             held.append(simulate_plan(plan, graph, COSTS).memory[0].activations)
@@ -240,13 +244,16 @@ class TestPublishedActivations:
     def test_selective_recompute_drops_the_scores(self, ways: int) -> None:
         assert self.of_a_layer(ways, "selective") == 10 + Fraction(24, ways)
 
+    @pytest.mark.parametrize("ways", [2, 6])
     @pytest.mark.parametrize("policy", ["none", "selective"])
-    def test_sequence_parallelism_shards_all_but_what_is_gathered(self, policy: str) -> None:
-        """The inputs of both first linear layers, 4·s·b·h, are kept as they were gathered; the
-        paper keeps a shard of them and gathers again in backward."""
-        sharded = 34 + (5 * self.scores if policy == "none" else 0)
-        gathered = 4 * (1 - Fraction(1, 2))
-        assert self.of_a_layer(2, policy, sequence_parallel=True) == sharded / 2 + gathered
+    def test_sequence_parallelism(self, policy: str, ways: int) -> None:
+        """Everything is sharded; 4·s·b·h, the inputs of two linear layers, only if gathered again
+        in backward, as in the paper."""
+        sharded = Fraction(34) + (5 * self.scores if policy == "none" else 0)
+        found = self.of_a_layer(ways, policy, sequence_parallel=True, regather=True)
+        assert found == sharded / ways
+        gathered = 4 * (1 - Fraction(1, ways))
+        assert self.of_a_layer(ways, policy, sequence_parallel=True) == sharded / ways + gathered
 
     @pytest.mark.parametrize("ways", [1, 2])
     def test_full_recompute_keeps_the_input_of_a_layer(self, ways: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stratagem.executor import lower
 from stratagem.search.strategies import Choices, data_parallel, replicated, tensor_parallel
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cluster import Cluster
@@ -134,6 +136,19 @@ class TestRecompute:
         # Each layer but the last addition runs again, with the all-reduce behind attention.
         assert sum("attn.out" in name for name in repeated) == 2
 
+    def test_what_a_repeated_conversion_starts_from_is_held(self) -> None:
+        """The reader keeps the whole copy; or, recomputed, the half that it is gathered from."""
+        graph = layers(2)
+        base = replicated(graph, (2,))
+        act = graph.operator("h.0.mlp.act")
+        base["h.0.mlp.act"] = Choice((Shard(act.dims[-1].name),))
+        before, after = (
+            only_stage(plan_of(graph, choices, 2), graph).tensors.held[0]
+            for choices in (base, changed(base, ["h.0.mlp.down"], recompute=True))
+        )
+        whole = 2 * 16 * 128 * 4 * 256
+        assert after == before - whole + whole // 2
+
     def test_a_layer_is_not_made_again_before_backward_comes_to_it(self) -> None:
         graph = layers(3)
         again = recomputed_operators(graph, "full")
@@ -143,6 +158,51 @@ class TestRecompute:
         end = dict(zip(timeline.names, timeline.end.tolist(), strict=True))
         assert start["h.0.ln_1 recompute"] >= end["h.1.ln_1 backward"]
         assert start["h.1.mlp.down backward"] >= end["h.1.mlp.act recompute"]
+
+
+class TestRegather:
+    """Sequence parallelism that keeps a shard of what it gathers."""
+
+    def plans(self, graph: OperatorGraph) -> tuple[Plan, Plan]:
+        kept, again = (
+            plan_of(
+                graph,
+                tensor_parallel(graph, (4,), 0, sequence_parallel=True, regather=each),
+                4,
+            )
+            for each in (False, True)
+        )
+        return kept, again
+
+    def test_what_was_gathered_is_gathered_again_and_takes_as_long(self) -> None:
+        graph = layers(2)
+        before, after = (simulate_plan(p, graph, COSTS).timeline for p in self.plans(graph))
+        spans = {n: e - s for n, s, e in zip(after.names, after.start, after.end, strict=True)}
+        repeated = {name for name in after.names if name.endswith(" again")}
+        first = {"ln_1 → {}.attn.qkv", "ln_2 → {}.mlp.up"}
+        wanted = {f"h.{i}.{name.format(f'h.{i}')} again" for i in range(2) for name in first}
+        assert repeated == {*wanted, "ln_f → lm_head again"}
+        for name in repeated:
+            assert spans[name] == spans[name.removesuffix(" again")]
+        assert set(after.names) - repeated == set(before.names)
+
+    def test_it_runs_beside_the_operator_before(self) -> None:
+        graph = layers(2)
+        timeline = simulate_plan(self.plans(graph)[1], graph, COSTS).timeline
+        start = dict(zip(timeline.names, timeline.start, strict=True))
+        end = dict(zip(timeline.names, timeline.end, strict=True))
+        again = "h.1.ln_2 → h.1.mlp.up again"
+        assert start[again] >= end["h.1.mlp.down backward"]
+        assert start[again] < end["h.1.mlp.act backward"]
+        assert end[again] <= start["h.1.mlp.up backward"]
+
+    def test_it_is_saved_described_and_not_executed(self, tmp_path: Path) -> None:
+        plan = self.plans(layers(2))[1]
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+        single = replace(plan, training=Training())
+        with pytest.raises(ValueError, match="converts its inputs again, which is simulated only"):
+            lower(single, layers(2))
 
 
 class TestPieces:

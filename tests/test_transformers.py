@@ -115,6 +115,36 @@ def test_llama_trains_as_that_of_transformers(ways: int) -> None:
     assert max(gradient_errors(result.gradients, truths).values()) < 1e-4
 
 
+def fused_parameter(name: str, state: Mapping[str, Tensor]) -> Tensor:
+    """A parameter of the fused Llama with 4 heads, from those of the other one."""
+    layer, _, last = name.rpartition(".attn.qkv.")
+    if layer:
+        parts = [state[f"{layer}.attn.{part}.{last}"] for part in "qkv"]
+        # With shared key heads each has its queries, itself and its values one after the other.
+        groups = 1 if parts[1].shape == parts[0].shape else 2
+        return torch.cat([part.reshape(groups, -1, 24) for part in parts], 1).reshape(-1, 24)
+    layer, _, last = name.rpartition(".mlp.gate_up.")
+    if layer:
+        return torch.cat([state[f"{layer}.mlp.{part}.{last}"] for part in ("gate", "up")])
+    return state[name]
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("ways", [1, 2])
+def test_fused_llama_trains_as_the_other(kv_heads: int, ways: int) -> None:
+    sizes: dict[str, Any] = {**SIZES, "num_heads": 4, "num_kv_heads": kv_heads, "ffn": 40}
+    plain, fused = (models.llama(**sizes, batch=4, fused=each) for each in (False, True))
+    assert fused.num_parameters == plain.num_parameters
+    state = random_state(plain)
+    batch = random_batch(plain)
+    expected = execute(one_stage(plain, replicated(plain, (1,))), plain, state, batch)
+    together = {each.name: fused_parameter(each.name, state) for each in fused.parameters}
+    choices = tensor_parallel(fused, (ways,), 0, sequence_parallel=True)
+    result = execute(one_stage(fused, choices, (ways,)), fused, together, batch)
+    assert result.losses[0] == pytest.approx(expected.losses[0], rel=1e-5)
+    assert choices["layers.0.attn.qkv"].config != choices["layers.0.norm_1"].config
+
+
 def test_llama_refuses_odd_heads() -> None:
     with pytest.raises(ValueError, match="llama: a head has 9 features"):
         models.llama(num_layers=1, hidden=18, num_heads=2, ffn=8, batch=2)

@@ -1,5 +1,6 @@
 """Well-known models as operator graphs from their sizes alone, without torch."""
 
+from stratagem.simulator.models.gated import llama
 from stratagem.simulator.models.mixture import DISPATCHES, moe
 from stratagem.simulator.models.perceptron import mlp
 from stratagem.simulator.models.transformers import (
@@ -7,7 +8,6 @@ from stratagem.simulator.models.transformers import (
     POSITIONS,
     bert,
     gpt,
-    llama,
     padded_vocabulary,
 )
 from stratagem.simulator.models.vision import resnet, wide_resnet

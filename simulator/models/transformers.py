@@ -1,8 +1,7 @@
-"""Transformers that read text: GPT, BERT and Llama."""
+"""GPT and BERT."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stratagem.simulator.builder import GraphBuilder
@@ -15,7 +14,6 @@ from stratagem.simulator.models.layers import (
     check_sizes,
     layer_norm,
     linear,
-    rms_norm,
     tokens,
 )
 from stratagem.simulator.steps import Steps
@@ -134,67 +132,6 @@ def bert(
     x = layer_norm(b, "ln_f", b.pointwise("gelu", x, "none"))
     bias = b.parameter("decoder.bias", (vocabulary,))
     return b.build(b.cross_entropy(b.linear(x, table, bias, name="decoder"), labels))
-
-
-def llama(
-    *,
-    num_layers: int = 32,
-    hidden: int = 4096,
-    num_heads: int = 32,
-    num_kv_heads: int | None = None,
-    ffn: int = 11008,
-    vocabulary: int = 32000,
-    sequence: int = 4096,
-    batch: int = 8,
-    tied: bool = False,
-    rotary_base: float = 10000.0,
-) -> OperatorGraph:
-    """A Llama (Touvron et al. 2023) with token cross-entropy; the labels come shifted.
-
-    RMS norms, rotary positions (one kernel, see `GraphBuilder.rotary`), a gated feed-forward layer
-    and no biases. The default is Llama 2 of 7 billion parameters.
-
-    Example: Llama 3 of 8 billion parameters.
-        >>> llama(num_kv_heads=8, ffn=14336, vocabulary=128256).num_parameters
-        8030261248
-
-    Args:
-        num_layers: how many layers.
-        hidden: features of a token.
-        num_heads: heads of the queries.
-        num_kv_heads: heads of keys and values, each for equally many of the queries; as many as
-            `num_heads` by default.
-        ffn: features between the linear layers of a block.
-        vocabulary: rows of the token table.
-        sequence: tokens of a sample.
-        batch: samples of a step.
-        tied: whether the head uses the token table.
-        rotary_base: wavelength of the slowest rotation, over 2π.
-
-    Raises:
-        ValueError: a size below 1, `hidden` is no multiple of `num_heads`, `num_heads` none of
-            `num_kv_heads`, or the size of a head is odd.
-    """
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "ffn": ffn}
-    sizes |= {"num_kv_heads": kv_heads, "vocabulary": vocabulary}
-    check_sizes("llama", {**sizes, "sequence": sequence, "batch": batch})
-    check_heads("llama", hidden, num_heads)
-    b = GraphBuilder("llama")
-    ids, labels = tokens(b, batch, sequence)
-    table = b.parameter("embed.weight", (vocabulary, hidden))
-    x = b.embedding(ids, table, name="embed")
-    angles = [
-        _rotation(b, each, sequence, hidden // num_heads, rotary_base) for each in ("cos", "sin")
-    ]
-    for i in range(num_layers):
-        with b.scope(f"layers.{i}"):
-            y = _grouped_attention(b, rms_norm(b, "norm_1", x), num_heads, kv_heads, angles)
-            x = b.pointwise("add", x, y)
-            x = b.pointwise("add", x, _gated(b, rms_norm(b, "norm_2", x), ffn))
-    x = rms_norm(b, "norm", x)
-    head = table if tied else b.parameter("lm_head.weight", (vocabulary, hidden))
-    return b.build(b.cross_entropy(b.linear(x, head, name="lm_head"), labels))
 
 
 @dataclass(frozen=True)
@@ -327,47 +264,3 @@ def alibi_slopes(num_heads: int) -> list[float]:
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
     between = [2.0 ** (-4 * i / power) for i in range(1, 2 * power + 1, 2)]
     return [*slopes, *between[: num_heads - power]]
-
-
-def _rotation(b: GraphBuilder, function: str, sequence: int, size: int, base: float) -> Tensor:
-    """Cosines or sines of (sequence, features of a head); the halves of a head turn alike."""
-    if size % 2:
-        raise ValueError(
-            f"llama: a head has {size} features; rotary positions turn pairs, so it must be even"
-        )
-    speeds = [base ** (-2 * i / size) for i in range(size // 2)]
-    steps: Steps = [
-        ["tensor", [[speeds, speeds], "float32"]],
-        ["view", [["step", 0], [1, size]]],
-        ["arange", [0, sequence, 1, "float32"]],
-        ["unsqueeze", [["step", 2], 1]],
-        ["mul", [["step", 3], ["step", 1]]],
-        [function, [["step", 4]]],
-    ]
-    return b.source(steps, (sequence, size), "float32", name=f"rotary.{function}")
-
-
-def _grouped_attention(
-    b: GraphBuilder, x: Tensor, num_heads: int, kv_heads: int, angles: Sequence[Tensor]
-) -> Tensor:
-    batch, sequence, hidden = x.shape
-    size = hidden // num_heads
-
-    def heads(name: str, count: int) -> Tensor:
-        made = linear(b, f"attn.{name}", x, count * size, bias=False)
-        return transpose(reshape(made, (batch, sequence, count, size)), 1, 2)
-
-    q, k, v = heads("q", num_heads), heads("k", kv_heads), heads("v", kv_heads)
-    q, k = (
-        b.rotary(each, *angles, name=f"attn.rotary_{name}") for each, name in ((q, "q"), (k, "k"))
-    )
-    mixed = b.attention(q, k, v, causal=True, name="attn.attention")
-    return linear(b, "attn.out", reshape(transpose(mixed, 1, 2), x.shape), hidden, bias=False)
-
-
-def _gated(b: GraphBuilder, x: Tensor, ffn: int) -> Tensor:
-    """SwiGLU (Shazeer 2020): one linear layer gates the other."""
-    gate, up = (linear(b, f"mlp.{each}", x, ffn, bias=False) for each in ("gate", "up"))
-    steps = [["silu", [["in", 0]]], ["mul", [["step", 0], ["in", 1]]]]
-    act = b.elementwise([gate, up], steps, name="mlp.act")
-    return linear(b, "mlp.down", act, x.shape[-1], bias=False)

@@ -1,8 +1,9 @@
 """Mixtures of experts on local shards: of groups, experts and features.
 
 Every rank works out where all tokens of its groups go, from their gates, which it has whole; of
-the experts' slots it then makes or reads only those of its own experts. Nothing depends on the
-order in which threads run: no slot is written twice.
+the experts' slots it then makes or reads only those of its own experts. Slots are written once
+each, so results do not depend on the order of threads; on a GPU the gradient of a token that more
+than two experts read does, in its last bits.
 """
 
 from __future__ import annotations
