@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stratagem.search.partition import balanced_stages, layer_stages
-from stratagem.search.strategies import tensor_parallel, with_recompute
+from stratagem.search.strategies import (
+    expert_dims,
+    expert_parallel,
+    tensor_parallel,
+    with_recompute,
+)
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -43,7 +48,10 @@ class TrainingSetup:
         training: precision and optimizer.
         zero: ZeRO stage of all parameters, over the data-parallel ranks (Rajbhandari et al. 2020).
         recompute: ``none``, ``selective`` or ``full`` (see `segments.recomputed_operators`).
-        sequence_parallel: whether what tensor parallelism leaves whole is cut along the sequence.
+        expert_parallel: whether experts are shared out over the data-parallel ranks (Lepikhin et
+            al. 2020), tensor parallelism or not.
+        sequence_parallel: whether what tensor parallelism leaves whole is cut along the sequence,
+            and gathered again in backward (Korthikanti et al. 2022).
         overlap_gradients: whether gradients are reduced while backward still runs; otherwise all
             at once when it has ended.
         partition: how a pipeline is cut: ``layers`` gives every stage as many repeated blocks,
@@ -64,6 +72,7 @@ class TrainingSetup:
     zero: int = 0
     recompute: str = "none"
     sequence_parallel: bool = False
+    expert_parallel: bool = False
     overlap_gradients: bool = True
     partition: str = "layers"
 
@@ -149,14 +158,24 @@ class TrainingSetup:
             words.append(f"ZeRO-{self.zero}")
         if self.recompute != "none":
             words.append(f"{self.recompute} recompute")
+        if self.expert_parallel:
+            words.append("expert parallel")
         if self.sequence_parallel:
             words.append("sequence parallel")
         return ", ".join(words)
 
     def _choices(self, graph: OperatorGraph, shape: Sequence[int]) -> dict[str, Choice]:
         choices = tensor_parallel(
-            graph, shape, 1, sequence_parallel=self.sequence_parallel, zero=self.zero
+            graph,
+            shape,
+            1,
+            sequence_parallel=self.sequence_parallel,
+            regather=self.sequence_parallel,
+            zero=self.zero,
         )
+        if self.expert_parallel:
+            shared = expert_parallel(graph, shape, zero=self.zero)
+            choices |= {name: shared[name] for name in expert_dims(graph)}
         return with_recompute(graph, choices, self.recompute)
 
     def _stages(self, graph: OperatorGraph, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
