@@ -47,6 +47,9 @@ FITTED_FROM = {
 }
 FITTED_SIZES = (2, 4, 8)
 OUT_OF_MEMORY_MS = 1e8
+OUTLIER = 0.05
+PIECE_S = 1e-6
+PIECEWISE = {Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER}
 MIB = 2**20
 
 
@@ -139,7 +142,9 @@ def errors(group: Group, measured: Sequence[Measured], link: AxisLink) -> tuple[
 
 
 def fit(group: Group, measured: Sequence[Measured]) -> AxisLink:
-    """The latency and bandwidth that suit `measured` best: least squares of relative errors.
+    """The latency, bandwidth and cost of a piece that suit `measured` best.
+
+    Least squares of logarithms, linear beyond `OUTLIER`.
 
     What the members of a node do among themselves is taken from the preset.
     """
@@ -149,15 +154,24 @@ def fit(group: Group, measured: Sequence[Measured]) -> AxisLink:
     seconds = np.array([m.seconds for m in measured])
 
     def link_of(logarithms: Sequence[float]) -> AxisLink:
-        latency, per_byte = np.exp(logarithms)
-        return replace(start, latency=float(latency), seconds_per_byte=float(per_byte))
+        latency, per_byte, *piece = (float(v) for v in np.exp(logarithms))
+        made = replace(start, latency=latency, seconds_per_byte=per_byte)
+        return replace(made, seconds_per_piece=piece[0]) if piece else made
 
     def off(logarithms: Sequence[float]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         link = link_of(logarithms)
         said = [collective_time(kind, m.nbytes, group.size, link) for m in measured]
-        return np.array(said) / seconds - 1
+        return np.log(np.array(said) / seconds)
 
-    return link_of(least_squares(off, np.log([start.latency, start.seconds_per_byte])).x)
+    first = [start.latency, start.seconds_per_byte]
+    if kind in PIECEWISE:
+        first.append(PIECE_S)
+    low = np.log([1e-8, 1e-14, 1e-12][: len(first)])
+    high = np.log([1e-2, 1e-6, 5e-6][: len(first)])
+    found = least_squares(
+        off, np.log(first), bounds=(low, high), loss="soft_l1", f_scale=OUTLIER, diff_step=1e-4
+    )
+    return link_of(found.x)
 
 
 def figures(link: AxisLink) -> dict[str, float]:
@@ -165,6 +179,7 @@ def figures(link: AxisLink) -> dict[str, float]:
     return {
         "bandwidth_gb_s": float(f"{1e-9 / link.seconds_per_byte:.3g}"),
         "latency_us": float(f"{link.latency * 1e6:.3g}"),
+        "piece_us": round(link.seconds_per_piece * 1e6, 3),
     }
 
 

@@ -18,16 +18,24 @@ from stratagem.simulator.files import decode, read_text
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """Ring bandwidth and latency per message that collectives of groups of `size` showed."""
+    """Ring bandwidth and latency per message that collectives of groups of `size` showed.
+
+    A collective is cut into pieces that follow one another; `piece_us` is what one more piece
+    costs, which is why the bandwidth is reached so slowly as messages grow (see `collectives`).
+    """
 
     size: int
     bandwidth_gb_s: float
     latency_us: float
+    piece_us: float = 0.0
 
     def __post_init__(self) -> None:
         if self.size < 2:
             raise ValueError(f"by_group_size: size is {self.size}; a group has at least 2 members")
-        _link_figures(f"by_group_size of {self.size}", self.bandwidth_gb_s, self.latency_us)
+        where = f"by_group_size of {self.size}"
+        _link_figures(where, self.bandwidth_gb_s, self.latency_us)
+        if self.piece_us < 0:
+            raise ValueError(f"{where}: piece_us is {self.piece_us}; it must be ≥ 0")
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Link:
         >>> pairs, eights = GroupFigures(2, 40.0, 10.0), GroupFigures(8, 120.0, 4.0)
         >>> link = Link("NVLink", 40.0, 10.0, by_group_size=(pairs, eights))
         >>> link.at(4)
-        (7e-06, 80000000000.0)
+        (7e-06, 80000000000.0, 0.0)
 
     Raises:
         ValueError: on a bandwidth or a number of cards that is not above 0, a latency below 0, or
@@ -70,22 +78,23 @@ class Link:
                     "each size once, smallest first"
                 )
 
-    def at(self, size: int) -> tuple[float, float]:
-        """Seconds per message and bytes per second of collectives in groups of `size`.
+    def at(self, size: int) -> tuple[float, float, float]:
+        """Seconds per message, bytes per second and seconds per piece in groups of `size`.
 
-        Between two listed sizes both are linear in the logarithm of the size; beyond the listed
+        Between two listed sizes they are linear in the logarithm of the size; beyond the listed
         ones they stay as at the nearest.
         """
         points = self.by_group_size
         if not points:
-            return self.latency_us * 1e-6, self.bandwidth_gb_s * 1e9
+            return self.latency_us * 1e-6, self.bandwidth_gb_s * 1e9, 0.0
         after = bisect_left(points, size, key=lambda point: point.size)
         low, high = points[max(after - 1, 0)], points[min(after, len(points) - 1)]
         span = math.log(high.size / low.size)
         share = min(math.log(size / low.size) / span, 1.0) if span and size > low.size else 0.0
         latency = low.latency_us + share * (high.latency_us - low.latency_us)
         bandwidth = low.bandwidth_gb_s + share * (high.bandwidth_gb_s - low.bandwidth_gb_s)
-        return latency * 1e-6, bandwidth * 1e9
+        piece = low.piece_us + share * (high.piece_us - low.piece_us)
+        return latency * 1e-6, bandwidth * 1e9, piece * 1e-6
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ and after. A message takes α between nodes and a inside one; a byte takes β ou
 members of the group together) and γ out of a device inside. A group in one node has N = 1. The
 cheapest algorithm is taken, as NCCL takes what its own model says is fastest:
 
-* ring (Thakur et al. 2005): a pass is (N−1)·α + (n−N)·a + (n−1)/n·b·max(β, γ); an all-gather or a
-  reduce-scatter is one pass, an all-reduce two.
+* ring (Thakur et al. 2005): a pass is (N−1)·α + (n−N)·a + t + 2·√(π·t), t = (n−1)/n·b·max(β, γ);
+  an all-gather or a reduce-scatter is one pass, an all-reduce two. The root is what pieces cost: p
+  pieces of π seconds each delay by t/p + p·π, which is least for p = √(t/π).
 * double binary tree (Sanders et al. 2009; NCCL since 2.4: chains inside the nodes, two trees
   between them, each for half of the data): pieces flow along H = ⌈log₂ N⌉ + (m−1) hops at the full
   bandwidth; an all-reduce is a reduction and a broadcast. Of two nodes each is the root of one
@@ -113,7 +114,11 @@ _HIERARCHICAL = {*_PASSES, Collective.ALL_TO_ALL}
 
 
 def _ring_pass(nbytes: float, size: int, link: AxisLink) -> float:
-    return _ring_latency(size, link) + (size - 1) / size * nbytes * _slowest_byte(link)
+    once = (size - 1) / size * nbytes * _slowest_byte(link)
+    piece = link.seconds_per_piece
+    if link.inside is not None:
+        piece = max(piece, link.inside.seconds_per_piece)
+    return _ring_latency(size, link) + once + 2 * math.sqrt(piece * once)
 
 
 def _ring_latency(size: int, link: AxisLink) -> float:

@@ -23,7 +23,7 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class AxisLink:
-    """What a collective along an axis sees: seconds per message, seconds per byte of one member.
+    """What a collective along an axis sees: seconds per message, byte of one member and piece.
 
     `crosses_nodes` says which link class it occupies: the one between nodes or the one inside.
     Where a group has several `members` on each of several nodes, the bytes are those that leave a
@@ -36,6 +36,7 @@ class AxisLink:
     shares_compute: bool
     members: int = 1
     inside: AxisLink | None = None
+    seconds_per_piece: float = 0.0
 
     def num_nodes(self, size: int) -> int:
         """Nodes of a group of `size` members."""
@@ -152,5 +153,7 @@ def axis_link(link: Link, crosses_nodes: bool, sharers: float, size: int = 2) ->
 
     `size` is the number of a group's members inside a node, or of its nodes between them.
     """
-    latency, bandwidth = link.at(size)
-    return AxisLink(latency, sharers / bandwidth, crosses_nodes, link.shares_compute)
+    latency, bandwidth, piece = link.at(size)
+    return AxisLink(
+        latency, sharers / bandwidth, crosses_nodes, link.shares_compute, seconds_per_piece=piece
+    )

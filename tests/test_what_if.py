@@ -11,8 +11,8 @@ from stratagem.search.baselines import Situation, baseline_plans
 from stratagem.search.space import Options
 from stratagem.search.what_if import WhatIf
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
 from stratagem.simulator.placement import Pin
 from stratagem.simulator.plan import Choice, Plan
@@ -20,7 +20,7 @@ from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
 CLUSTER = replace(Cluster.preset("dgx-a100", num_nodes=1), compute_slowdown=0.13)
-COSTS = RooflineCosts()
+COSTS = default_costs()
 GRAPH = gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 
 
