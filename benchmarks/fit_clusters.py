@@ -87,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for preset, runs in sorted(_runs_by_preset(arguments.data).items()):
         if not arguments.only or arguments.only == preset:
-            fitted, line = fit(preset, runs)
+            fitted, line = fit(preset, [run for run in runs if _can_be_planned(run)])
             print(json.dumps(line), flush=True)
             if arguments.write:
                 _write(fitted)
@@ -156,7 +156,7 @@ def _runs_by_preset(folder: Path) -> dict[str, list[Run]]:
     for path in sorted(folder.rglob("*.csv")):
         measured = set_of(path)
         for run in read_runs(path, measured).runs if measured else ():
-            if run.seconds is not None and _can_be_planned(run):
+            if run.seconds is not None:
                 found.setdefault(run.cluster.name, []).append(run)
     return found
 

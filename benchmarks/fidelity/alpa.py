@@ -60,7 +60,7 @@ def _model(row: Row) -> Model:
         "attention": "unfused",
     }
     if row["family"] == "moe":
-        return Model.of("moe", num_experts=whole(row, "experts"), **sizes)
+        return Model.of("moe", experts=whole(row, "experts"), dispatch="einsum", **sizes)
     return Model.of("gpt", **sizes)
 
 

@@ -14,7 +14,7 @@ ZERO = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 
 
 def mpt(number: int, row: Row) -> Iterator[Run]:
-    """bf16, flash attention, ALiBi, sharded data parallelism."""
+    """bf16, sharded data parallelism; biases and a table of positions, as the parameters count."""
     if row["act_offload"] == "True":
         raise LeftOutError("activations are offloaded to the host")
     if row["fsdp"] not in ZERO:
@@ -40,8 +40,6 @@ def mpt(number: int, row: Row) -> Iterator[Run]:
             sequence=sequence,
             vocabulary=whole(row, "vocab"),
             batch=batch,
-            bias=False,
-            positions="alibi",
         ),
         cluster=Cluster.preset("a100-1600g").with_devices(gpus, device=device_named(row["gpu"])),
         setups=(setup,),
