@@ -300,6 +300,9 @@ def complete(devices: dict[str, DeviceType]) -> dict[str, DeviceType]:
     made = {}
     for name, device in devices.items():
         half, memory = device.products["float16"], device.memory
+        if name != volta.name:
+            # Batched products were timed on V100s only.
+            half = replace(half, batched=volta.products["float16"].batched)
         assert memory is not None
         products = {"float16": half, "bfloat16": _derived(half, f"{name} float16", "precision")}
         if name == volta.name:

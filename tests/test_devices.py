@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -403,3 +404,40 @@ def test_kernel_takes_scalars_and_one_vector() -> None:
     plain = getattr(product_seconds, "py_func", product_seconds)
     args = (640.0, 512.0, 2048.0, 2.0, 1e7, 84.0, 1.5e14, 7e11, vector)
     assert plain(*args) == pytest.approx(product_seconds(*args), rel=1e-12)
+
+
+# -- against the timings ------------------------------------------------------------------------
+
+
+def kernels_folder() -> Path:
+    folder = os.environ.get("STRATAGEM_DATA")
+    if folder is None:
+        pytest.skip("STRATAGEM_DATA does not name the folder of measured kernels")
+    return Path(folder) / "kernels"
+
+
+def test_refitting_gives_the_committed_constants() -> None:
+    from benchmarks.fit_devices import fit_products
+    from benchmarks.kernel_data import aceso_products
+
+    measured = aceso_products(kernels_folder())
+    device = DeviceType.preset("V100-16GB")
+    rows = {k: s for k, s in measured.items() if k.precision == "float16"}
+    committed = device.products["float16"]
+    again = fit_products(rows, device)
+    assert replace(again, relative_error=committed.relative_error) == committed
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("A100-80GB", 0.06), ("H100-80GB", 0.08), ("A40", 0.075)]
+)
+def test_committed_constants_agree_with_timed_products(name: str, limit: float) -> None:
+    """Mean relative error; the roofline's is 0.3 to 0.4."""
+    from benchmarks.fit_devices import Rows, mape
+    from benchmarks.kernel_data import vidur_products
+
+    measured = vidur_products(kernels_folder())
+    rows = {key: seconds for key, seconds in measured.items() if key.device == name}
+    device = DeviceType.preset(name)
+    said = Rows(rows, device).predict(device.products["float16"])
+    assert mape(said, list(rows.values())) < limit
