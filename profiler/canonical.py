@@ -13,6 +13,7 @@ several equal parts of a tensor is read (`Input.select`) moves its start and cha
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,12 +80,12 @@ class _Read:
         return {
             one: two
             for group in self.layout
-            for one, two in zip(group, group[1:], strict=False)
+            for one, two in itertools.pairwise(group)
             if rank[self.position[two]] == rank[self.position[one]] + 1
         }
 
     def numbered(self, number: Mapping[str, int]) -> tuple[Any, ...]:
-        """Layout by numbers, order of the factors in memory, and behind how many of them is a gap."""
+        """Layout by numbers, order of the factors in memory, behind how many of them gaps are."""
         layout = [[number[name] for name in group if name in number] for group in self.layout]
         heads = [name for group in self.layout for name in group if name in number]
         places = sorted(self.position[name] for name in heads)

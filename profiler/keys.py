@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,6 +74,9 @@ class Measurement:
     Where the device could not run it, `error` says why, and the rest is zero. `origin` names the
     program whose output was imported; it is empty for what this one measured. A spread of zero
     says nothing where there was one repeat, or the origin gives a mean only.
+
+    Raises:
+        ValueError: on a time that is no positive number of seconds, though nothing failed.
     """
 
     median_s: float
@@ -80,6 +84,17 @@ class Measurement:
     repeats: int
     error: str = ""
     origin: str = ""
+
+    def __post_init__(self) -> None:
+        if self.error:
+            return
+        if not (0.0 < self.median_s < math.inf and 0.0 <= self.spread < math.inf):
+            raise ValueError(
+                f"median_s is {self.median_s!r} and spread {self.spread!r}; a time is above 0 s, "
+                "its spread at least 0, both finite; measure again, or say in error what failed"
+            )
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; a measured time has at least 1")
 
 
 @dataclass(frozen=True, eq=False)
