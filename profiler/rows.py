@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from enum import Enum
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -71,6 +72,7 @@ class CollectiveRow(Measured, Where):
 
 
 Row = TimingRow | CollectiveRow
+E = TypeVar("E", bound=Enum)
 
 FORMS: dict[str, type[Row]] = {"timing": TimingRow, "collective": CollectiveRow}
 """The form of each table's rows."""
@@ -123,10 +125,11 @@ def entry_of(row: Row) -> Entry:
     measurement = Measurement(**_part(row, Measurement))
     if isinstance(row, TimingRow):
         operator = _operator(row.operator)
-        key = TimingKey(environment, operator, row.precision, Direction(row.direction))
+        direction = _member(Direction, "direction", row.direction)
+        key = TimingKey(environment, operator, row.precision, direction)
         return TimingEntry(key, measurement, row.timestamp)
     own = {name: getattr(row, name) for name in _COLLECTIVE_FIELDS}
-    kind = Collective(row.kind)
+    kind = _member(Collective, "kind", row.kind)
     return CollectiveEntry(
         CollectiveKey(environment=environment, kind=kind, **own), measurement, row.timestamp
     )
@@ -143,6 +146,13 @@ def _fields(value: Environment | Measurement) -> dict[str, Any]:
 
 def _part(row: Row, kind: type[Environment | Measurement]) -> Mapping[str, Any]:
     return {field.name: getattr(row, field.name) for field in dataclasses.fields(kind)}
+
+
+def _member(kind: type[E], field: str, value: str) -> E:
+    known = [each.value for each in kind]
+    if value not in known:
+        raise ValueError(f"{field} is {value!r}; it must be one of {', '.join(known)}")
+    return kind(value)
 
 
 def _operator(text: str) -> Operator:

@@ -71,7 +71,11 @@ def merged(path: Path, *parts: list[Entry]) -> list[object]:
 
 
 class TestOrder:
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+    @settings(
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+        deadline=None,
+        max_examples=25,
+    )
     @given(parts=st.lists(st.lists(entries, max_size=4), min_size=2, max_size=3))
     def test_merging_in_any_order_gives_the_same_content(self, parts, tmp_path):
         path = tmp_path / "any.sqlite"
@@ -81,7 +85,11 @@ class TestOrder:
         assert merged(path, list(itertools.chain(*parts))) == first
         assert merged(path, *parts, *parts) == first
 
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+    @settings(
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+        deadline=None,
+        max_examples=25,
+    )
     @given(first=st.lists(entries, max_size=4), second=st.lists(entries, max_size=4))
     def test_every_entry_is_counted_once(self, first, second, tmp_path):
         path = tmp_path / "any.sqlite"
