@@ -288,9 +288,14 @@ def _key(sample: _Sample, base: Environment, link: str, where: str) -> Collectiv
             f"{where}: ranks unequally spread ({spread}); import runs with equal nodes"
         )
     (device,) = run.devices
+    if base.device not in ("", device):
+        raise ValueError(
+            f"{where}: it ran on {device!r}, not on {base.device!r}; leave out --device, or "
+            "import it as of the right machine"
+        )
     assert run.kind is not None
     return CollectiveKey(
-        environment=replace(base, device=base.device or device, nccl=base.nccl or run.nccl),
+        environment=replace(base, device=device, nccl=base.nccl or run.nccl),
         kind=run.kind,
         nbytes=sample.nbytes,
         size=len(run.ranks),

@@ -195,6 +195,10 @@ class TestRefused:
         with pytest.raises(ValueError, match=rf"^x.*{message}"):
             read_nccl_tests(text, "x")
 
+    def test_a_device_that_the_output_contradicts(self):
+        with pytest.raises(ValueError, match=r"line \d+: it ran on 'NVIDIA A100.*, not on 'H100'"):
+            read_nccl_tests(ALL_REDUCE, "x", environment=Environment("H100", ""))
+
     def test_a_misspelt_kind(self):
         with pytest.raises(ValueError, match="no kind 'allreduce'; did you mean all_reduce"):
             read_nccl_tests(ALL_REDUCE, "x", kind="allreduce")
