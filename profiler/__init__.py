@@ -3,8 +3,16 @@
 from stratagem.profiler.cache import CACHE_VARIABLE, TimingCache, cache_path
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
-from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
+from stratagem.profiler.keys import (
+    CollectiveEntry,
+    CollectiveKey,
+    Environment,
+    Measurement,
+    TimingEntry,
+    TimingKey,
+)
 from stratagem.profiler.links import CollectiveTiming, fit_link, time_collectives
+from stratagem.profiler.merging import MergeReport
 from stratagem.profiler.profile import (
     ProfileReport,
     Progress,
@@ -17,11 +25,14 @@ from stratagem.profiler.update import profile_updates
 
 __all__ = [
     "CACHE_VARIABLE",
+    "CollectiveEntry",
+    "CollectiveKey",
     "CollectiveTiming",
     "Effort",
     "Environment",
     "MeasuredCosts",
     "Measurement",
+    "MergeReport",
     "ProfileReport",
     "Progress",
     "Timing",
