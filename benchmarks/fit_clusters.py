@@ -27,7 +27,7 @@ from benchmarks.fidelity.sets import read_runs, set_of
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.files import encode
 
-MOST_RUNS = 60
+MOST_RUNS = 30
 SCALE = 0.05
 """Relative errors beyond this count less than their square: outliers do not rule the fit."""
 
@@ -126,7 +126,7 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
         diff_step=0.02,
         loss="soft_l1",
         f_scale=SCALE,
-        max_nfev=12,
+        max_nfev=6,
     )
     fitted = at([float(f"{value:.3g}") for value in solution.x])
     line = {

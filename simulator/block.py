@@ -29,16 +29,17 @@ from stratagem.simulator.pipeline import (
     LAST_WEIGHT_GRADIENT,
     WEIGHT_GRADIENT,
 )
-from stratagem.simulator.resharding import COMPUTE, INTER_NODE, INTRA_NODE, IntArray
+from stratagem.simulator.resharding import COMPUTE, HOST, INTER_NODE, INTRA_NODE, IntArray
 from stratagem.simulator.rows import BoolArray, Timed
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import TaskKind
 
-NUM_RESOURCES = 3
+NUM_RESOURCES = 4
 RESOURCE_NAMES = {
     COMPUTE: "compute",
     INTRA_NODE: "link in node",
     INTER_NODE: "link between nodes",
+    HOST: "host",
 }
 PREFETCH = 2
 """How many operators with sharded parameters are gathered ahead of the one that runs."""
@@ -49,6 +50,7 @@ class Role(enum.Enum):
 
     __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
 
+    LAUNCH = "launch"
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recompute"
@@ -66,6 +68,7 @@ class Role(enum.Enum):
 
 
 KIND_OF_ROLE = {
+    Role.LAUNCH: TaskKind.OTHER,
     Role.FORWARD: TaskKind.FORWARD,
     Role.BACKWARD: TaskKind.BACKWARD,
     Role.RECOMPUTE: TaskKind.RECOMPUTE,
@@ -91,7 +94,8 @@ PAIRED = frozenset(
 
 def _mask_sets() -> tuple[IntArray, IntArray]:
     """Resource sets in which set number = bit mask."""
-    members = [[bit for bit in range(NUM_RESOURCES) if mask >> bit & 1] for mask in range(8)]
+    bits = range(NUM_RESOURCES)
+    members = [[bit for bit in bits if mask >> bit & 1] for mask in range(1 << NUM_RESOURCES)]
     offsets = np.cumsum([0, *(len(m) for m in members)])
     return offsets.astype(np.int64), np.array([b for m in members for b in m], dtype=np.int64)
 

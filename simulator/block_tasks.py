@@ -62,6 +62,24 @@ _ARROWS = {
 
 
 @dataclass(eq=False)
+class _Host:
+    """The host of a block: it launches one kernel after the other, ahead of the device."""
+
+    writer: _Writer
+    draft: Draft
+    _last: list[int] = field(default_factory=list)
+
+    def launches(self, i: int, what: str, timed: Timed) -> list[int]:
+        """What a pass of operator `i` waits for; nothing where launches are not modelled."""
+        if not self.writer.row_is_launched(i):
+            return []
+        number = self.writer.pool.add(timed)
+        label = f"{{0}} {what} launch"
+        self._last = [self.draft.operator_task(label, Role.LAUNCH, i, number, self._last)]
+        return self._last
+
+
+@dataclass(eq=False)
 class _Writer:
     """Writes the blocks of one stage into one pool."""
 
@@ -80,9 +98,10 @@ class _Writer:
         """Every operator's forward pass, conversions between, gathers ahead."""
         draft = Draft(self.table.graph.names)
         done: dict[int, list[int]] = {}
-        gathers = _Prefetch(self, draft)
+        gathers, host = _Prefetch(self, draft), _Host(self, draft)
         for i in self.table.operators:
             first, pieces = gathers.before(i), self._num_pieces(i)
+            first += host.launches(i, "forward", self._row(i).launch_forward)
             arrivals: list[list[int]] = [[] for _ in range(pieces)]
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self._edge_row(k)
@@ -103,12 +122,13 @@ class _Writer:
         done: dict[int, list[int]] = {}
         again: dict[int, int] = {}
         returned: dict[int, list[tuple[list[int], list[int]]]] = {}
-        gathers = _Prefetch(self, draft)
+        gathers, host = _Prefetch(self, draft), _Host(self, draft)
         order = list(reversed(self.table.operators))
         for place, i in enumerate(order):
             gate = [done[order[place - 1]][-1]] if place else []
             for j in self.triggers.at.get(place, ()):
-                again[j] = self._again(draft, j, again, gate, gathers)
+                launch = host.launches(j, "recompute", self._row(j).launch_recompute)
+                again[j] = self._again(draft, j, again, gate, gathers, launch)
             first = [again[i]] if i in again else gathers.before(i)
             first += [
                 again[edge.producer]
@@ -117,6 +137,7 @@ class _Writer:
                 if edge.producer in again
             ]
             first += self._regathered(draft, i, again, done[order[place - 2]] if place > 1 else [])
+            first += host.launches(i, "backward", self._row(i).launch_backward)
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
             for tasks in returned.get(i, ()):
                 _arrive(arrivals, first, tasks)
@@ -149,6 +170,10 @@ class _Writer:
             )
         self._parameters(draft, done)
         return draft.finish()
+
+    def row_is_launched(self, i: int) -> bool:
+        """Whether launching an operator takes the host time."""
+        return self._row(i).is_launched
 
     # -- passes and conversions -----------------------------------------------------------------
 
@@ -221,9 +246,10 @@ class _Writer:
         again: Mapping[int, int],
         gate: Sequence[int],
         gathers: _Prefetch,
+        launch: Sequence[int],
     ) -> int:
         """Recompute an operator, its inputs converted again, not before `gate`."""
-        before = [*gathers.before(i), *gate]
+        before = [*gathers.before(i), *gate, *launch]
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self._edge_row(k)
             made = [again[edge.producer]] if edge.producer in again else []

@@ -20,6 +20,9 @@ from stratagem.simulator.training import Training
 
 Sizes = Mapping[str, int]
 
+PRODUCT_KINDS = frozenset({"linear", "matmul", "conv2d", "expert_linear"})
+"""Kinds that run a matrix product."""
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -98,6 +101,22 @@ def backward_moved(operator: Operator, sizes: Sizes, training: Training) -> Move
         return Moved(item * (table + 3.0 * _output(operator, sizes)), 2)
     whole = sum(_elements(read.layout, sizes) for read in operator.inputs)
     return Moved(float(item * (whole + _output(operator, sizes))), len(operator.inputs))
+
+
+def num_kernels(operator: Operator, training: Training, *, backward: bool = False) -> int:
+    """How many kernels a pass launches, whatever the sizes.
+
+    Example: a linear layer's two gradients, and that of its bias.
+        >>> from stratagem.simulator.models import mlp
+        >>> first = next(op for op in mlp([8, 8, 4], batch=16).operators if op.kind == "linear")
+        >>> num_kernels(first, Training("bfloat16"), backward=True)
+        3
+    """
+    if operator.kind in PRODUCT_KINDS:
+        biased = bias_gradient_bytes(operator, operator.sizes, training) > 0
+        return 2 + biased if backward else 1
+    moved = (backward_moved if backward else forward_moved)(operator, operator.sizes, training)
+    return max(1, moved.kernels)
 
 
 def bias_gradient_bytes(operator: Operator, sizes: Sizes, training: Training) -> float:

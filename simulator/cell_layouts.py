@@ -48,7 +48,16 @@ BoolArray = npt.NDArray[np.bool_]
 Join = tuple[int, BoolArray]
 """A mesh axis, and the cells that a collective along it holds."""
 
-_PASSES = (Role.FORWARD, Role.BACKWARD, Role.RECOMPUTE, Role.WEIGHT_GRADIENT, Role.UPDATE)
+_PASSES = frozenset(
+    {
+        Role.LAUNCH,
+        Role.FORWARD,
+        Role.BACKWARD,
+        Role.RECOMPUTE,
+        Role.WEIGHT_GRADIENT,
+        Role.UPDATE,
+    }
+)
 _CONVERSIONS = (Role.CONVERT, Role.CONVERT_BACK, Role.CONVERT_AGAIN)
 _TIES = (Role.TIE_GRADIENT, Role.TIE_PUBLISH)
 _NO_AXIS = -1

@@ -103,8 +103,9 @@ class Calibration:
 
     Clocks sink under lasting load, frameworks leave gaps, hosts differ. Matrix products and fused
     attention take `product_scale` times as long as the device model says, everything else
-    `memory_scale` times; `launch_us` is what the host takes to launch a kernel, where it is not as
-    for the device (0).
+    `memory_scale` times. `launch_us` is what the host takes to launch a kernel: it launches one
+    after the other and runs ahead of the device, which waits for it where kernels are small. With 0
+    no kernel is faster than its own launch on the device says.
 
     Example:
         >>> Calibration(product_scale=1.05).scale(matmul=True)
@@ -128,9 +129,12 @@ class Calibration:
         return self.product_scale if matmul else self.memory_scale
 
     def device(self, device: DeviceType, scale: float) -> DeviceType:
-        """The device whose times, `scale` times as long, heed the host's launches."""
-        launch = self.launch_us or device.launch_us
-        return device if launch == device.launch_us * scale else device.launched(launch / scale)
+        """The device whose times, `scale` times as long, heed the host's launches.
+
+        Where launches are tasks of their own, no kernel waits for its own launch.
+        """
+        launch = 0.0 if self.launch_us else device.launch_us / scale
+        return device if launch == device.launch_us else device.launched(launch)
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,10 @@ def product_shape(operator: Operator, sizes: Mapping[str, int]) -> tuple[int, in
     if operator.kind in ("matmul", "attention"):
         rows = math.prod(sizes[n] for n in operator.outputs[0].layout[-2])
         columns = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
+    elif operator.kind == "expert_linear":
+        experts = sizes[operator.weights[0].layout[0][0]]
+        columns = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
+        rows = elements // (columns * experts)
     else:
         wide = set(factors(operator.weights[0].layout))
         columns = math.prod(sizes[n] for n in out if n in wide and _is_parameter(operator, n))

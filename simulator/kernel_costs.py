@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from stratagem.simulator.bytes_moved import (
+    PRODUCT_KINDS,
     Moved,
     backward_moved,
     bias_gradient_bytes,
@@ -22,8 +23,6 @@ from stratagem.simulator.graph import Operator, factors
 from stratagem.simulator.product_costs import Multiplier
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
-
-PRODUCTS = ("linear", "matmul", "conv2d")
 
 FAMILIES = {
     "layer_norm": "norm",
@@ -74,7 +73,7 @@ class KernelModelCosts:
         device: DeviceType,
     ) -> Cost:
         """See `CostModel`."""
-        if operator.kind in PRODUCTS and training.precision in device.products:
+        if operator.kind in PRODUCT_KINDS and training.precision in device.products:
             return _product_cost(operator, sizes, direction, training, device)
         if operator.kind == "attention" and device.attention is not None:
             return _attention_cost(operator, sizes, direction, training, device, device.attention)

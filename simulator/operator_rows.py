@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stratagem.simulator.bytes_moved import num_kernels
 from stratagem.simulator.cluster import Calibration
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.costs import CostModel, Direction
@@ -23,7 +24,7 @@ from stratagem.simulator.placement import (
     local_sizes,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import COMPUTE, IntArray, Resharder, link_mask
+from stratagem.simulator.resharding import COMPUTE, HOST, IntArray, Resharder, link_mask
 from stratagem.simulator.rows import OperatorRow, timed
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
@@ -71,6 +72,11 @@ class OperatorPricer:
             input_gradient=timed([p.input_gradient for p in passes]),
             weight_gradient=timed([p.weight_gradient for p in passes]),
             recompute=timed([p.recompute for p in passes]),
+            launch_forward=timed([self._launch(i, c, Direction.FORWARD) for c in choices]),
+            launch_backward=timed([self._launch(i, c, Direction.BACKWARD) for c in choices]),
+            launch_recompute=timed(
+                [self._launch(i, c, Direction.FORWARD) if c.recompute else IDLE for c in choices]
+            ),
             gather=timed([m.gather for m in moved]),
             sync=timed([m.sync for m in moved]),
             each_sync=timed([m.each_sync for m in moved]),
@@ -125,6 +131,17 @@ class OperatorPricer:
             relative_error=error,
             source=source,
         )
+
+    def _launch(self, i: int, choice: Choice, direction: Direction) -> Priced:
+        """What the host takes to launch a pass, where the cluster says so."""
+        operator, backward = self.graph.operators[i], direction is Direction.BACKWARD
+        per_kernel = self.calibration.launch_us * 1e-6
+        if not per_kernel or operator.kind == "source":
+            return IDLE
+        if backward and not self.graph.needs_gradient[i]:
+            return IDLE
+        kernels = num_kernels(operator, self.training, backward=backward)
+        return per_kernel * kernels * choice.chunks, HOST
 
     def _weight_share(self, i: int) -> float:
         """The part of an operator's backward pass that makes gradients of parameters."""

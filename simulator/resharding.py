@@ -41,7 +41,7 @@ from stratagem.simulator.placement import (
 STEP_OVERHEAD = 2e-6
 """Seconds added to each step when paths are compared: packing and launching are not quite free."""
 
-COMPUTE, INTRA_NODE, INTER_NODE = 1, 2, 4
+COMPUTE, INTRA_NODE, INTER_NODE, HOST = 1, 2, 4, 8
 """Bits of the resources of one cell of devices: compute stream, link in the node, link between."""
 
 FloatArray = npt.NDArray[np.float64]

@@ -32,7 +32,8 @@ class OperatorRow:
 
     `forward`, `backward`, `input_gradient` and `weight_gradient` are the times of one of `pieces`
     equal pieces. The last two are the parts of `backward` that make the gradients of inputs and
-    of parameters. `recompute` is the whole forward pass where a choice repeats it.
+    of parameters. `recompute` is the whole forward pass where a choice repeats it. The launches
+    are what the host takes to launch a pass, all pieces; nothing where that is not modelled.
 
     `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
     `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
@@ -49,6 +50,9 @@ class OperatorRow:
     input_gradient: Timed
     weight_gradient: Timed
     recompute: Timed
+    launch_forward: Timed
+    launch_backward: Timed
+    launch_recompute: Timed
     gather: Timed
     sync: Timed
     each_sync: Timed
@@ -81,6 +85,11 @@ class OperatorRow:
     def weighs(self) -> bool:
         """Whether gradients of parameters take time of their own."""
         return bool(self.weight_gradient.ns.any())
+
+    @cached_property
+    def is_launched(self) -> bool:
+        """Whether the host's time to launch passes is modelled."""
+        return bool(self.launch_forward.ns.any() or self.launch_backward.ns.any())
 
     @cached_property
     def may_recompute(self) -> bool:
