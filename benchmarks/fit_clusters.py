@@ -96,6 +96,7 @@ def main() -> None:
 def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
     """The preset with its constants fitted to `runs`, and what to print."""
     start = Cluster.preset(preset)
+    runs = [_as_tuned(run) for run in runs]
     some = runs[:: max(1, math.ceil(len(runs) / MOST_RUNS))]
     used = [constant for constant in CONSTANTS if constant.get(start) > 0 or constant.low == 0]
 
@@ -138,6 +139,13 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
         "mape_after": _mape(errors(fitted, runs)),
     }
     return fitted, line
+
+
+def _as_tuned(run: Run) -> Run:
+    """The run with the setup that is best by the constants so far, where it may have had many."""
+    if len(run.setups) == 1:
+        return run
+    return replace(run, setups=(Predictor().outcome(run).setup,))
 
 
 def _mape(logarithms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:

@@ -73,6 +73,8 @@ def forward_moved(operator: Operator, sizes: Sizes, training: Training) -> Moved
         return Moved(passes.forward * item * _input(operator, sizes), passes.kernels)
     if operator.kind == "cross_entropy":
         logits = _input(operator, sizes)
+        if training.fused_loss:
+            return Moved(float(item * logits), 1)
         # To float32 and back, where it is not already; logarithms of the softmax are written.
         widened = item + _FLOAT32 if item < _FLOAT32 else 0
         return Moved((widened + 2.0 * _FLOAT32) * logits, 2 if item == _FLOAT32 else 3)
@@ -92,6 +94,8 @@ def backward_moved(operator: Operator, sizes: Sizes, training: Training) -> Move
         return Moved(passes.backward * item * _input(operator, sizes), passes.backward_kernels)
     if operator.kind == "cross_entropy":
         logits = _input(operator, sizes)
+        if training.fused_loss:
+            return Moved(2.0 * item * logits, 1)
         # The gradient of the loss is spread over zeros, then that of the softmax is taken.
         narrowed = item + _FLOAT32 if item < _FLOAT32 else 0
         return Moved((4.0 * _FLOAT32 + narrowed) * logits, 3 if item == _FLOAT32 else 4)

@@ -104,8 +104,9 @@ class Calibration:
     Clocks sink under lasting load, frameworks leave gaps, hosts differ. Matrix products and fused
     attention take `product_scale` times as long as the device model says, everything else
     `memory_scale` times. `launch_us` is what the host takes to launch a kernel: it launches one
-    after the other and runs ahead of the device, which waits for it where kernels are small. With 0
-    no kernel is faster than its own launch on the device says.
+    after the other and runs ahead of the device, which waits for it where kernels are small. With
+    0 no kernel is faster than its own launch on the device says. `reserved_gib` of a device's
+    memory are taken by communicators and fragments, beside what the device says.
 
     Example:
         >>> Calibration(product_scale=1.05).scale(matmul=True)
@@ -118,11 +119,15 @@ class Calibration:
     product_scale: float = 1.0
     memory_scale: float = 1.0
     launch_us: float = 0.0
+    reserved_gib: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("calibration", product_scale=self.product_scale, memory_scale=self.memory_scale)
-        if self.launch_us < 0:
-            raise ValueError(f"calibration: launch_us is {self.launch_us}; it must be 0 or more")
+        for name in ("launch_us", "reserved_gib"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"calibration: {name} is {getattr(self, name)}; it must be 0 or more"
+                )
 
     def scale(self, *, matmul: bool) -> float:
         """How much longer a kernel takes: one on matrix units, or another."""

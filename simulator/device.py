@@ -154,10 +154,11 @@ class DeviceType:
     launch a kernel. `products` (by precision), `memory` and `attention` are fitted constants.
     Where there are none a roofline answers: `matmul_efficiency` is the share of the peak that
     large matrix products reach, `memory_efficiency` the same for `memory_bandwidth_gb_s`, `tile`
-    the edge of an output tile.
+    the edge of an output tile. `reserved_gib` of the memory is taken by the driver, the runtime
+    and communicators.
 
     Raises:
-        ValueError: on a figure that is not above 0.
+        ValueError: on a figure that is not above 0, or more memory reserved than there is.
     """
 
     name: str
@@ -170,6 +171,7 @@ class DeviceType:
     launch_us: float = 5.0
     num_units: int = 1
     tile: int = 1
+    reserved_gib: float = 0.0
     products: dict[str, ProductConstants] = field(default_factory=dict)
     memory: MemoryConstants | None = None
     attention: AttentionConstants | None = None
@@ -186,6 +188,11 @@ class DeviceType:
             tile=self.tile,
             **{f"matmul_tflops[{k}]": v for k, v in self.matmul_tflops.items()},
         )
+        if not 0 <= self.reserved_gib < self.memory_gib:
+            raise ValueError(
+                f"device {self.name!r}: reserved_gib is {self.reserved_gib}; it must be from 0 to "
+                f"below its memory_gib of {self.memory_gib}"
+            )
 
     def launched(self, launch_us: float) -> DeviceType:
         """The same device under a host that takes `launch_us` to launch a kernel."""
@@ -199,8 +206,8 @@ class DeviceType:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory in bytes."""
-        return int(self.memory_gib * GIB)
+        """Bytes that a plan may use."""
+        return int((self.memory_gib - self.reserved_gib) * GIB)
 
     def peak_flops(self, precision: str) -> float:
         """Peak FLOP/s of matrix products.

@@ -23,6 +23,8 @@ from stratagem.simulator.plan import Choice
 from stratagem.simulator.saved import saved_inside
 from stratagem.simulator.training import Training
 
+_FLOAT32 = 4
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -63,18 +65,33 @@ def operator_footprint(
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]
     tensors, masks = saved_inside(operator)
     own = (tensors * itemsize[0] + masks) * elements[0]
-    if operator.kind == "cross_entropy":
-        own = 4 * math.prod(shape_of(operator.inputs[0].layout, sizes))
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
+    made = read * training.bytes_of("float32")
+    if operator.kind == "cross_entropy":
+        own, made = _loss_bytes(math.prod(shape_of(operator.inputs[0].layout, sizes)), training)
     state = _state_bytes(operator, choice, uses, shape, training)
     return Footprint(
         *state[:3],
         outputs=tuple(n * b for n, b in zip(elements, itemsize, strict=True)),
         own=own,
-        input_gradients=read * training.bytes_of("float32"),
+        input_gradients=made,
         gathered=state[3],
         whole_gradients=state[4],
     )
+
+
+def _loss_bytes(logits: int, training: Training) -> tuple[int, int]:
+    """What a cross-entropy of so many logits keeps, and what its backward pass makes.
+
+    It keeps probabilities in float32. Its gradient is float32 twice, of the logarithms and of the
+    logits, before it has the precision of the logits. A fused one keeps the logits and writes
+    their gradient over them.
+    """
+    item = training.parameter_bytes
+    if training.fused_loss:
+        return item * logits, 0
+    widened = 2 * _FLOAT32 if item < _FLOAT32 else 0
+    return _FLOAT32 * logits, (item + widened) * logits
 
 
 def _state_bytes(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.simulator.cluster import Cluster, Link
+from stratagem.simulator.device import GIB
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class DeviceMesh:
 
     def memory_bytes(self, cluster: Cluster) -> int:
         """Memory of its smallest device: what every device of a stage must get by with."""
-        return min(cluster.device_type(device).memory_bytes for device in self.devices)
+        smallest = min(cluster.device_type(device).memory_bytes for device in self.devices)
+        return smallest - round(cluster.calibration.reserved_gib * GIB)
 
     def check(self, cluster: Cluster) -> None:
         """Raise ValueError when a device is not in `cluster`."""

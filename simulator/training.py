@@ -23,6 +23,8 @@ class Training:
             Megatron-LM adds bfloat16 gradients up in float32.
         flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
             or 3 (Shah et al. 2024, on Hopper).
+        fused_loss: whether the cross-entropy is one kernel that leaves the gradient where the
+            logits were; otherwise it works on float32 copies of the logits.
 
     Example:
         >>> Training(precision="bfloat16").optimizer_bytes
@@ -42,6 +44,7 @@ class Training:
     gradient_precision: str = ""
     fused_elementwise: bool = False
     flash_version: int = 2
+    fused_loss: bool = False
 
     def __post_init__(self) -> None:
         for what, value, known in (

@@ -24,7 +24,7 @@ def mpt(number: int, row: Row) -> Iterator[Run]:
     gpus, batch, sequence = whole(row, "gpus"), whole(row, "gbs"), whole(row, "seq")
     setup = TrainingSetup(
         microbatch=whole(row, "mbs"),
-        training=Training(precision="bfloat16", flash_version=1),
+        training=Training(precision="bfloat16", flash_version=1, fused_loss=True),
         zero=ZERO[row["fsdp"]],
         recompute="full" if row["act_ckpt"] == "True" else "none",
     )

@@ -11,6 +11,7 @@ from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
+from stratagem.simulator.device import GIB
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.training import Training
@@ -71,7 +72,12 @@ class Predictor:
             raise ValueError(reason)
         setup, best = min(found, key=lambda pair: _rank(pair[1]))
         return Outcome(
-            run, setup, best.step_time, best.relative_error, best.peak_memory, best.fits
+            run,
+            setup,
+            best.step_time,
+            best.relative_error,
+            best.peak_memory + _reserved_bytes(run.cluster),
+            best.fits,
         )
 
     def _simulate(self, run: Run, setup: TrainingSetup) -> Simulation:
@@ -85,6 +91,12 @@ class Predictor:
         types = tuple(device.name for device in cluster.device_types)
         key = (types, cluster.intra_node, cluster.inter_node, cluster.calibration, training)
         return self._memories.setdefault(key, RowMemory())
+
+
+def _reserved_bytes(cluster: Cluster) -> int:
+    """What the runtime takes beside the tensors of a plan: it is in measured peaks."""
+    own = max(device.reserved_gib for device in cluster.device_types)
+    return round((own + cluster.calibration.reserved_gib) * GIB)
 
 
 def _rank(simulation: Simulation) -> tuple[float, float]:

@@ -38,14 +38,17 @@ def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def regrets(timed: Sequence[Outcome]) -> dict[tuple[str, int], float]:
-    """Per group of several plans, how much slower the chosen one was than the fastest."""
+    """Per group of several plans, how much slower the chosen one was than the fastest.
+
+    Chosen is the one that is predicted to be fastest of those that are predicted to fit.
+    """
     groups: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
     for outcome in timed:
         groups[outcome.run.group].append(outcome)
     found = {}
     for group, members in groups.items():
         if len(members) > 1:
-            chosen = min(members, key=lambda outcome: outcome.seconds).run.seconds
+            chosen = min(members, key=lambda o: (not o.fits, o.seconds)).run.seconds
             best = min(outcome.run.seconds or 0.0 for outcome in members)
             assert chosen is not None
             found[group] = chosen / best - 1.0
