@@ -57,17 +57,28 @@ def _put_bandwidth(cluster: Cluster, value: float) -> Cluster:
     return replace(cluster, inter_node=replace(cluster.inter_node, bandwidth_gb_s=value))
 
 
+def _intra_bandwidth(cluster: Cluster) -> float:
+    """That of the largest groups that are listed; the others change in proportion."""
+    link = cluster.intra_node
+    return link.by_group_size[-1].bandwidth_gb_s if link.by_group_size else link.bandwidth_gb_s
+
+
+def _put_intra_bandwidth(cluster: Cluster, value: float) -> Cluster:
+    factor = value / _intra_bandwidth(cluster)
+    link = cluster.intra_node
+    groups = tuple(
+        replace(g, bandwidth_gb_s=float(f"{g.bandwidth_gb_s * factor:.4g}"))
+        for g in link.by_group_size
+    )
+    whole = float(f"{link.bandwidth_gb_s * factor:.4g}")
+    return replace(cluster, intra_node=replace(link, bandwidth_gb_s=whole, by_group_size=groups))
+
+
 CONSTANTS = (
     _calibrated("product_scale", 0.7, 1.6),
     _calibrated("memory_scale", 0.5, 3.0),
     _calibrated("launch_us", 2.0, 200.0),
-    Constant(
-        "compute_slowdown",
-        lambda c: c.compute_slowdown,
-        lambda c, v: replace(c, compute_slowdown=v),
-        0.0,
-        0.5,
-    ),
+    Constant("intra_node.bandwidth_gb_s", _intra_bandwidth, _put_intra_bandwidth, 1.0, 450.0),
     Constant(
         "inter_node.bandwidth_gb_s",
         lambda c: c.inter_node.bandwidth_gb_s,
@@ -127,7 +138,7 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
         diff_step=0.02,
         loss="soft_l1",
         f_scale=SCALE,
-        max_nfev=6,
+        max_nfev=7,
     )
     fitted = at([float(f"{value:.3g}") for value in solution.x])
     line = {

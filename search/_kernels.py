@@ -36,7 +36,6 @@ def play_block(
     block: int,
     use_inner: int,
     choice: Ints,
-    num_resources: int,
     pool_ns: Ints,
     pool_mask: Ints,
     task_offsets: Ints,
@@ -79,7 +78,7 @@ def play_block(
         set_resources,
         contention,
         work[2, :count],
-        free[:num_resources],
+        free,
         work[3, :count],
         work[4, :count],
         work[5, :count],
@@ -186,7 +185,7 @@ def score(
     for k in range(plays.shape[0]):
         s, kind, block, inner = plays[k]
         if dirty[s] == REPLAY:
-            block_ns[kind, s] = play_block(block, inner, choice, 3, *blocks)
+            block_ns[kind, s] = play_block(block, inner, choice, *blocks)
         table[kind, s] = block_ns[kind, s]
     table[SEND:, :] = 0
     for k in range(crossings.shape[0]):

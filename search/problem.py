@@ -9,6 +9,7 @@ import numpy as np
 
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.block import (
+    NUM_RESOURCES,
     RIVALS,
     SET_OFFSETS,
     SET_RESOURCES,
@@ -325,7 +326,7 @@ def _flat_blocks(
         SET_RESOURCES,
         contention_table(SET_OFFSETS, SET_RESOURCES, RIVALS, blocks[0].slowdown),
         np.zeros((9, max(block.base.size for block in flat)), dtype=np.int64),
-        np.zeros(3, dtype=np.int64),
+        np.zeros(NUM_RESOURCES, dtype=np.int64),
     )
     flat_crossings = np.array(crossings, dtype=np.int64).reshape(-1, 8)
     return arrays, flat_crossings, np.array(arrivals, dtype=np.int64)

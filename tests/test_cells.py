@@ -20,7 +20,7 @@ from stratagem.simulator.block import NUM_RESOURCES, Block, Role
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock
-from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.flat import FlatGraph, flat_graph
@@ -154,6 +154,7 @@ def random_plan(
         cluster=replace(
             busy_cores(CLUSTER) if blocking else CLUSTER,
             compute_slowdown=rng.choice([0.0, 0.13]),
+            calibration=Calibration(launch_us=rng.choice([0.0, 8.0, 40.0])),
         ),
     )
 

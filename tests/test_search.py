@@ -16,7 +16,7 @@ from stratagem.search.problem import Problem, make_problem
 from stratagem.search.result import Budget, StopReason
 from stratagem.search.search import Progress, search
 from stratagem.search.space import Options, Skeleton, operator_choices, skeletons, stage_meshes
-from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -126,7 +126,12 @@ def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
 def test_the_kernels_memory_and_time_are_the_simulators(
     policy: str, options: Options, slowdown: float
 ) -> None:
-    graph, cluster = tiny_gpt(), replace(CLUSTER, compute_slowdown=slowdown)
+    graph, cluster = (
+        tiny_gpt(),
+        replace(
+            CLUSTER, compute_slowdown=slowdown, calibration=Calibration(launch_us=20 * slowdown)
+        ),
+    )
     skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 2)
     skeleton = replace(skeleton, recompute=policy)
     problem = make_problem(graph, skeleton, cluster, Training(), COSTS, (0, 2, 3), options=options)

@@ -10,7 +10,7 @@ import pytest
 from stratagem.search.baselines import Situation, baseline_plans
 from stratagem.search.space import Options
 from stratagem.search.what_if import WhatIf
-from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
@@ -19,7 +19,11 @@ from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
-CLUSTER = replace(Cluster.preset("dgx-a100", num_nodes=1), compute_slowdown=0.13)
+CLUSTER = replace(
+    Cluster.preset("dgx-a100", num_nodes=1),
+    compute_slowdown=0.13,
+    calibration=Calibration(launch_us=6.0),
+)
 COSTS = default_costs()
 GRAPH = gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 

@@ -17,6 +17,7 @@ from stratagem.simulator.training import Training
 COLUMNS = frozenset({"method", "tflops_per_gpu", "latency_s_mean", "param_B", "experts"})
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64, 96)
 TENSOR = (1, 2, 4, 8)
+SOLVED = ("auto", "intra_only")
 
 
 def alpa(number: int, row: Row) -> Iterator[Run]:
@@ -25,6 +26,8 @@ def alpa(number: int, row: Row) -> Iterator[Run]:
         raise LeftOutError("the shape of the model is not given")
     model, family = _model(row), row["family"]
     gpus, method = whole(row, "gpus"), row["method"].removeprefix("parax.")
+    if gpus > 1 and method in SOLVED:
+        raise LeftOutError("the plan was found by a solver and is not told")
     failed = row["failed"] == "1"
     peak = float(row["peak_mem_GB"] or 0)
     yield Run(

@@ -61,7 +61,9 @@ def write_report(assessed: Assessed, page: Path) -> None:
         HEADER,
         _score_table([line for _, line in assessed.values()]),
         f"![Predicted against measured step times]({folder.name}/steps.png)\n",
-        f"![Predicted against measured peak memory]({folder.name}/memory.png)\n",
+        f"![Predicted against measured peak memory]({folder.name}/memory.png)\n"
+        if (folder / "memory.png").exists()
+        else "",
         f"## Rows that are more than {FAR:.0%} off\n",
         *(_far_table(name, outcomes) for name, (outcomes, _) in assessed.items()),
         "## Rows that are not scored\n",
@@ -134,6 +136,8 @@ def _plot(
 ) -> None:
     """A panel a set: predicted over measured, with the diagonal and a band around it."""
     filled = {name: points for name, points in panels.items() if points}
+    if not filled:
+        return
     columns = min(3, len(filled))
     rows = -(-len(filled) // columns)
     figure, axes = plt.subplots(

@@ -68,6 +68,8 @@ def _spearman(timed: Sequence[Outcome]) -> float | None:
     if len(timed) < 3:
         return None
     measured = [outcome.run.seconds for outcome in timed]
+    if len(set(measured)) == 1:
+        return None
     return round(float(spearmanr([o.seconds for o in timed], measured).statistic), 4)
 
 

@@ -1,0 +1,102 @@
+"""Calibration of clusters: scaled kernels, a host that launches them, reserved memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from stratagem.search.setup import TrainingSetup
+from stratagem.simulator.bytes_moved import num_kernels
+from stratagem.simulator.cluster import Calibration, Cluster
+from stratagem.simulator.device import GIB, DeviceType
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=1)
+TRAINING = Training(precision="bfloat16")
+SETUP = TrainingSetup(microbatch=4, training=TRAINING)
+
+
+def step(graph, calibration, setup=SETUP):
+    cluster = replace(CLUSTER, calibration=calibration)
+    return simulate_plan(setup.plan(graph, cluster), graph, default_costs())
+
+
+def launches(graph):
+    """Kernels of forward and backward, counted operator by operator."""
+    training = TRAINING
+    return sum(
+        num_kernels(operator, training)
+        + (num_kernels(operator, training, backward=True) if graph.needs_gradient[i] else 0)
+        for i, operator in enumerate(graph.operators)
+        if operator.kind != "source"
+    )
+
+
+def test_a_scale_of_all_kernels_scales_the_step():
+    """One device communicates nothing, so a step is its kernels."""
+    graph = gpt(num_layers=2, batch=4)
+    plain = step(graph, Calibration()).step_time
+    scaled = step(graph, Calibration(product_scale=1.5, memory_scale=1.5)).step_time
+    assert scaled == pytest.approx(1.5 * plain, rel=0.02)
+
+
+def test_a_slow_host_rules_a_step_of_small_kernels():
+    """Every kernel waits for its launch: the step takes all launches, and the last kernels."""
+    graph = mlp([64] * 12, batch=4)
+    slow = Calibration(launch_us=1000.0)
+    took = step(graph, slow).step_time
+    assert took == pytest.approx(launches(graph) * 1e-3, rel=0.02)
+    assert took > launches(graph) * 1e-3
+
+
+def test_a_fast_host_runs_ahead_and_costs_nothing_but_its_first_launch():
+    graph = gpt(num_layers=2, hidden=2048, num_heads=16, batch=8)
+    setup = replace(SETUP, microbatch=8)
+    fast = step(graph, Calibration(launch_us=0.5), setup).step_time
+    without = step(graph, Calibration(launch_us=1e-6), setup).step_time
+    assert without <= fast < without + 20e-6
+
+
+def test_recomputing_is_launched_again():
+    graph = gpt(num_layers=4, hidden=64, num_heads=4, sequence=16, vocabulary=64, batch=4)
+    slow = Calibration(launch_us=1000.0)
+    again = step(graph, slow, replace(SETUP, recompute="full")).step_time
+    assert again > 1.2 * step(graph, slow).step_time
+
+
+def test_the_host_has_a_lane_of_its_own_in_the_timeline():
+    graph = mlp([64] * 4, batch=4)
+    timeline = step(graph, Calibration(launch_us=10.0)).timeline
+    assert any("host" in lane for lane in timeline.lanes)
+    assert not any("host" in lane for lane in step(graph, Calibration()).timeline.lanes)
+
+
+def test_reserved_memory_is_not_for_plans():
+    graph = mlp([64] * 4, batch=4)
+    free = step(graph, Calibration()).memory[0].capacity
+    less = step(graph, Calibration(reserved_gib=3.0)).memory[0].capacity
+    assert free - less == 3 * GIB
+    device = DeviceType.preset("A100-80GB")
+    assert free == round((device.memory_gib - device.reserved_gib) * GIB)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"product_scale": 0.0}, "product_scale is 0"),
+        ({"memory_scale": -1.0}, "memory_scale is -1"),
+        ({"launch_us": -2.0}, "launch_us is -2"),
+        ({"reserved_gib": -1.0}, "reserved_gib is -1"),
+    ],
+)
+def test_impossible_constants_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Calibration(**wrong)
+
+
+def test_more_memory_reserved_than_there_is_is_refused():
+    device = DeviceType.preset("A100-80GB")
+    with pytest.raises(ValueError, match=r"reserved_gib is 90.*80"):
+        replace(device, reserved_gib=90.0)
