@@ -191,9 +191,12 @@ def _can_be_planned(run: Run) -> bool:
 
 
 def _write(cluster: Cluster) -> None:
-    folder = Path(stratagem.simulator.__file__).parent / "presets"
-    path = folder / f"{cluster.name}.json"
-    path.write_text(encode(cluster), encoding="utf-8")
+    """Put what was fitted into the preset's file; its devices stay names."""
+    path = Path(stratagem.simulator.__file__).parent / "presets" / f"{cluster.name}.json"
+    preset = json.loads(path.read_text("utf-8"))
+    fitted = json.loads(encode(cluster))
+    preset |= {key: fitted[key] for key in ("intra_node", "inter_node", "calibration")}
+    path.write_text(json.dumps(preset, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
