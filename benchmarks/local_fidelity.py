@@ -1,0 +1,276 @@
+"""How far is the predicted step time from the measured one, on the CPUs of this machine?
+
+    python -m benchmarks.local_fidelity
+
+Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo.
+Operators, updates and the link are measured here; nothing that is measured of a plan's step goes
+into its prediction. All plans are alive in the same two processes and take turns, so that whatever
+else the machine does meets all of them alike. Prints one JSON object a plan: predicted and measured
+milliseconds (the median of the turns' medians), error in percent, the quartiles of the measured
+steps, and the load of the machine while it ran. The last line is the summary: the median of the
+absolute errors and the rank correlation between predicted and measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from stratagem import face
+from stratagem.comparison import compare
+from stratagem.executor.backends.gloo import GlooCommunicator
+from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.launch import run_ranks
+from stratagem.executor.run import ExecutionResult, prepare, train
+from stratagem.measuring import executor_update
+from stratagem.profiler import (
+    MeasuredCosts,
+    TimingCache,
+    describe_environment,
+    plan_operators,
+    profile_operators,
+    profile_updates,
+)
+from stratagem.search.partition import balanced_stages
+from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import CostModel, RooflineCosts
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp, resnet
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.timeline import Timeline
+from stratagem.simulator.torch_ops.programs import torch_dtype
+from stratagem.simulator.training import Training
+
+MODELS: dict[str, Callable[[], OperatorGraph]] = {
+    "gpt": lambda: gpt(
+        num_layers=4, hidden=256, num_heads=8, vocabulary=4096, sequence=128, batch=8
+    ),
+    "mlp": lambda: mlp([1024, 2048, 2048, 1024], batch=512),
+    "resnet18": lambda: resnet(18, batch=16, image=64, classes=100),
+}
+PLANS = (
+    ("gpt", "data parallel"),
+    ("gpt", "ZeRO-3"),
+    ("gpt", "tensor parallel"),
+    ("gpt", "1F1B pipeline"),
+    ("mlp", "data parallel"),
+    ("mlp", "tensor parallel"),
+    ("resnet18", "data parallel"),
+    ("resnet18", "1F1B pipeline"),
+)
+NUM_PROCESSES = 2
+MICROBATCHES = 4
+"""Of a pipeline."""
+TURNS, STEPS = 15, 4
+"""Every plan gets so many turns of so many steps, of which the first warms up."""
+CLASSES = {"gpt": 4096, "mlp": 1024, "resnet18": 100}
+"""Ids and labels of a model are below this."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the turns of one plan showed: seconds of all its steps, and the load meanwhile."""
+
+    turns: tuple[tuple[float, ...], ...]
+    timeline: Timeline
+    load: float
+
+    @property
+    def step_time(self) -> float:
+        """Seconds: the median of the turns' medians."""
+        return statistics.median(statistics.median(turn) for turn in self.turns)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Of the seconds of all steps."""
+        low, _, high = statistics.quantiles([s for turn in self.turns for s in turn], n=4)
+        return low, high
+
+
+@cache
+def graph_of(model: str) -> OperatorGraph:
+    """The operator graph of one of `MODELS`."""
+    return MODELS[model]()
+
+
+def plan_of(model: str, name: str, cluster: Cluster) -> Plan:
+    """One of `PLANS` on a cluster of `NUM_PROCESSES` devices."""
+    graph = graph_of(model)
+    whole = DeviceMesh((MeshAxis("data", NUM_PROCESSES),), tuple(range(NUM_PROCESSES)))
+    if name.endswith("pipeline"):
+        stages, parts = _pipeline(graph, cluster), MICROBATCHES
+    else:
+        names = tuple(operator.name for operator in graph.operators)
+        stages, parts = (Stage(names, whole, _strategy(graph, name)),), 1
+    return Plan(
+        name=f"{model}, {name}",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=cluster,
+        training=Training(),
+        stages=stages,
+        num_microbatches=parts,
+    )
+
+
+def _strategy(graph: OperatorGraph, name: str) -> Choices:
+    if name == "tensor parallel":
+        return tensor_parallel(graph, (NUM_PROCESSES,), 0)
+    return data_parallel(graph, (NUM_PROCESSES,), zero=3 if name == "ZeRO-3" else 0)
+
+
+def _pipeline(graph: OperatorGraph, cluster: Cluster) -> tuple[Stage, ...]:
+    """A stage on each process."""
+    choices = data_parallel(graph, (1,))
+    return tuple(
+        Stage(
+            names,
+            DeviceMesh((MeshAxis("data", 1),), (device,)),
+            {name: choices[name] for name in names},
+        )
+        for device, names in enumerate(balanced_stages(graph, cluster, NUM_PROCESSES))
+    )
+
+
+def state_of(graph: OperatorGraph) -> dict[str, Tensor]:
+    """Parameters as models begin: small random matrices, gains of one, no bias."""
+    generator = torch.Generator().manual_seed(0)
+    state: dict[str, Tensor] = {}
+    for parameter in graph.parameters:
+        if len(parameter.shape) > 1:
+            state[parameter.name] = 0.02 * torch.randn(parameter.shape, generator=generator)
+        else:
+            is_gain = parameter.name.endswith(("weight", "running_var"))
+            state[parameter.name] = torch.full(parameter.shape, float(is_gain))
+    return state
+
+
+def batch_of(model: str) -> dict[str, Tensor]:
+    """Random inputs."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        given.name: torch.randint(CLASSES[model], given.shape, generator=generator)
+        if torch_dtype(given.dtype) is torch.int64
+        else torch.randn(given.shape, generator=generator)
+        for given in graph_of(model).inputs
+    }
+
+
+def measure(plans: Sequence[Plan]) -> list[Measured]:
+    """Run all plans in turns, in as many processes as they have devices."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, plan in enumerate(plans):
+            plan.save(Path(folder, f"{number}.json"))
+        run_ranks(["benchmarks.local_fidelity", "--rank", folder], NUM_PROCESSES, timeout=1800)
+        text = Path(folder, "measured.json").read_text()
+    return [
+        Measured(
+            tuple(tuple(turn) for turn in each["turns"]),
+            Timeline.from_dict(each["timeline"]),
+            each["load"],
+        )
+        for each in json.loads(text)
+    ]
+
+
+def run_rank(folder: Path) -> None:
+    """One process of `measure`; rank 0 writes what was measured."""
+    torch.set_num_threads(1)
+    with GlooCommunicator() as comm:
+        runners = [
+            (Interpreter(prepare(plan, graph_of(model)), comm, state_of(graph_of(model))), model)
+            for number, (model, _) in enumerate(PLANS)
+            for plan in [Plan.load(folder / f"{number}.json")]
+        ]
+        results: list[list[ExecutionResult]] = [[] for _ in runners]
+        loads: list[list[float]] = [[] for _ in runners]
+        for _ in range(TURNS):
+            for (interpreter, model), found, load in zip(runners, results, loads, strict=True):
+                found.append(train(interpreter, batch_of(model), steps=STEPS))
+                load.append(os.getloadavg()[0])
+        if comm.rank == 0:
+            written = [_summary(*each) for each in zip(results, loads, strict=True)]
+            (folder / "measured.json").write_text(json.dumps(written))
+
+
+def _summary(results: Sequence[ExecutionResult], loads: Sequence[float]) -> dict[str, object]:
+    turns = [list(result.step_times[1:]) for result in results]
+    middle = sorted(range(len(turns)), key=lambda k: statistics.median(turns[k]))[len(turns) // 2]
+    return {
+        "turns": turns,
+        "timeline": results[middle].timeline.to_dict(),
+        "load": statistics.fmean(loads),
+    }
+
+
+def line(plan: Plan, predicted: Simulation, measured: Measured) -> dict[str, object]:
+    """What is printed of one plan; `parts` are milliseconds of a device, predicted and measured."""
+    parts = compare(predicted, measured).rows[1:]
+    return {
+        "plan": plan.name,
+        "predicted_ms": round(predicted.step_time * 1e3, 2),
+        "measured_ms": round(measured.step_time * 1e3, 2),
+        "error": round(100 * (predicted.step_time / measured.step_time - 1), 1),
+        "quartiles_ms": [round(q * 1e3, 2) for q in measured.quartiles],
+        "parts": {p.what: [round(1e3 * p.predicted, 2), round(1e3 * p.measured, 2)] for p in parts},
+        "load": round(measured.load, 2),
+    }
+
+
+def profiled(plans: Sequence[Plan], cache_file: Path) -> CostModel:
+    """Costs of all that the plans run, measured now on this machine."""
+    load = NUM_PROCESSES - 1
+    with TimingCache(cache_file) as timings:
+        for (model, _), plan in zip(PLANS, plans, strict=True):
+            operators = plan_operators(graph_of(model), plan)
+            profile_operators(operators, plan.training, timings, load=load)
+        profile_updates(Training(), timings, executor_update, load=load)
+        return MeasuredCosts(timings, {"cpu": describe_environment(load=load)}, RooflineCosts())
+
+
+def main() -> None:
+    """Print one line a plan, and the summary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        run_rank(arguments.rank)
+        return
+    cluster = face.local_cluster(NUM_PROCESSES)
+    plans = [plan_of(model, name, cluster) for model, name in PLANS]
+    with tempfile.TemporaryDirectory() as folder:
+        costs = profiled(plans, Path(folder, "timings.sqlite"))
+    measured = measure(plans)
+    lines = [
+        line(plan, simulate_plan(plan, graph_of(model), costs), found)
+        for (model, _), plan, found in zip(PLANS, plans, measured, strict=True)
+    ]
+    for each in lines:
+        print(json.dumps(each), flush=True)
+    ranks = spearmanr([x["predicted_ms"] for x in lines], [x["measured_ms"] for x in lines])
+    summary = {
+        "plans": len(lines),
+        "median_error": round(statistics.median(abs(float(str(x["error"]))) for x in lines), 1),
+        "spearman": round(float(ranks.statistic), 3),
+        "link": [cluster.intra_node.bandwidth_gb_s, cluster.intra_node.latency_us],
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+    print(json.dumps(summary), flush=True)
+
+
+if __name__ == "__main__":
+    main()
