@@ -3,12 +3,13 @@
     python -m benchmarks.local_fidelity
 
 Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo.
-Operators, updates and the link are measured here; nothing that is measured of a plan's step goes
-into its prediction. All plans are alive in the same two processes and take turns, so that whatever
-else the machine does meets all of them alike. Prints one JSON object a plan: predicted and measured
-milliseconds (the median of the turns' medians), error in percent, the quartiles of the measured
-steps, and the load of the machine while it ran. The last line is the summary: the median of the
-absolute errors and the rank correlation between predicted and measured times.
+Operators, updates, the executor's dispatch and the link are measured here; nothing that is
+measured of a plan's step goes into its prediction. All plans are alive in the same two processes
+and take turns, so that whatever else the machine does meets all of them alike. Prints one JSON
+object a plan: predicted and measured milliseconds (the median of the turns' medians), error in
+percent, the quartiles of the measured steps, what a device spends on each kind of task (predicted
+and measured), and the load of the machine while it ran. The last line is the summary: the median
+of the absolute errors and the rank correlation between predicted and measured times.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.run import ExecutionResult, prepare, train
-from stratagem.measuring import executor_update
+from stratagem.measuring import executor_dispatch, executor_update
 from stratagem.profiler import (
     MeasuredCosts,
     TimingCache,
     describe_environment,
     plan_operators,
+    profile_dispatch,
     profile_operators,
     profile_updates,
 )
@@ -218,7 +220,7 @@ def _summary(results: Sequence[ExecutionResult], loads: Sequence[float]) -> dict
 
 
 def line(plan: Plan, predicted: Simulation, measured: Measured) -> dict[str, object]:
-    """What is printed of one plan; `parts` are milliseconds of a device, predicted and measured."""
+    """What is printed of one plan."""
     parts = compare(predicted, measured).rows[1:]
     return {
         "plan": plan.name,
@@ -226,7 +228,9 @@ def line(plan: Plan, predicted: Simulation, measured: Measured) -> dict[str, obj
         "measured_ms": round(measured.step_time * 1e3, 2),
         "error": round(100 * (predicted.step_time / measured.step_time - 1), 1),
         "quartiles_ms": [round(q * 1e3, 2) for q in measured.quartiles],
-        "parts": {p.what: [round(1e3 * p.predicted, 2), round(1e3 * p.measured, 2)] for p in parts},
+        "parts": {
+            p.what: [round(1e3 * p.predicted, 2), round(1e3 * p.measured, 2)] for p in parts
+        },
         "load": round(measured.load, 2),
     }
 
@@ -239,6 +243,7 @@ def profiled(plans: Sequence[Plan], cache_file: Path) -> CostModel:
             operators = plan_operators(graph_of(model), plan)
             profile_operators(operators, plan.training, timings, load=load)
         profile_updates(Training(), timings, executor_update, load=load)
+        profile_dispatch(timings, executor_dispatch, load=load)
         return MeasuredCosts(timings, {"cpu": describe_environment(load=load)}, RooflineCosts())
 
 

@@ -3,6 +3,7 @@
 from stratagem.profiler.cache import CACHE_VARIABLE, TimingCache, cache_path
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
+from stratagem.profiler.dispatch import profile_dispatch
 from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
 from stratagem.profiler.links import CollectiveTiming, fit_link, time_collectives
 from stratagem.profiler.profile import (
@@ -33,6 +34,7 @@ __all__ = [
     "fit_link",
     "local_operators",
     "plan_operators",
+    "profile_dispatch",
     "profile_operators",
     "profile_updates",
     "time_collectives",

@@ -340,7 +340,7 @@ class TestMeasuredCosts:
         cost = self.costs(cache).operator_cost(*asked)
         assert cost.seconds == pytest.approx(4.0 * ROOFLINE.operator_cost(*asked).seconds)
         assert cost.source is Source.FITTED
-        assert cost.relative_error == pytest.approx(math.log(4.0) / math.sqrt(2))
+        assert cost.relative_error == pytest.approx(math.log(4.0))
 
     def test_corrections_keep_to_kind_direction_and_precision(self, cache):
         put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125)

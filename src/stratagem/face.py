@@ -180,10 +180,11 @@ def profile(
     Raises:
         ValueError: on a cluster of several device types, or a GPU that is not here.
     """
-    from stratagem.measuring import executor_update
+    from stratagem.measuring import executor_dispatch, executor_update
     from stratagem.profiler.cache import TimingCache
     from stratagem.profiler.clock import describe_environment
     from stratagem.profiler.costs import MeasuredCosts
+    from stratagem.profiler.dispatch import profile_dispatch
     from stratagem.profiler.profile import Progress, profile_operators
     from stratagem.profiler.update import profile_updates
 
@@ -202,6 +203,7 @@ def profile(
             operators, used, timings, device=device, load=load, effort=effort, progress=report
         )
         profile_updates(used, timings, executor_update, device=device, load=load, effort=effort)
+        profile_dispatch(timings, executor_dispatch, device=device, load=load)
         environment = describe_environment(device, load=load)
         costs = MeasuredCosts(timings, {kind.name: environment}, RooflineCosts())
     if num_left_out:

@@ -28,7 +28,6 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.plan import Choice, Plan, Stage
-from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.training import Training
 
 DISPATCH_STEPS = 12
@@ -90,7 +89,7 @@ def _state(graph: OperatorGraph) -> dict[str, Tensor]:
 def _cold_steps(interpreter: Interpreter) -> list[StepRecord]:
     evict = evictor(interpreter.comm.device, Effort())
     batch = {
-        given.name: torch.zeros(given.shape, dtype=torch_dtype(given.dtype))
+        given.name: torch.zeros(given.shape, dtype=torch.int64)
         for given in interpreter.program.graph.inputs
     }
     records = [interpreter.step(batch, between=evict) for _ in range(2 * DISPATCH_STEPS)]
@@ -114,7 +113,7 @@ def _kernel_seconds(
 def _step_seconds(
     program: Program, record: StepRecord
 ) -> tuple[dict[Direction, dict[str, float]], float]:
-    """Seconds of every pass of a step, and of all instructions that are neither pass nor update."""
+    """Seconds of every pass of a step, and of all that is neither a pass nor an update."""
     passes: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
     rest = 0.0
     for instruction, (start, end) in zip(program.ranks[0].instructions, record.spans, strict=True):
