@@ -33,7 +33,7 @@ from stratagem.comparison import compare
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
-from stratagem.executor.run import ExecutionResult, prepare, train
+from stratagem.executor.run import prepare, train
 from stratagem.measuring import executor_dispatch, executor_update
 from stratagem.profiler import (
     MeasuredCosts,
@@ -198,24 +198,26 @@ def run_rank(folder: Path) -> None:
             for number, (model, _) in enumerate(PLANS)
             for plan in [Plan.load(folder / f"{number}.json")]
         ]
-        results: list[list[ExecutionResult]] = [[] for _ in runners]
-        loads: list[list[float]] = [[] for _ in runners]
+        turns: list[list[Turn]] = [[] for _ in runners]
         for _ in range(TURNS):
-            for (interpreter, model), found, load in zip(runners, results, loads, strict=True):
-                found.append(train(interpreter, batch_of(model), steps=STEPS))
-                load.append(os.getloadavg()[0])
+            for (interpreter, model), done in zip(runners, turns, strict=True):
+                result = train(interpreter, batch_of(model), steps=STEPS)
+                done.append((result.step_times[1:], result.timeline, os.getloadavg()[0]))
         if comm.rank == 0:
-            written = [_summary(*each) for each in zip(results, loads, strict=True)]
+            written = [_summary(done) for done in turns]
             (folder / "measured.json").write_text(json.dumps(written))
 
 
-def _summary(results: Sequence[ExecutionResult], loads: Sequence[float]) -> dict[str, object]:
-    turns = [list(result.step_times[1:]) for result in results]
-    middle = sorted(range(len(turns)), key=lambda k: statistics.median(turns[k]))[len(turns) // 2]
+Turn = tuple[tuple[float, ...], Timeline, float]
+"""Seconds of the steps, the timeline of the median one, the load of the machine."""
+
+
+def _summary(turns: Sequence[Turn]) -> dict[str, object]:
+    middle = sorted(turns, key=lambda turn: statistics.median(turn[0]))[len(turns) // 2]
     return {
-        "turns": turns,
-        "timeline": results[middle].timeline.to_dict(),
-        "load": statistics.fmean(loads),
+        "turns": [seconds for seconds, _, _ in turns],
+        "timeline": middle[1].to_dict(),
+        "load": statistics.fmean(load for _, _, load in turns),
     }
 
 

@@ -5,19 +5,21 @@ from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
 from stratagem.profiler.dispatch import profile_dispatch
 from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
-from stratagem.profiler.links import CollectiveTiming, fit_link, time_collectives
-from stratagem.profiler.profile import (
-    ProfileReport,
-    Progress,
-    local_operators,
-    plan_operators,
-    profile_operators,
+from stratagem.profiler.links import (
+    CollectiveFit,
+    CollectiveTiming,
+    fit_collectives,
+    fit_link,
+    time_collectives,
 )
+from stratagem.profiler.profile import local_operators, plan_operators, profile_operators
+from stratagem.profiler.session import ProfileReport, Progress
 from stratagem.profiler.timing import Effort, Timing, time_operator
 from stratagem.profiler.update import profile_updates
 
 __all__ = [
     "CACHE_VARIABLE",
+    "CollectiveFit",
     "CollectiveTiming",
     "Effort",
     "Environment",
@@ -31,6 +33,7 @@ __all__ = [
     "TimingKey",
     "cache_path",
     "describe_environment",
+    "fit_collectives",
     "fit_link",
     "local_operators",
     "plan_operators",

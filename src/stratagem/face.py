@@ -185,7 +185,8 @@ def profile(
     from stratagem.profiler.clock import describe_environment
     from stratagem.profiler.costs import MeasuredCosts
     from stratagem.profiler.dispatch import profile_dispatch
-    from stratagem.profiler.profile import Progress, profile_operators
+    from stratagem.profiler.profile import profile_operators
+    from stratagem.profiler.session import Progress
     from stratagem.profiler.update import profile_updates
 
     used = training or Training()

@@ -149,11 +149,27 @@ def measure_links(
         RuntimeError: when a process fails; says what it printed.
         TimeoutError: when the processes take longer than `timeout`.
     """
-    return fit_link(_launch(num_processes, timeout), name, shares_compute=True)
+    return fit_link(measure_collectives(num_processes, timeout=timeout), name, shares_compute=True)
 
 
-def _launch(num_processes: int, timeout: float) -> list[CollectiveTiming]:
-    """What `stratagem.link_worker` finds when torchrun starts `num_processes` of it."""
+def measure_collectives(
+    num_processes: int = 2, *, timeout: float = 300.0
+) -> list[CollectiveTiming]:
+    """Times of all collectives between CPU processes of this machine, in groups of 2, 4, 8, ….
+
+    Example:
+        >>> fit_collectives(measure_collectives(2))[0].latency_us  # doctest: +SKIP
+        212.0
+
+    Args:
+        num_processes: how many to start.
+        timeout: seconds that all of it may take.
+
+    Raises:
+        ValueError: when `num_processes` is below 2.
+        RuntimeError: when a process fails; says what it printed.
+        TimeoutError: when the processes take longer than `timeout`.
+    """
     if num_processes < 2:
         raise ValueError(f"num_processes is {num_processes}; a link is between at least 2")
     with tempfile.TemporaryDirectory() as folder:
