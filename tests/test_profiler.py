@@ -422,7 +422,7 @@ class TestLinks:
         kinds = fit_collectives(timings)
         assert {(fit.kind, fit.size) for fit in kinds} == {(kind, size) for kind in KINDS}
         for found in (fitted, groups, *kinds):
-            assert found.bandwidth_gb_s == pytest.approx(bandwidth_gb_s, rel=0.01)
+            assert found.bandwidth_gb_s == pytest.approx(bandwidth_gb_s, rel=0.02)
             assert found.latency_us == pytest.approx(latency_us, rel=0.01, abs=1e-3)
 
     def test_messages_and_collectives_have_figures_of_their_own(self):
