@@ -4,14 +4,23 @@ from stratagem.profiler.cache import CACHE_VARIABLE, TimingCache, cache_path
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
 from stratagem.profiler.dispatch import profile_dispatch
-from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
+from stratagem.profiler.keys import (
+    CollectiveEntry,
+    CollectiveKey,
+    Environment,
+    Measurement,
+    TimingEntry,
+    TimingKey,
+)
 from stratagem.profiler.links import (
     CollectiveFit,
     CollectiveTiming,
     fit_collectives,
     fit_link,
+    keep_collectives,
     time_collectives,
 )
+from stratagem.profiler.merging import MergeReport
 from stratagem.profiler.profile import local_operators, plan_operators, profile_operators
 from stratagem.profiler.session import ProfileReport, Progress
 from stratagem.profiler.timing import Effort, Timing, time_operator
@@ -19,12 +28,15 @@ from stratagem.profiler.update import profile_updates
 
 __all__ = [
     "CACHE_VARIABLE",
+    "CollectiveEntry",
     "CollectiveFit",
+    "CollectiveKey",
     "CollectiveTiming",
     "Effort",
     "Environment",
     "MeasuredCosts",
     "Measurement",
+    "MergeReport",
     "ProfileReport",
     "Progress",
     "Timing",
@@ -35,6 +47,7 @@ __all__ = [
     "describe_environment",
     "fit_collectives",
     "fit_link",
+    "keep_collectives",
     "local_operators",
     "plan_operators",
     "profile_dispatch",

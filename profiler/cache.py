@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
-import platformdirs
+from stratagem.profiler.keys import (
+    CollectiveEntry,
+    CollectiveKey,
+    Entry,
+    Environment,
+    Measurement,
+    TimingEntry,
+    TimingKey,
+)
+from stratagem.profiler.merging import MergeReport, better, is_same_measurement
+from stratagem.profiler.rows import FORMS, Row, columns_of, entry_of, row_of, table_of
+from stratagem.profiler.store import CACHE_VARIABLE, REMEDY, Store, cache_path
 
-from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey, describe
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Operator
+__all__ = ["CACHE_VARIABLE", "TimingCache", "cache_path"]
 
-CACHE_VERSION = 1
-CACHE_VARIABLE = "STRATAGEM_CACHE"
-FILE_NAME = "timings.sqlite"
-BUSY_SECONDS = 60.0
-
-_SCHEMA = """
-CREATE TABLE timing (
-    digest TEXT PRIMARY KEY,
-    device TEXT NOT NULL,
-    torch TEXT NOT NULL,
-    threads INTEGER NOT NULL,
-    load INTEGER NOT NULL,
-    precision TEXT NOT NULL,
-    direction TEXT NOT NULL,
-    description TEXT NOT NULL,
-    operator TEXT NOT NULL,
-    median_s REAL NOT NULL,
-    spread REAL NOT NULL,
-    repeats INTEGER NOT NULL,
-    error TEXT NOT NULL,
-    timestamp REAL NOT NULL
-) STRICT
-"""
-
-
-def cache_path() -> Path:
-    """The cache file: where the variable STRATAGEM_CACHE says, else in the user's cache folder.
-
-    The variable names a file, or a folder when it has no suffix or is one already.
-    """
-    given = os.environ.get(CACHE_VARIABLE, "")
-    if not given:
-        return Path(platformdirs.user_cache_dir("stratagem")) / FILE_NAME
-    path = Path(given).expanduser()
-    return path / FILE_NAME if path.is_dir() or not path.suffix else path
+_MEASUREMENT = "median_s, spread, repeats, error, origin"
 
 
 class TimingCache:
-    """Measured times of operators on disk, safe to share between processes and to kill.
+    """Measured times of operators and collectives on disk, safe to share and to kill.
 
     Example:
         >>> with TimingCache("timings.sqlite") as cache:  # doctest: +SKIP
@@ -64,65 +35,82 @@ class TimingCache:
         ...     cache.get(key).median_s
         0.0012
 
-    Every `put` is one transaction of a write-ahead log: it is there whole or not at all, whatever
-    happens to the process. A connection belongs to the thread that opened it.
+    Every call that writes is one transaction of a write-ahead log: it is there whole or not at
+    all, whatever happens to the process (`store` says why). A connection belongs to the thread
+    that opened it. A file of version 1 is brought up to date when it is opened.
 
     Raises:
-        ValueError: the file cannot be opened, is no database, or has another version; names the
+        ValueError: the file cannot be opened, is no database, or has a later version; names the
             path and the remedy. Reading and writing raise it too, should the file break meanwhile.
         TimeoutError: another process keeps the file locked.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = cache_path() if path is None else Path(path)
-        self._connection: sqlite3.Connection | None = None
-        with self._errors():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(
-                self.path, timeout=BUSY_SECONDS, isolation_level=None
-            )
-        try:
-            self._prepare()
-        except BaseException:
-            self.close()
-            raise
+        self._store = Store(self.path)
 
     def get(self, key: TimingKey) -> Measurement | None:
         """The measurement of `key`, None if there is none."""
-        rows = self._run(
-            "SELECT median_s, spread, repeats, error FROM timing WHERE digest = ?", (key.digest,)
-        )
-        return Measurement(*rows[0]) if rows else None
+        return self._get("timing", key.digest)
 
     def put(self, key: TimingKey, measurement: Measurement) -> None:
         """Store a measurement, in place of an earlier one of the same key."""
-        where = key.environment
-        row = (
-            *(key.digest, where.device, where.torch, where.threads, where.load),
-            *(key.precision, key.direction.value, describe(key.operator)),
-            msgspec.json.encode(key.operator).decode(),
-            *(measurement.median_s, measurement.spread, measurement.repeats, measurement.error),
-            time.time(),
-        )
-        self._run(f"INSERT OR REPLACE INTO timing VALUES ({', '.join('?' * len(row))})", row)
+        self._put(TimingEntry(key, measurement, time.time()))
 
     def entries(self, environment: Environment | None = None) -> list[TimingEntry]:
-        """All entries, or those of one environment, in the order of their digests."""
-        rows = self._run(
-            "SELECT device, torch, threads, load, precision, direction, operator, median_s, "
-            "spread, repeats, error, timestamp FROM timing ORDER BY digest"
-        )
-        found = [_entry(row) for row in rows]
-        return [e for e in found if environment in (None, e.key.environment)]
+        """All entries of operators, or those of one environment, in the order of their digests."""
+        return [e for e in self._entries("timing", environment) if isinstance(e, TimingEntry)]
+
+    def get_collective(self, key: CollectiveKey) -> Measurement | None:
+        """The measurement of a collective, None if there is none."""
+        return self._get("collective", key.digest)
+
+    def put_collective(self, key: CollectiveKey, measurement: Measurement) -> None:
+        """Store a collective's measurement, in place of an earlier one of the same key."""
+        self._put(CollectiveEntry(key, measurement, time.time()))
+
+    def collective_entries(self, environment: Environment | None = None) -> list[CollectiveEntry]:
+        """All entries of collectives, or those of one environment, in order of their digests."""
+        found = self._entries("collective", environment)
+        return [entry for entry in found if isinstance(entry, CollectiveEntry)]
+
+    def merge(self, entries: Iterable[Entry]) -> MergeReport:
+        """Take over entries, all of them or none; of two with equal keys `merging.better` stays.
+
+        Example:
+            >>> with TimingCache("other.sqlite") as other:  # doctest: +SKIP
+            ...     print(cache.merge([*other.entries(), *other.collective_entries()]))
+            120 added, 4 already there
+        """
+        counts = dict.fromkeys(("added", "same", "replaced", "kept"), 0)
+        with self._store.transaction():
+            for entry in entries:
+                counts[self._merge(entry)] += 1
+        return MergeReport(**counts)
+
+    def remove(self, entries: Iterable[Entry]) -> int:
+        """Delete entries as they were read, all at once; one measured anew meanwhile stays.
+
+        Returns:
+            How many there were.
+        """
+        removed = 0
+        with self._store.transaction():
+            for entry in entries:
+                gone = self._store.run(
+                    f"DELETE FROM {table_of(entry)} WHERE digest = ? AND timestamp = ? "
+                    "RETURNING digest",
+                    (entry.key.digest, entry.timestamp),
+                )
+                removed += len(gone)
+        return removed
 
     def __len__(self) -> int:
-        return int(self._run("SELECT COUNT(*) FROM timing")[0][0])
+        return sum(int(self._store.run(f"SELECT COUNT(*) FROM {table}")[0][0]) for table in FORMS)
 
     def close(self) -> None:
         """Let go of the file; the cache cannot be used afterwards."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._store.close()
 
     def __enter__(self) -> TimingCache:
         return self
@@ -135,66 +123,45 @@ class TimingCache:
     ) -> None:
         self.close()
 
-    def _prepare(self) -> None:
-        """Make the table in a new file; refuse one that is of another program or version."""
-        self._enter_wal()
-        self._run("PRAGMA synchronous = NORMAL")
-        self._run("BEGIN IMMEDIATE")
-        version = self._run("PRAGMA user_version")[0][0]
-        tables = self._run("SELECT COUNT(*) FROM sqlite_master")[0][0]
-        if version == 0 and tables == 0:
-            self._run(_SCHEMA)
-            self._run(f"PRAGMA user_version = {CACHE_VERSION}")
-        elif version != CACHE_VERSION:
-            raise ValueError(
-                f"timing cache {self.path} has version {version}, this program reads "
-                f"{CACHE_VERSION}; {_REMEDY}"
-            )
-        self._run("COMMIT")
+    def _get(self, table: str, digest: str) -> Measurement | None:
+        rows = self._store.run(f"SELECT {_MEASUREMENT} FROM {table} WHERE digest = ?", (digest,))
+        return Measurement(*rows[0]) if rows else None
 
-    def _enter_wal(self) -> None:
-        """SQLite does not wait for its lock here when several processes make the same new file."""
-        deadline = time.monotonic() + BUSY_SECONDS
-        while True:
-            try:
-                self._run("PRAGMA journal_mode = WAL")
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-            else:
-                return
+    def _put(self, entry: Entry) -> None:
+        self._store.write(table_of(entry), entry.key.digest, row_of(entry))
 
-    def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        if self._connection is None:
-            raise ValueError(f"timing cache {self.path} is closed; open it again")
-        with self._errors():
-            return self._connection.execute(statement, values).fetchall()
+    def _entries(self, table: str, environment: Environment | None) -> list[Entry]:
+        columns = list(columns_of(FORMS[table]))
+        found = self._store.run(f"SELECT {', '.join(columns)} FROM {table} ORDER BY digest")
+        entries = [self._entry(_row(table, columns, values)) for values in found]
+        return [e for e in entries if environment in (None, e.key.environment)]
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Errors of the file become ones that name it; a busy one becomes a TimeoutError."""
+    def _entry(self, row: Row) -> Entry:
         try:
-            yield
-        except (sqlite3.DatabaseError, OSError) as error:
-            if "locked" in str(error):
-                raise TimeoutError(
-                    f"timing cache {self.path} was locked by another process for "
-                    f"{BUSY_SECONDS:g} s; end it, or {_REMEDY}"
-                ) from error
+            return entry_of(row)
+        except ValueError as error:
             raise ValueError(
-                f"timing cache {self.path} cannot be used ({error}); {_REMEDY}"
+                f"timing cache {self.path} has a bad row: {error}; {REMEDY}"
             ) from error
 
+    def _merge(self, entry: Entry) -> str:
+        """What becomes of one entry, in a word of `MergeReport`."""
+        table, digest, row = table_of(entry), entry.key.digest, row_of(entry)
+        columns = list(columns_of(FORMS[table]))
+        found = self._store.run(
+            f"SELECT {', '.join(columns)} FROM {table} WHERE digest = ?", (digest,)
+        )
+        if not found:
+            self._store.write(table, digest, row)
+            return "added"
+        old = _row(table, columns, found[0])
+        winner = better(old, row)
+        if winner != old:
+            self._store.write(table, digest, row)
+        if is_same_measurement(old, row):
+            return "same"
+        return "kept" if winner == old else "replaced"
 
-_REMEDY = f"delete the file, or set {CACHE_VARIABLE} to another path"
 
-
-def _entry(row: tuple[Any, ...]) -> TimingEntry:
-    key = TimingKey(
-        environment=Environment(*row[:4]),
-        operator=msgspec.json.decode(row[6], type=Operator),
-        precision=row[4],
-        direction=Direction(row[5]),
-    )
-    return TimingEntry(key, Measurement(*row[7:11]), row[11])
+def _row(table: str, columns: list[str], values: tuple[Any, ...]) -> Row:
+    return FORMS[table](**dict(zip(columns, values, strict=True)))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from stratagem.profiler.keys import Environment
+from stratagem.profiler.versions import cuda_versions
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
 
@@ -102,8 +103,11 @@ def describe_environment(
             f"load is {load} on {str(given)!r}; it must be at least 0, and 0 where devices do not "
             "share a memory"
         )
-    name = torch.cuda.get_device_name(given) if given.type == "cuda" else _cpu_name()
-    return Environment(name, str(torch.__version__), threads, load)
+    version = str(torch.__version__)
+    if given.type == "cuda":
+        name = torch.cuda.get_device_name(given)
+        return Environment(name, version, threads, load, **cuda_versions())
+    return Environment(_cpu_name(), version, threads, load)
 
 
 def _cpu_name() -> str:

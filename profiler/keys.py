@@ -1,42 +1,100 @@
-"""What a measured time belongs to: an operator, a pass, and where it ran."""
+"""What a measured time belongs to: an operator and a pass, or a collective, and where it ran."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 
+from stratagem.profiler.canonical import canonical_operator
+from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Operator
+
+IN_A_NODE = "intra-node"
+BETWEEN_NODES = "inter-node"
 
 
 @dataclass(frozen=True)
 class Environment:
     """Where a time was taken: another value of any field may mean another time.
 
-    `threads` counts the threads of one kernel, `load` the other processes that ran the same
-    operator meanwhile.
+    Example:
+        >>> Environment("NVIDIA H200", "2.11.0+cu128", driver="570.86", cuda="12.8").name
+        'NVIDIA H200, torch 2.11.0+cu128, driver 570.86, CUDA 12.8'
+
+    Attributes:
+        device: the name that the device gives itself; on a CPU that of the processor.
+        torch: its version; empty where torch had no part in it.
+        threads: of one kernel on a CPU.
+        load: how many other processes ran the same operator meanwhile.
+        driver: version of the GPU's driver.
+        cuda: version of the CUDA runtime.
+        cudnn: version of cuDNN.
+        nccl: version of NCCL.
+
+    What does not apply, or is not known of an imported time, is empty. It never stands for a
+    version: times of an unknown driver answer for no known one.
     """
 
     device: str
     torch: str
     threads: int = 1
     load: int = 0
+    driver: str = ""
+    cuda: str = ""
+    cudnn: str = ""
+    nccl: str = ""
+
+    @property
+    def name(self) -> str:
+        """What a person tells it by; fields with their usual values are left out."""
+        versions = (
+            ("torch", self.torch),
+            ("driver", self.driver),
+            ("CUDA", self.cuda),
+            ("cuDNN", self.cudnn),
+            ("NCCL", self.nccl),
+        )
+        parts = [self.device, *(f"{what} {version}" for what, version in versions if version)]
+        if self.threads != 1:
+            parts.append(f"{self.threads} threads")
+        if self.load:
+            parts.append(f"load {self.load}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Measurement:
     """Median seconds of `repeats` runs, and their relative spread (one standard deviation).
 
-    Where the device could not run it, `error` says why, and the rest is zero.
+    Where the device could not run it, `error` says why, and the rest is zero. `origin` names the
+    program whose output was imported; it is empty for what this one measured. A spread of zero
+    says nothing where there was one repeat, or the origin gives a mean only.
+
+    Raises:
+        ValueError: on a time that is no positive number of seconds, though nothing failed.
     """
 
     median_s: float
     spread: float
     repeats: int
     error: str = ""
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        if self.error:
+            return
+        if not (0.0 < self.median_s < math.inf and 0.0 <= self.spread < math.inf):
+            raise ValueError(
+                f"median_s is {self.median_s!r} and spread {self.spread!r}; a time is above 0 s, "
+                "its spread at least 0, both finite; measure again, or say in error what failed"
+            )
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; a measured time has at least 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,21 +122,78 @@ class TimingEntry:
     timestamp: float
 
 
-def operator_digest(operator: Operator) -> str:
-    """SHA-256 of an operator's signature, the same before and after a round trip through JSON.
+@dataclass(frozen=True)
+class CollectiveKey:
+    """One collective over a group of ranks, and where.
 
-    Names are left out, and so are the reasons why dims must be whole: they change no kernel.
+    Example:
+        >>> here = Environment("cpu", "2.11")
+        >>> key = CollectiveKey(here, Collective.ALL_REDUCE, 2**20, 2, "gloo")
+        >>> key.link, len(key.digest)
+        ('intra-node', 64)
+
+    Attributes:
+        environment: device and versions of every rank.
+        kind: any but a slice, which sends nothing.
+        nbytes: the larger of what a member holds before and after, as in `collective_time`.
+        size: number of ranks in the group.
+        backend: what carries it out: ``gloo`` or ``nccl``.
+        link: class of the slowest link that the group crosses: the `name` of a `Link`, or
+            ``intra-node`` and ``inter-node`` where no name is known.
+        num_nodes: over how many nodes the ranks are spread, equally many on each.
+
+    Raises:
+        ValueError: on fewer than two ranks, fewer bytes than 1, or ranks that cannot be spread
+            equally over the nodes.
     """
-    return _sha256(
-        (
-            operator.kind,
-            [replace(dim, whole="") for dim in operator.dims],
-            [(read.layout, read.order, read.select) for read in operator.inputs],
-            [weight.layout for weight in operator.weights],
-            operator.outputs,
-            operator.attributes,
-        )
-    )
+
+    environment: Environment
+    kind: Collective
+    nbytes: int
+    size: int
+    backend: str
+    link: str = IN_A_NODE
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        where = f"collective {self.kind.value} of {self.nbytes} bytes over {self.size} ranks"
+        if self.kind is Collective.SLICE or self.size < 2 or self.nbytes < 1:
+            raise ValueError(
+                f"{where} sends nothing; give at least 1 byte, 2 ranks and another kind than slice"
+            )
+        if self.num_nodes < 1 or self.size % self.num_nodes:
+            raise ValueError(
+                f"{where} on {self.num_nodes} nodes: its ranks must be spread equally over the "
+                "nodes; give a number of nodes that divides them"
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal keys, in every process."""
+        what = (self.kind.value, self.nbytes, self.size, self.backend, self.link, self.num_nodes)
+        return _sha256((self.environment, what))
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveEntry:
+    """A measured collective in the cache; `timestamp` is in seconds since 1970."""
+
+    key: CollectiveKey
+    measurement: Measurement
+    timestamp: float
+
+
+Entry = TimingEntry | CollectiveEntry
+"""What the cache holds."""
+
+
+def operator_digest(operator: Operator) -> str:
+    """SHA-256 of what decides an operator's time, the same before and after a trip through JSON.
+
+    Two operators have the same digest when their kernels get tensors of equal shapes and strides:
+    names and kinds of samples do not count, see `canonical_operator`.
+    """
+    return _sha256(canonical_operator(operator))
 
 
 def describe(operator: Operator) -> str:

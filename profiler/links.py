@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
+from stratagem.profiler.cache import TimingCache
+from stratagem.profiler.keys import IN_A_NODE, CollectiveKey, Environment, Measurement
 from stratagem.simulator.cluster import GroupFigures, Link
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import AxisLink
@@ -158,6 +160,36 @@ def time_collectives(
         if number == 0 or kind is not Collective.SEND
     ]
     return [_timing(peers, *case, repeats) for case in cases]
+
+
+def keep_collectives(
+    cache: TimingCache,
+    environment: Environment,
+    timings: Sequence[CollectiveTiming],
+    backend: str,
+    *,
+    link: str = IN_A_NODE,
+    num_nodes: int = 1,
+) -> None:
+    """Keep the times of collectives in the cache, with their spread and repeats.
+
+    Example:
+        >>> found = time_collectives(communicator)  # doctest: +SKIP
+        >>> keep_collectives(cache, describe_environment(), found, "gloo")  # doctest: +SKIP
+
+    Args:
+        cache: where they are kept, in place of earlier ones.
+        environment: of every rank.
+        timings: from `time_collectives`.
+        backend: what carried them out: ``gloo`` or ``nccl``.
+        link: class of the slowest link that the groups cross.
+        num_nodes: over how many nodes each group is spread.
+    """
+    for timing in timings:
+        key = CollectiveKey(
+            environment, timing.kind, timing.nbytes, timing.size, backend, link, num_nodes
+        )
+        cache.put_collective(key, Measurement(timing.seconds, timing.spread, timing.repeats))
 
 
 def fit_collectives(timings: Sequence[CollectiveTiming]) -> list[CollectiveFit]:

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stratagem.profiler import (
     CACHE_VARIABLE,
+    CollectiveKey,
     Environment,
     Measurement,
     TimingCache,
     TimingKey,
     cache_path,
 )
+from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Dim, DimKind, Input, Operator, Output
 
 ENVIRONMENT = Environment("cpu", "2.13", threads=1)
 MEASURED = Measurement(1.5e-3, 0.02, 30)
-
-WRITER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_cache import MEASURED, TimingCache, key
-with TimingCache(sys.argv[2]) as cache:
-    for size in range(int(sys.argv[3]), int(sys.argv[4])):
-        cache.put(key(size), MEASURED)
-        print(size, flush=True)
-"""
+ALL_REDUCE = CollectiveKey(ENVIRONMENT, Collective.ALL_REDUCE, 1024, 4, "gloo")
 
 
 def operator(size: int = 8, **attributes: object) -> Operator:
@@ -45,13 +37,6 @@ def operator(size: int = 8, **attributes: object) -> Operator:
 
 def key(size: int = 8) -> TimingKey:
     return TimingKey(ENVIRONMENT, operator(size, dim=1), "float32", Direction.FORWARD)
-
-
-def writer(path: Path, start: int, stop: int) -> subprocess.Popen[str]:
-    """A process that puts sizes `start` to `stop` and prints each when it is stored."""
-    folder = str(Path(__file__).parent)
-    command = [sys.executable, "-c", WRITER, folder, str(path), str(start), str(stop)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
@@ -80,6 +65,10 @@ class TestKeys:
             {"environment": Environment("gpu", "2.13")},
             {"environment": Environment("cpu", "2.13", threads=2)},
             {"environment": Environment("cpu", "2.13", load=1)},
+            {"environment": Environment("cpu", "2.13", driver="570.86")},
+            {"environment": Environment("cpu", "2.13", cuda="12.8")},
+            {"environment": Environment("cpu", "2.13", cudnn="9.1.0")},
+            {"environment": Environment("cpu", "2.13", nccl="2.27.3")},
             {"precision": "bfloat16"},
             {"direction": Direction.BACKWARD},
             {"operator": operator(16, dim=1)},
@@ -108,6 +97,128 @@ class TestKeys:
         assert cache.entries(Environment("elsewhere", "2.13")) == []
 
 
+class TestCollectives:
+    def test_what_was_put_is_found(self, cache):
+        assert cache.get_collective(ALL_REDUCE) is None
+        cache.put_collective(ALL_REDUCE, MEASURED)
+        assert cache.get_collective(ALL_REDUCE) == MEASURED
+        (entry,) = cache.collective_entries(ENVIRONMENT)
+        assert (entry.key, entry.measurement) == (ALL_REDUCE, MEASURED)
+        assert (len(cache), cache.entries()) == (1, [])
+        assert cache.collective_entries(Environment("elsewhere", "2.13")) == []
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"environment": Environment("cpu", "2.13", threads=1, nccl="2.27.3")},
+            {"kind": Collective.ALL_GATHER},
+            {"nbytes": 2048},
+            {"size": 8},
+            {"backend": "nccl"},
+            {"link": "NVLink"},
+            {"num_nodes": 2},
+        ],
+        ids=lambda other: next(iter(other)),
+    )
+    def test_keys_are_kept_apart(self, cache, other):
+        cache.put_collective(ALL_REDUCE, MEASURED)
+        assert cache.get_collective(dataclasses.replace(ALL_REDUCE, **other)) is None
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"size": 1}, "over 1 ranks sends nothing"),
+            ({"nbytes": 0}, "of 0 bytes .* sends nothing"),
+            ({"kind": Collective.SLICE}, "slice .* sends nothing"),
+            ({"num_nodes": 3}, "on 3 nodes: its ranks must be spread equally"),
+        ],
+    )
+    def test_what_cannot_be(self, wrong, message):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(ALL_REDUCE, **wrong)
+
+
+class TestMeasurements:
+    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+    def test_a_time_is_a_positive_number(self, seconds):
+        with pytest.raises(ValueError, match="median_s is"):
+            Measurement(seconds, 0.1, 5)
+
+    def test_a_failure_has_no_time(self, cache):
+        cache.put(key(), Measurement(0.0, 0.0, 0, "out of memory"))
+        assert cache.get(key()).error == "out of memory"
+
+    def test_at_least_one_repeat(self):
+        with pytest.raises(ValueError, match="repeats is 0"):
+            Measurement(1.0, 0.1, 0)
+
+
+class TestVersions:
+    def old_file(self, path: Path, *rows: tuple[object, ...]) -> Path:
+        """A cache as version 1 wrote it."""
+        with sqlite3.connect(path) as connection:
+            connection.execute(
+                "CREATE TABLE timing (digest TEXT PRIMARY KEY, device TEXT NOT NULL, torch TEXT "
+                "NOT NULL, threads INTEGER NOT NULL, load INTEGER NOT NULL, precision TEXT NOT "
+                "NULL, direction TEXT NOT NULL, description TEXT NOT NULL, operator TEXT NOT NULL"
+                ", median_s REAL NOT NULL, spread REAL NOT NULL, repeats INTEGER NOT NULL, error "
+                "TEXT NOT NULL, timestamp REAL NOT NULL) STRICT"
+            )
+            marks = ", ".join("?" * 14)
+            connection.executemany(f"INSERT INTO timing VALUES ({marks})", rows)
+            connection.execute("PRAGMA user_version = 1")
+        connection.close()
+        return path
+
+    def old_row(self, digest: str, given: Operator, seconds: float, when: float) -> tuple:
+        text = msgspec.json.encode(given).decode()
+        where = (ENVIRONMENT.device, ENVIRONMENT.torch, 1, 0, "float32", "forward")
+        return (digest, *where, "softmax", text, seconds, 0.02, 30, "", when)
+
+    def test_an_old_file_is_brought_up_to_date(self, tmp_path):
+        named = dataclasses.replace(operator(8, dim=1), name="other")
+        path = self.old_file(
+            tmp_path / "old.sqlite",
+            self.old_row("a", operator(8, dim=1), 2.0, when=20.0),
+            self.old_row("b", named, 1.0, when=10.0),
+            self.old_row("c", operator(16, dim=1), 3.0, when=15.0),
+        )
+        for _ in range(2):
+            with TimingCache(path) as opened:
+                assert len(opened) == 2
+                assert opened.get(key()).median_s == 2.0
+                assert opened.get(key(16)) == Measurement(3.0, 0.02, 30)
+                assert [e.timestamp for e in opened.entries()] in ([20.0, 15.0], [15.0, 20.0])
+
+    def test_an_old_file_that_cannot_be_read_stays_as_it_is(self, tmp_path):
+        broken = list(self.old_row("a", operator(8), 2.0, when=20.0))
+        broken[8] = "{"
+        path = self.old_file(tmp_path / "old.sqlite", tuple(broken))
+        with pytest.raises(ValueError, match="operator is broken"):
+            TimingCache(path)
+        with sqlite3.connect(path) as connection:
+            assert connection.execute("SELECT COUNT(*) FROM timing").fetchone() == (1,)
+            assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        connection.close()
+
+
+class TestRemoving:
+    def test_what_was_read_is_removed(self, cache):
+        for size in (8, 16):
+            cache.put(key(size), MEASURED)
+        cache.put_collective(ALL_REDUCE, MEASURED)
+        gone = [*cache.collective_entries(), cache.entries()[0]]
+        assert cache.remove(gone) == 2
+        assert (len(cache), cache.remove(gone)) == (1, 0)
+
+    def test_what_was_measured_anew_meanwhile_stays(self, cache):
+        cache.put(key(), MEASURED)
+        (old,) = cache.entries()
+        cache.put(key(), Measurement(2.0, 0.1, 5))
+        assert cache.remove([old]) == 0
+        assert cache.get(key()).median_s == 2.0
+
+
 class TestPlaces:
     def test_the_variable_names_a_file(self, monkeypatch, tmp_path):
         monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "mine.db"))
@@ -128,31 +239,6 @@ class TestPlaces:
         assert "stratagem" in str(cache_path().parent)
 
 
-class TestSeveralProcesses:
-    def test_writers_do_not_lose_one_another(self, tmp_path):
-        path = tmp_path / "new" / "timings.sqlite"
-        writers = [writer(path, 100 * i + 1, 100 * i + 41) for i in range(3)]
-        for process in writers:
-            process.communicate(timeout=60)
-            assert process.returncode == 0
-        with TimingCache(path) as opened:
-            assert len(opened) == 3 * 40
-
-    def test_a_killed_writer_leaves_all_that_it_stored(self, tmp_path):
-        path = tmp_path / "timings.sqlite"
-        with writer(path, 1, 10**6) as process:
-            stored = [int(process.stdout.readline()) for _ in range(50)]
-            process.kill()
-            stored += [int(line) for line in process.stdout.read().splitlines()]
-        with TimingCache(path) as opened:
-            assert all(opened.get(key(size)) == MEASURED for size in stored)
-            assert len(opened) in (len(stored), len(stored) + 1)
-            opened.put(key(10**7), MEASURED)
-        with sqlite3.connect(path) as connection:
-            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        connection.close()
-
-
 class TestRefused:
     def test_a_file_that_is_no_database(self, tmp_path):
         path = tmp_path / "timings.sqlite"
@@ -166,7 +252,7 @@ class TestRefused:
         with sqlite3.connect(path) as connection:
             connection.execute("PRAGMA user_version = 7")
         connection.close()
-        with pytest.raises(ValueError, match="has version 7, this program reads 1; delete"):
+        with pytest.raises(ValueError, match="has version 7, this program reads 2; delete"):
             TimingCache(path)
 
     def test_the_database_of_another_program(self, tmp_path):

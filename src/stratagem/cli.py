@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +18,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from stratagem import __version__, face
+from stratagem.cache_cli import cache_app, print_cache
 from stratagem.model_spec import load_graph
 from stratagem.search.result import Budget
 from stratagem.search.space import Options
@@ -86,6 +86,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="How should this PyTorch model be trained on that GPU cluster?",
 )
+app.add_typer(cache_app, name="cache")
 console = Console(highlight=False)
 
 Model = Annotated[
@@ -276,7 +277,7 @@ def profile(
             f"link: {link.bandwidth_gb_s:.2f} GB/s, {link.latency_us:.0f} µs a message; cluster "
             f"of {here.num_devices} processes written to {out}"
         )
-    cache()
+    print_cache()
 
 
 @app.command()
@@ -395,29 +396,6 @@ def clusters() -> None:
         rows.append([name, size, kinds, memory, *links])
     headings = ("preset", "nodes × devices", "device", "memory", "in a node", "between nodes")
     console.print(simple_table(headings, rows))
-
-
-@app.command()
-def cache() -> None:
-    """Say what the timing cache holds."""
-    from stratagem.profiler.cache import TimingCache
-
-    counts: dict[tuple[str, ...], int] = {}
-    latest: dict[tuple[str, ...], float] = {}
-    with TimingCache() as timings:
-        for entry in timings.entries():
-            where = entry.key.environment
-            key = (where.device, where.torch, str(where.threads), str(where.load))
-            counts[key] = counts.get(key, 0) + 1
-            latest[key] = max(latest.get(key, 0.0), entry.timestamp)
-        console.print(f"{timings.path}: {len(timings)} times")
-    if counts:
-        rows = [
-            [*key, str(counts[key]), time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[key]))]
-            for key in sorted(counts)
-        ]
-        headings = ("device", "torch", "threads", "busy neighbours", "times", "latest")
-        console.print(simple_table(headings, rows))
 
 
 def _cluster(name: str, nodes: int | None, devices: int | None) -> Cluster:

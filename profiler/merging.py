@@ -1,0 +1,74 @@
+"""Which of two measurements of the same key is kept, whatever the order they come in.
+
+A time is better than a failure, since it proves that the device can run it. Of two times that from
+more repeats wins, then the newer one, then the shorter one; what is still equal is settled by the
+text of the row. That is a total order, so a merge of any caches in any order keeps the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from stratagem.profiler.rows import Row
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did, in rows.
+
+    Attributes:
+        added: keys that the cache did not have.
+        same: what it had already.
+        replaced: conflicts (an equal key, another measurement) that the new row won.
+        kept: conflicts that the old row won.
+    """
+
+    added: int = 0
+    same: int = 0
+    replaced: int = 0
+    kept: int = 0
+
+    @property
+    def conflicts(self) -> int:
+        """How many keys had two measurements."""
+        return self.replaced + self.kept
+
+    def __str__(self) -> str:
+        text = f"{self.added} added, {self.same} already there"
+        if self.conflicts:
+            text += (
+                f", {self.conflicts} measured twice ({self.replaced} replaced, {self.kept} kept: "
+                "more repeats win, then the newer)"
+            )
+        return text
+
+
+def better(one: Row, other: Row) -> Row:
+    """The row that a merge keeps, of two with equal keys.
+
+    Example:
+        >>> better(row, dataclasses.replace(row, repeats=31)).repeats  # doctest: +SKIP
+        31
+    """
+    return max(one, other, key=_worth)
+
+
+def is_same_measurement(one: Row, other: Row) -> bool:
+    """Whether two rows with equal keys say the same; names in their operators may differ."""
+    return _measured(one) == _measured(other)
+
+
+def _worth(row: Row) -> tuple[Any, ...]:
+    return (
+        not row.error,
+        row.repeats,
+        row.timestamp,
+        -row.median_s,
+        dataclasses.astuple(row),
+    )
+
+
+def _measured(row: Row) -> tuple[Any, ...]:
+    return row.median_s, row.spread, row.repeats, row.error, row.origin, row.timestamp
