@@ -257,10 +257,11 @@ def main() -> None:
     if arguments.rank is not None:
         run_rank(arguments.rank)
         return
-    cluster = face.local_cluster(NUM_PROCESSES)
-    plans = [plan_of(model, name, cluster) for model, name in PLANS]
     with tempfile.TemporaryDirectory() as folder:
-        costs = profiled(plans, Path(folder, "timings.sqlite"))
+        cache_file = Path(folder, "timings.sqlite")
+        cluster = face.local_cluster(NUM_PROCESSES, cache=cache_file)
+        plans = [plan_of(model, name, cluster) for model, name in PLANS]
+        costs = profiled(plans, cache_file)
     measured = measure(plans)
     lines = [
         line(plan, simulate_plan(plan, graph_of(model), costs), found)

@@ -30,6 +30,8 @@ from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.training import Training
 
+LOOPBACK = "loopback (gloo)"
+"""The link between CPU processes of one machine."""
 DISPATCH_STEPS = 12
 """Of the small program that shows what an instruction takes; as many warm up."""
 
@@ -130,9 +132,7 @@ def _step_seconds(
     return passes, rest
 
 
-def measure_links(
-    num_processes: int = 2, *, name: str = "loopback (gloo)", timeout: float = 300.0
-) -> Link:
+def measure_links(num_processes: int = 2, *, name: str = LOOPBACK, timeout: float = 300.0) -> Link:
     """The link between the CPU processes of this machine, as its collectives show it.
 
     Example:
