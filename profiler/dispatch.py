@@ -1,14 +1,13 @@
 """What the executor does around an operator: the time of an instruction beyond that of its kernel.
 
 Looking up values, the tape, views, letting go of what is not needed any more: the same for every
-operator, and a good part of a step of small ones.
+operator, and a good part of a step of small ones. On a CPU it adds to the kernel; a GPU goes on
+with its queue meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment, num_threads
@@ -18,8 +17,8 @@ from stratagem.simulator.graph import Operator
 
 DISPATCH_KIND = "dispatch"
 
-MeasureDispatch = Callable[[torch.device], dict[Direction, Measurement]]
-"""Seconds that a pass of an operator takes beyond its kernel, by direction."""
+MeasureDispatch = Callable[[], dict[Direction, Measurement]]
+"""Seconds that a pass of an operator takes beyond its kernel on a CPU, by direction."""
 
 
 def dispatch_key(environment: Environment, direction: Direction) -> TimingKey:
@@ -32,7 +31,6 @@ def profile_dispatch(
     cache: TimingCache,
     measure: MeasureDispatch,
     *,
-    device: torch.device | str = "cpu",
     threads: int = 1,
     load: int = 0,
 ) -> dict[Direction, Measurement]:
@@ -46,16 +44,15 @@ def profile_dispatch(
     Args:
         cache: where it is kept.
         measure: what runs, such as `stratagem.measuring.executor_dispatch`.
-        device: a CPU or a CUDA device.
         threads: of one kernel on a CPU.
         load: part of the key only, so that `MeasuredCosts` finds it beside its operators.
     """
-    environment = describe_environment(device, threads=threads, load=load)
+    environment = describe_environment(threads=threads, load=load)
     keys = {direction: dispatch_key(environment, direction) for direction in Direction}
     found = {direction: cache.get(key) for direction, key in keys.items()}
     if any(measurement is None for measurement in found.values()):
         with num_threads(threads):
-            measured = measure(torch.device(device))
+            measured = measure()
         for direction, key in keys.items():
             cache.put(key, measured[direction])
         return measured

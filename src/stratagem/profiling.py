@@ -130,7 +130,8 @@ def profile_wanted(
         profile_updates(
             training, timings, executor_update, device=device, load=load, effort=effort
         )
-        profile_dispatch(timings, executor_dispatch, device=device, load=load)
+        if device == "cpu":
+            profile_dispatch(timings, executor_dispatch, load=load)
         costs = MeasuredCosts(timings, {kind.name: environment}, RooflineCosts())
         beyond = len(operators) - len(operators[:limit])
         return Profiled(costs, report, beyond, kind, timings.path)
