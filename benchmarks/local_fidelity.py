@@ -5,7 +5,8 @@
 Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo.
 Operators, updates, the executor's dispatch and the link are measured here; nothing that is
 measured of a plan's step goes into its prediction. All plans are alive in the same two processes
-and take turns, so that whatever else the machine does meets all of them alike. Prints one JSON
+and take turns, among themselves and with the timing of collectives, so that whatever else the
+machine does meets all of them alike. Operators are timed before. Prints one JSON
 object a plan: predicted and measured milliseconds (the median of the turns' medians), error in
 percent, the quartiles of the measured steps, what a device spends on each kind of task (predicted
 and measured), and the load of the machine while it ran. The last line is the summary: the median
@@ -20,7 +21,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -28,26 +29,29 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from stratagem import face
 from stratagem.comparison import compare
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.run import prepare, train
-from stratagem.measuring import executor_dispatch, executor_update
+from stratagem.measuring import LOOPBACK, executor_dispatch, executor_update
 from stratagem.profiler import (
+    CollectiveTiming,
     MeasuredCosts,
     TimingCache,
     describe_environment,
+    fit_link,
     plan_operators,
     profile_dispatch,
     profile_operators,
     profile_updates,
+    time_collectives,
 )
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
-from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cluster import Cluster, Link
 from stratagem.simulator.costs import CostModel, RooflineCosts
+from stratagem.simulator.files import decode, encode
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
@@ -79,6 +83,8 @@ MICROBATCHES = 4
 """Of a pipeline."""
 TURNS, STEPS = 15, 4
 """Every plan gets so many turns of so many steps, of which the first warms up."""
+TURNS_A_LINK, LINK_REPEATS = 3, 4
+"""After so many turns the collectives have one, with so many repeats a round."""
 CLASSES = {"gpt": 4096, "mlp": 1024, "resnet18": 100}
 """Ids and labels of a model are below this."""
 
@@ -172,14 +178,15 @@ def batch_of(model: str) -> dict[str, Tensor]:
     }
 
 
-def measure(plans: Sequence[Plan]) -> list[Measured]:
-    """Run all plans in turns, in as many processes as they have devices."""
+def measure(plans: Sequence[Plan]) -> tuple[list[Measured], Link]:
+    """Run all plans in turns, in as many processes as they have devices, and time their link."""
     with tempfile.TemporaryDirectory() as folder:
         for number, plan in enumerate(plans):
             plan.save(Path(folder, f"{number}.json"))
         run_ranks(["benchmarks.local_fidelity", "--rank", folder], NUM_PROCESSES, timeout=1800)
         text = Path(folder, "measured.json").read_text()
-    return [
+        timings = decode(Path(folder, "timings.json").read_text(), LinkTimings, "link timings")
+    found = [
         Measured(
             tuple(tuple(turn) for turn in each["turns"]),
             Timeline.from_dict(each["timeline"]),
@@ -187,6 +194,15 @@ def measure(plans: Sequence[Plan]) -> list[Measured]:
         )
         for each in json.loads(text)
     ]
+    typical = [
+        replace(same[0], seconds=statistics.median(timing.seconds for timing in same))
+        for same in zip(*timings, strict=True)
+    ]
+    return found, fit_link(typical, LOOPBACK, shares_compute=True)
+
+
+LinkTimings = list[list[CollectiveTiming]]
+"""Every time that the collectives had a turn, the same ones."""
 
 
 def run_rank(folder: Path) -> None:
@@ -199,13 +215,17 @@ def run_rank(folder: Path) -> None:
             for plan in [Plan.load(folder / f"{number}.json")]
         ]
         turns: list[list[Turn]] = [[] for _ in runners]
-        for _ in range(TURNS):
+        timings: LinkTimings = []
+        for turn in range(TURNS):
+            if turn % TURNS_A_LINK == 0:
+                timings.append(time_collectives(comm, repeats=LINK_REPEATS))
             for (interpreter, model), done in zip(runners, turns, strict=True):
                 result = train(interpreter, batch_of(model), steps=STEPS)
                 done.append((result.step_times[1:], result.timeline, os.getloadavg()[0]))
         if comm.rank == 0:
             written = [_summary(done) for done in turns]
             (folder / "measured.json").write_text(json.dumps(written))
+            (folder / "timings.json").write_text(encode(timings))
 
 
 Turn = tuple[tuple[float, ...], Timeline, float]
@@ -237,6 +257,11 @@ def line(plan: Plan, predicted: Simulation, measured: Measured) -> dict[str, obj
     }
 
 
+def figures(latency_us: float, bandwidth_gb_s: float) -> dict[str, float]:
+    """A link in the units of cluster files."""
+    return {"latency_us": round(latency_us, 1), "bandwidth_gb_s": round(bandwidth_gb_s, 3)}
+
+
 def profiled(plans: Sequence[Plan], cache_file: Path) -> CostModel:
     """Costs of all that the plans run, measured now on this machine."""
     load = NUM_PROCESSES - 1
@@ -257,12 +282,14 @@ def main() -> None:
     if arguments.rank is not None:
         run_rank(arguments.rank)
         return
+    cluster = Cluster.preset("local-cpu", devices_per_node=NUM_PROCESSES)
+    plans = [plan_of(model, name, cluster) for model, name in PLANS]
     with tempfile.TemporaryDirectory() as folder:
-        cache_file = Path(folder, "timings.sqlite")
-        cluster = face.local_cluster(NUM_PROCESSES, cache=cache_file)
-        plans = [plan_of(model, name, cluster) for model, name in PLANS]
-        costs = profiled(plans, cache_file)
-    measured = measure(plans)
+        costs = profiled(plans, Path(folder, "timings.sqlite"))
+    measured, link = measure(plans)
+    plans = [
+        replace(plan, cluster=replace(cluster, intra_node=link, inter_node=link)) for plan in plans
+    ]
     lines = [
         line(plan, simulate_plan(plan, graph_of(model), costs), found)
         for (model, _), plan, found in zip(PLANS, plans, measured, strict=True)
@@ -274,7 +301,8 @@ def main() -> None:
         "plans": len(lines),
         "median_error": round(statistics.median(abs(float(str(x["error"]))) for x in lines), 1),
         "spearman": round(float(ranks.statistic), 3),
-        "link": [cluster.intra_node.bandwidth_gb_s, cluster.intra_node.latency_us],
+        "message": figures(link.latency_us, link.bandwidth_gb_s),
+        "collectives": [figures(g.latency_us, g.bandwidth_gb_s) for g in link.by_group_size],
         "load": [round(x, 2) for x in os.getloadavg()],
     }
     print(json.dumps(summary), flush=True)
