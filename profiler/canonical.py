@@ -15,11 +15,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from stratagem.simulator.graph import DimKind, Layout, Operator
+from stratagem.simulator.graph import DimKind, Input, Layout, Operator, Output, Weight
 
 _ROLES = {DimKind.PARAMETER: "parameter", DimKind.REDUCTION: "reduction"}
 """Kinds of dims that say what the operator does; samples are attributes like any other."""
@@ -34,22 +35,43 @@ def canonical_operator(operator: Operator) -> tuple[Any, ...]:
         >>> canonical_operator(one) == canonical_operator(other)
         False
     """
-    reads = [_Read.of(operator, i) for i in range(len(operator.inputs))]
-    weights = [_Read.stored(operator, weight.layout) for weight in operator.weights]
-    outputs = [_Read.stored(operator, made.layout) for made in operator.outputs]
-    tensors = [*outputs, *reads, *weights]
-    chains = _chains(operator, tensors)
+    loops = tuple((dim.name, _ROLES.get(dim.kind, ""), dim.size > 1) for dim in operator.dims)
+    chains, *tensors = _structure(loops, operator.inputs, operator.weights, operator.outputs)
+    sizes = operator.sizes
+    dims = [(math.prod(sizes[name] for name in names), role) for names, role in chains]
+    return (operator.kind, dims, *tensors, dict(operator.attributes))
+
+
+_Loops = tuple[tuple[str, str, bool], ...]
+"""Per dim its name, its role, and whether it has more than one index."""
+
+
+@lru_cache(2**14)
+def _structure(
+    loops: _Loops,
+    inputs: tuple[Input, ...],
+    weights: tuple[Weight, ...],
+    outputs: tuple[Output, ...],
+) -> tuple[Any, ...]:
+    """All that does not depend on sizes: dims that are one, and the tensors by their numbers.
+
+    It is kept, since an operator comes again with the local sizes of every config.
+    """
+    wide = {name for name, _, is_wide in loops if is_wide}
+    reads = [_Read.of(read, wide) for read in inputs]
+    stored = [_Read.stored(weight.layout, wide) for weight in weights]
+    written = [_Read.stored(made.layout, wide) for made in outputs]
+    chains = _chains(loops, [*written, *reads, *stored])
     number = {chain[0]: i for i, chain in enumerate(chains)}
+    roles = {name: role for name, role, _ in loops}
     return (
-        operator.kind,
-        [_dim(operator, chain) for chain in chains],
+        [(chain, roles[chain[0]]) for chain in chains],
         [read.numbered(number) for read in reads],
-        [weight.numbered(number)[0] for weight in weights],
+        [weight.numbered(number)[0] for weight in stored],
         [
-            (written.numbered(number)[0], made.dtype, made.differentiable)
-            for written, made in zip(outputs, operator.outputs, strict=True)
+            (tensor.numbered(number)[0], made.dtype, made.differentiable)
+            for tensor, made in zip(written, outputs, strict=True)
         ],
-        dict(operator.attributes),
     )
 
 
@@ -62,17 +84,17 @@ class _Read:
     fixed: tuple[int, ...]
 
     @classmethod
-    def of(cls, operator: Operator, index: int) -> _Read:
-        read = operator.inputs[index]
+    def of(cls, read: Input, wide: Set[str]) -> _Read:
         names = (name for group in read.layout for name in group)
         position = dict(zip(names, read.order, strict=True))
-        return cls(*_without_ones(operator, read.layout, position), _positions(read.select))
+        fixed = tuple(place for place, _ in read.select)
+        return cls(*_without_ones(read.layout, position, wide), fixed)
 
     @classmethod
-    def stored(cls, operator: Operator, layout: Layout) -> _Read:
+    def stored(cls, layout: Layout, wide: Set[str]) -> _Read:
         names = [name for group in layout for name in group]
         position = {name: place for place, name in enumerate(names)}
-        return cls(*_without_ones(operator, layout, position), ())
+        return cls(*_without_ones(layout, position, wide), ())
 
     def neighbours(self) -> dict[str, str]:
         """Each factor that has another right behind it, in its tensor dim and in memory."""
@@ -95,18 +117,14 @@ class _Read:
         return layout, order, sorted(gaps)
 
 
-def _positions(select: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(sorted(position for position, _ in select))
-
-
 def _without_ones(
-    operator: Operator, layout: Layout, position: Mapping[str, int]
+    layout: Layout, position: Mapping[str, int], wide: Set[str]
 ) -> tuple[Layout, dict[str, int]]:
-    kept = tuple(tuple(name for name in group if operator.sizes[name] > 1) for group in layout)
+    kept = tuple(tuple(name for name in group if name in wide) for group in layout)
     return kept, {name: position[name] for group in kept for name in group}
 
 
-def _chains(operator: Operator, tensors: Sequence[_Read]) -> list[list[str]]:
+def _chains(loops: _Loops, tensors: Sequence[_Read]) -> list[list[str]]:
     """Dims that are side by side in every tensor which has any of them, in order of appearance."""
     following: dict[str, set[str | None]] = {}
     leading: dict[str, set[str | None]] = {}
@@ -116,7 +134,7 @@ def _chains(operator: Operator, tensors: Sequence[_Read]) -> list[list[str]]:
         for name in tensor.position:
             following.setdefault(name, set()).add(behind.get(name))
             leading.setdefault(name, set()).add(before.get(name))
-    role = {dim.name: _ROLES.get(dim.kind, "") for dim in operator.dims}
+    role = {name: role for name, role, _ in loops}
     joined = {
         one: two
         for one, others in following.items()
@@ -124,7 +142,7 @@ def _chains(operator: Operator, tensors: Sequence[_Read]) -> list[list[str]]:
         if two is not None and others == {two} and leading[two] == {one} and role[one] == role[two]
     }
     inner = set(joined.values())
-    alone = [dim.name for dim in operator.dims if dim.name not in following and dim.size > 1]
+    alone = [name for name, _, is_wide in loops if is_wide and name not in following]
     chains: list[list[str]] = []
     for head in [name for name in (*following, *alone) if name not in inner]:
         chain = [head]
@@ -132,8 +150,3 @@ def _chains(operator: Operator, tensors: Sequence[_Read]) -> list[list[str]]:
             chain.append(joined[chain[-1]])
         chains.append(chain)
     return chains
-
-
-def _dim(operator: Operator, chain: Sequence[str]) -> tuple[int, str]:
-    size = math.prod(operator.sizes[name] for name in chain)
-    return size, _ROLES.get(operator.dim(chain[0]).kind, "")

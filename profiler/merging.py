@@ -1,8 +1,10 @@
 """Which of two measurements of the same key is kept, whatever the order they come in.
 
-A time is better than a failure, since it proves that the device can run it. Of two times that from
-more repeats wins, then the newer one, then the shorter one; what is still equal is settled by the
-text of the row. That is a total order, so a merge of any caches in any order keeps the same rows.
+A time is better than a failure, since it proves that the device can run it. What our profiler
+measured, with cold caches and nothing recorded meanwhile, is better than what was imported from
+another program. Of two times that from more repeats wins, then the newer one, then the shorter
+one; what is still equal is settled by the text of the row. That is a total order, so a merge of
+any caches in any order keeps the same rows.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class MergeReport:
         if self.conflicts:
             text += (
                 f", {self.conflicts} measured twice ({self.replaced} replaced, {self.kept} kept: "
-                "more repeats win, then the newer)"
+                "own ones win, then more repeats, then the newer)"
             )
         return text
 
@@ -63,6 +65,7 @@ def is_same_measurement(one: Row, other: Row) -> bool:
 def _worth(row: Row) -> tuple[Any, ...]:
     return (
         not row.error,
+        not row.origin,
         row.repeats,
         row.timestamp,
         -row.median_s,

@@ -126,8 +126,8 @@ class TestListing:
         for arguments in ((), ("ls",)):
             shown = plain(call(*arguments))
             assert "5 times" in shown
-            assert "3 d" in shown
-            assert "100 d" in shown
+            assert "3d" in shown
+            assert "100d" in shown
             assert "NVIDIA" in shown
 
     @pytest.mark.parametrize(

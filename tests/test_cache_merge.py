@@ -109,13 +109,25 @@ class TestRule:
         ("winner", "loser"),
         [
             (entry(GOOD, 1.0), entry(FAILED, 9.0)),
+            (
+                entry(GOOD, 1.0),
+                entry(dataclasses.replace(GOOD, repeats=99, origin="a trace"), 9.0),
+            ),
             (entry(dataclasses.replace(GOOD, repeats=11), 1.0), entry(GOOD, 9.0)),
             (entry(dataclasses.replace(GOOD, median_s=2e-3), 2.0), entry(GOOD, 1.0)),
             (entry(GOOD), entry(dataclasses.replace(GOOD, median_s=2e-3))),
             (entry(dataclasses.replace(FAILED, error="newer"), 2.0), entry(FAILED, 1.0)),
             (collective(GOOD, 2.0), collective(dataclasses.replace(GOOD, spread=0.2), 1.0)),
         ],
-        ids=["a time", "more repeats", "newer", "shorter", "a newer failure", "a collective"],
+        ids=[
+            "a time",
+            "an own one",
+            "more repeats",
+            "newer",
+            "shorter",
+            "a newer failure",
+            "a collective",
+        ],
     )
     def test_it_wins_both_ways(self, tmp_path, winner, loser):
         for number, (first, second) in enumerate(((winner, loser), (loser, winner))):

@@ -196,7 +196,7 @@ class TestRefused:
             read_nccl_tests(text, "x")
 
     def test_a_device_that_the_output_contradicts(self):
-        with pytest.raises(ValueError, match=r"line \d+: it ran on 'NVIDIA A100.*, not on 'H100'"):
+        with pytest.raises(ValueError, match=r"x: it ran on 'NVIDIA A100.*, not on 'H100'"):
             read_nccl_tests(ALL_REDUCE, "x", environment=Environment("H100", ""))
 
     def test_a_misspelt_kind(self):

@@ -94,8 +94,8 @@ def merge_caches(
 ) -> None:
     """Take over the times of other caches, as from other machines.
 
-    Of two measurements of one key that of more repeats stays, then the newer one, whatever the
-    order of the files.
+    Of two measurements of one key an own one stays before an imported one, then that of more
+    repeats, then the newer one, whatever the order of the files.
 
     Example: stratagem cache merge node1.sqlite node2.sqlite
     """
@@ -344,7 +344,7 @@ def _print_groups(entries: Sequence[Entry]) -> None:
 def _age(timestamp: float) -> str:
     seconds = max(0.0, time.time() - timestamp)
     unit = next((u for u in ("d", "h") if seconds >= _SECONDS[u]), "m")
-    return f"{seconds / _SECONDS[unit]:.0f} {unit}"
+    return f"{seconds / _SECONDS[unit]:.0f}{unit}"
 
 
 def _print_left_out(file: Path, left_out: Counter[str]) -> None:
