@@ -89,10 +89,17 @@ class Interpreter:
             self._memory.values[stored.value] = part.to(self.comm.device)
         self._optimizer = make_optimizer(self.program.plan.training)
 
-    def step(self, batch: Mapping[str, Tensor], *, keep_gradients: bool = False) -> StepRecord:
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        keep_gradients: bool = False,
+        between: Action | None = None,
+    ) -> StepRecord:
         """Run one training step on the inputs of the whole batch.
 
         With `keep_gradients`, `gradients` then has this rank's part of every gradient at home.
+        `between` is run before every instruction, and does not count as part of it.
         """
         self._batch = batch
         self.gradients = {} if keep_gradients else None
@@ -102,6 +109,9 @@ class Interpreter:
             self.comm.barrier()
             zero = start = perf_counter_ns()
             for action in self._actions:
+                if between is not None:
+                    between()
+                    start = perf_counter_ns()
                 action()
                 end = perf_counter_ns()
                 spans.append((start - zero, end - zero))

@@ -16,6 +16,8 @@ from types import TracebackType
 
 import torch
 
+from stratagem.simulator.torch_ops.allocator import keep_freed_memory
+
 Work = Callable[[], object]
 MakeWork = Callable[[], Work]
 """Makes the work inside a process; it must pickle, as a partial of a module's function does."""
@@ -96,6 +98,7 @@ def run_worker(arguments: Sequence[str] | None = None) -> None:
     """What a background process does: run the last work it was sent, until the pipe closes."""
     descriptor, threads = map(int, sys.argv[1:] if arguments is None else arguments)
     torch.set_num_threads(threads)
+    keep_freed_memory()
     with Connection(descriptor) as connection:
         work: Work | None = None
         while True:

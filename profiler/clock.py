@@ -13,6 +13,7 @@ import torch
 
 from stratagem.profiler.keys import Environment
 from stratagem.profiler.versions import cuda_versions
+from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
 
 class Clock(Protocol):
@@ -26,7 +27,13 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The clock of a CPU, which does all work at once."""
+    """The clock of a CPU, which does all work at once.
+
+    Like a rank of the executor, a process that times something keeps the memory that it frees.
+    """
+
+    def __init__(self) -> None:
+        keep_freed_memory()
 
     def now(self) -> int:
         """See `Clock`; nanoseconds."""

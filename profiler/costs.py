@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import nnls
 
 from stratagem.profiler.cache import TimingCache
+from stratagem.profiler.correction import Correction, Sample, learn
+from stratagem.profiler.dispatch import DISPATCH_KIND, dispatch_key
 from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
 from stratagem.profiler.update import UPDATE_KIND, update_key
-from stratagem.simulator.costs import Cost, CostModel, Direction, Source, local_operator
+from stratagem.simulator.costs import (
+    Cost,
+    CostModel,
+    Direction,
+    Source,
+    local_operator,
+    tensor_bytes,
+)
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import Operator
+from stratagem.simulator.rules import rule_of
+from stratagem.simulator.table import Table, Unit, Value
 from stratagem.simulator.training import Training
 
 _Group = tuple[Environment, str, str, Direction, str]
-"""What entries that correct one another share; the second string is an update's optimizer."""
+"""What entries that correct one another share: where, kind, variant, direction, precision."""
 
+LEAST_RELATIVES = 2
+"""Operators of one chain of functions from which is learned, not from all chains."""
 LEAST_ERROR = 0.02
 """What repeats in one process cannot show: other neighbours, another place in memory."""
 
@@ -32,10 +43,11 @@ class MeasuredCosts:
         >>> with TimingCache() as cache:  # doctest: +SKIP
         ...     costs = MeasuredCosts(cache, {"cpu": describe_environment()}, default_costs())
 
-    An operator in the cache costs its median. Any other costs what the fallback says, times the
-    geometric mean of measured / fallback over the cached operators of the same kind, direction and
-    precision, where there are any; its relative error is the scatter of those ratios. An update
-    costs a + b·n, fitted to the cached updates of the same optimizer.
+    An operator in the cache costs its median. Any other costs what the fallback says, corrected by
+    what is learned from the cached operators of the same kind, direction and precision, where
+    there are any (see `correction`); its relative error is that of those, left out in turn.
+    What the executor spends around an operator comes on top, if the cache has it. An update costs
+    a + b·n, fitted to the cached updates of the same optimizer.
 
     The cache is read once, here: make a new model after profiling more.
 
@@ -55,8 +67,9 @@ class MeasuredCosts:
         self._measured = {e.key.digest: e.measurement for e in entries}
         self._groups: dict[_Group, list[TimingEntry]] = {}
         for entry in entries:
-            self._groups.setdefault(_group(entry.key), []).append(entry)
-        self._corrections: dict[tuple[str, _Group], _Correction | None] = {}
+            for group in _groups_of(entry.key):
+                self._groups.setdefault(group, []).append(entry)
+        self._corrections: dict[tuple[str, _Group], Correction] = {}
 
     def operator_cost(
         self,
@@ -70,15 +83,17 @@ class MeasuredCosts:
         environment = self._environments.get(device.name)
         if environment is None:
             return self._fallback.operator_cost(operator, sizes, direction, training, device)
-        key = TimingKey(
-            environment, local_operator(operator, sizes), training.precision, direction
-        )
+        local = local_operator(operator, sizes)
+        key = TimingKey(environment, local, training.precision, direction)
         measured = self._measured.get(key.digest)
         if measured is not None:
-            return _measured_cost(measured)
-        plain = self._fallback.operator_cost(operator, sizes, direction, training, device)
-        correction = self._correction(_group(key), training, device)
-        return plain if correction is None else correction.apply(plain)
+            cost = _measured_cost(measured)
+        else:
+            cost = self._fallback.operator_cost(operator, sizes, direction, training, device)
+            correction = self._correction_of(key, training, device)
+            if correction is not None:
+                cost = _corrected(correction, local, cost, training)
+        return self._dispatched(cost, environment, direction)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel`."""
@@ -90,50 +105,99 @@ class MeasuredCosts:
         measured = self._measured.get(key.digest)
         if measured is not None:
             return _measured_cost(measured)
-        entries = self._groups.get(_group(key), [])
+        entries = self._groups.get(_groups_of(key)[0], [])
         if len(entries) > 1:
             return _fit_update(entries, num_parameters)
-        correction = self._correction(_group(key), training, device)
-        return plain if correction is None else correction.apply(plain)
+        correction = self._correction_of(key, training, device)
+        if correction is None:
+            return plain
+        return _corrected(correction, key.operator, plain, training)
 
-    def _correction(
-        self, group: _Group, training: Training, device: DeviceType
-    ) -> _Correction | None:
-        """How the measured operators of a group differ from the fallback, if there are any."""
+    def explain(self, device: DeviceType, training: Training) -> Table:
+        """What was learned from the measured operators of a device, the worst-known group first.
+
+        Example:
+            >>> print(costs.explain(device, Training()))  # doctest: +SKIP
+            operators  direction  measured  model  error  of the fallback
+            linear     forward          14  work    4.1%            61.0%
+        """
+        environment = self._environments.get(device.name)
+        rows: list[tuple[Value, ...]] = []
+        for group in sorted(self._groups, key=lambda group: (*group[1:3], group[3].value)):
+            where, kind, variant, direction, precision = group
+            if (where, precision) != (environment, training.precision) or not _is_timed(kind):
+                continue
+            learned = self._correction(group, training, device)
+            found = (learned.num_samples, learned.model, learned.error, learned.plain_error)
+            rows.append((f"{kind} {variant}".rstrip(), direction.value, *found))
+        table = Table(
+            title=f"operators of {device.name} in {training.precision} that were not measured",
+            columns={
+                "operators": Unit.TEXT,
+                "direction": Unit.TEXT,
+                "measured": Unit.COUNT,
+                "model": Unit.TEXT,
+                "error": Unit.SHARE,
+                "of the fallback": Unit.SHARE,
+            },
+            rows=tuple(rows),
+            note="Errors are typical ones (one standard deviation) of operators that were left "
+            "out in turn; the last column is the device model's, uncorrected.",
+        )
+        return table.sorted_by("error")
+
+    def _correction_of(
+        self, key: TimingKey, training: Training, device: DeviceType
+    ) -> Correction | None:
+        """What is learned from the nearest relatives of an operator, if any were measured."""
+        groups = [group for group in _groups_of(key) if group in self._groups]
+        many = [group for group in groups if len(self._groups[group]) >= LEAST_RELATIVES]
+        near = next(iter(many or groups), None)
+        return None if near is None else self._correction(near, training, device)
+
+    def _correction(self, group: _Group, training: Training, device: DeviceType) -> Correction:
+        """How the measured operators of a group differ from the fallback."""
         key = (device.name, group)
         if key not in self._corrections:
-            ratios = [
-                entry.measurement.median_s / self._plain_seconds(entry, training, device)
-                for entry in self._groups.get(group, [])
+            entries = self._groups[group]
+            samples = [
+                _sample(entry.key.operator, self._plain(entry, training, device), training)
+                for entry in entries
             ]
-            self._corrections[key] = _fit_correction(ratios) if ratios else None
+            seconds = [entry.measurement.median_s for entry in entries]
+            self._corrections[key] = learn(samples, seconds)
         return self._corrections[key]
 
-    def _plain_seconds(self, entry: TimingEntry, training: Training, device: DeviceType) -> float:
+    def _plain(self, entry: TimingEntry, training: Training, device: DeviceType) -> Cost:
         operator, direction = entry.key.operator, entry.key.direction
         if _is_update(operator):
-            return self._fallback.update_cost(operator.dims[0].size, training, device).seconds
-        return self._fallback.operator_cost(
-            operator, operator.sizes, direction, training, device
-        ).seconds
+            return self._fallback.update_cost(operator.dims[0].size, training, device)
+        return self._fallback.operator_cost(operator, operator.sizes, direction, training, device)
+
+    def _dispatched(self, cost: Cost, environment: Environment, direction: Direction) -> Cost:
+        """A cost with what the executor spends around the operator, if that was measured."""
+        dispatch = self._measured.get(dispatch_key(environment, direction).digest)
+        return (
+            cost if dispatch is None else replace(cost, seconds=cost.seconds + dispatch.median_s)
+        )
 
 
-@dataclass(frozen=True)
-class _Correction:
-    """The mean of measured / fallback and the scatter of its logarithm, if it can be known."""
-
-    ratio: float
-    scatter: float | None
-
-    def apply(self, plain: Cost) -> Cost:
-        error = plain.relative_error if self.scatter is None else self.scatter
-        return Cost(plain.seconds * self.ratio, Source.FITTED, max(error, LEAST_ERROR))
+def _sample(operator: Operator, plain: Cost, training: Training) -> Sample:
+    """What a correction may depend on."""
+    if _is_update(operator):
+        size = float(operator.dims[0].size)
+        return Sample(plain.seconds, size, size)
+    flops = rule_of(operator).flops(operator, operator.sizes)
+    nbytes = tensor_bytes(operator, operator.sizes, training)
+    return Sample(plain.seconds, flops, float(nbytes))
 
 
-def _fit_correction(ratios: Sequence[float]) -> _Correction:
-    logarithms = [math.log(ratio) for ratio in ratios]
-    scatter = statistics.stdev(logarithms) if len(logarithms) > 1 else None
-    return _Correction(math.exp(statistics.fmean(logarithms)), scatter)
+def _corrected(
+    correction: Correction, operator: Operator, plain: Cost, training: Training
+) -> Cost:
+    error = plain.relative_error if correction.error is None else correction.error
+    seconds = correction.seconds(_sample(operator, plain, training))
+    return Cost(seconds, Source.FITTED, max(error, LEAST_ERROR))
 
 
 def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
@@ -153,9 +217,27 @@ def _measured_cost(measurement: Measurement) -> Cost:
     return Cost(measurement.median_s, Source.MEASURED, max(measurement.spread, LEAST_ERROR))
 
 
-def _group(key: TimingKey) -> _Group:
-    optimizer = str(key.operator.attributes["optimizer"]) if _is_update(key.operator) else ""
-    return key.environment, key.operator.kind, optimizer, key.direction, key.precision
+def _groups_of(key: TimingKey) -> list[_Group]:
+    """The groups of a time, the narrowest first.
+
+    An update belongs to its optimizer's only; an elementwise chain to that of its functions and to
+    that of all chains, since a GELU is another thing than a sum.
+    """
+    operator = key.operator
+    if _is_update(operator):
+        variants = [str(operator.attributes["optimizer"])]
+    else:
+        functions = [str(function) for function, _ in operator.attributes.get("steps", ())]
+        variants = [", ".join(functions), ""] if functions else [""]
+    return [
+        (key.environment, operator.kind, variant, key.direction, key.precision)
+        for variant in variants
+    ]
+
+
+def _is_timed(kind: str) -> bool:
+    """Whether a kind is one of operators, not of updates or of what is around them."""
+    return kind not in (UPDATE_KIND, DISPATCH_KIND)
 
 
 def _is_update(operator: Operator) -> bool:

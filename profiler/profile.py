@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from stratagem.profiler.background import BackgroundLoad
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
-from stratagem.profiler.keys import (
-    Environment,
-    Measurement,
-    TimingKey,
-    describe,
-    operator_digest,
-)
-from stratagem.profiler.timing import (
-    Effort,
-    Timing,
-    failed_timing,
-    is_out_of_memory,
-    operator_work,
-    time_operator,
-)
-from stratagem.simulator.costs import Direction, local_operator
+from stratagem.profiler.keys import operator_digest
+from stratagem.profiler.session import ProfileReport, Progress, Setting, run_session
+from stratagem.profiler.timing import Effort
+from stratagem.simulator.costs import local_operator
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.placement import Config, local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.training import Training
 
 LocalSizes = Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a profile is: `done` of `total` distinct operators, the last of them `operator`."""
-
-    done: int
-    total: int
-    operator: str
-    cached: bool
-
-
-@dataclass(frozen=True)
-class ProfileReport:
-    """What a profile did. `failures` says which operators memory did not suffice for, and why."""
-
-    num_timed: int
-    num_cached: int
-    seconds: float
-    failures: tuple[str, ...] = ()
 
 
 def local_operators(
@@ -95,6 +59,8 @@ def profile_operators(
     threads: int = 1,
     load: int = 0,
     effort: Effort | None = None,
+    seconds: float | None = None,
+    predict: Callable[[Operator], float] = lambda operator: 0.0,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> ProfileReport:
     """Time each distinct local operator once and keep it in `cache`.
@@ -106,6 +72,8 @@ def profile_operators(
 
     What the cache has is not timed again, so that a profile which was interrupted goes on where it
     stopped; what memory did not suffice for is tried again. Sources cost nothing and are left out.
+    A reference kernel shows when the machine was disturbed: what was timed then is timed again, up
+    to twice, and the faster time is kept; what was disturbed each time is reported.
 
     Args:
         operators: operators and the local sizes of their dims.
@@ -115,25 +83,21 @@ def profile_operators(
         threads: of one kernel on a CPU: as many as a rank will have.
         load: how many other processes run the same operator meanwhile (CPU only): the other ranks.
         effort: how long to go on with each operator.
+        seconds: how long all of it may take; operators that are left by then are not begun.
+        predict: seconds that both passes of a local operator should take, which weigh what is
+            left; what is not known counts for the effort alone.
         progress: called after each distinct operator.
 
     Raises:
         ValueError: on a device that cannot be timed, a load it cannot have, or a broken cache.
         RuntimeError: what torch raises where it cannot run an operator; a note names it.
+        KeyboardInterrupt: with a note that says how many times are kept, and how to go on.
     """
-    began = time.monotonic()
     environment = describe_environment(device, threads=threads, load=load)
-    distinct = _distinct(operators)
-    todo = {d: o for d, o in distinct.items() if not _is_cached(o, training, environment, cache)}
-    failures: list[str] = []
-    with BackgroundLoad(load if todo else 0, threads=threads) as others:
-        for done, (digest, operator) in enumerate(distinct.items(), start=1):
-            if digest in todo:
-                timing = _time(operator, training, others, torch.device(device), threads, effort)
-                failures.extend(_store(operator, timing, training, environment, cache))
-            progress(Progress(done, len(distinct), describe(operator), digest not in todo))
-    seconds = time.monotonic() - began
-    return ProfileReport(len(todo), len(distinct) - len(todo), seconds, tuple(failures))
+    setting = Setting(training, environment, cache, torch.device(device), effort or Effort())
+    return run_session(
+        _distinct(operators), setting, seconds=seconds, predict=predict, progress=progress
+    )
 
 
 def _distinct(operators: Iterable[tuple[Operator, LocalSizes]]) -> dict[str, Operator]:
@@ -144,45 +108,3 @@ def _distinct(operators: Iterable[tuple[Operator, LocalSizes]]) -> dict[str, Ope
             local = local_operator(operator, sizes)
             found.setdefault(operator_digest(local), local)
     return found
-
-
-def _is_cached(
-    operator: Operator, training: Training, environment: Environment, cache: TimingCache
-) -> bool:
-    """Backward is stored before forward, so where forward is, all is."""
-    found = cache.get(TimingKey(environment, operator, training.precision, Direction.FORWARD))
-    return found is not None and not found.error
-
-
-def _time(
-    operator: Operator,
-    training: Training,
-    others: BackgroundLoad,
-    device: torch.device,
-    threads: int,
-    effort: Effort | None,
-) -> Timing:
-    try:
-        others.run(partial(operator_work, operator, training))
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return failed_timing(str(error))
-        error.add_note(f"while starting operator {operator.name!r} ({operator.kind})")
-        raise
-    return time_operator(operator, training, device, threads=threads, effort=effort)
-
-
-def _store(
-    operator: Operator,
-    timing: Timing,
-    training: Training,
-    environment: Environment,
-    cache: TimingCache,
-) -> list[str]:
-    """Put both passes into the cache; what failed, in words."""
-    passes: list[tuple[Direction, Measurement]] = [(Direction.FORWARD, timing.forward)]
-    if timing.backward is not None:
-        passes.insert(0, (Direction.BACKWARD, timing.backward))
-    for direction, measurement in passes:
-        cache.put(TimingKey(environment, operator, training.precision, direction), measurement)
-    return [f"{describe(operator)}: {timing.forward.error}"] if timing.forward.error else []

@@ -31,12 +31,24 @@ Transformer layers of hidden size 128 took 1.46 × their time in a step when 64 
 CUDA_EVICT_BYTES = 256 * 2**20
 
 
+OUTLIER_DEVIATIONS = 5.0
+"""Runs this many robust standard deviations from the median are outliers (Leys et al. 2013: 2.5
+to 3.5 for samples of which a few are wrong; times have a long tail that is no mistake)."""
+LEAST_DEVIATION = 0.01
+"""Of the median: clocks are not finer, so runs closer than that are never told apart."""
+
+
 @dataclass(frozen=True)
 class Timing:
-    """What one operator takes; `backward` is None for an operator without a gradient."""
+    """What one operator takes; `backward` is None for an operator without a gradient.
+
+    `num_outliers` of the runs of both passes were far off. They hardly move a median, so they are
+    counted and not left out.
+    """
 
     forward: Measurement
     backward: Measurement | None
+    num_outliers: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,13 +56,15 @@ class Effort:
     """When to stop repeating: the median is as sure as `relative_error`, or `seconds` are spent.
 
     `min_repeats` are made in any case. Before each, `evict_bytes` are overwritten, since in a step
-    many other operators run between two uses of a weight; None takes what suits the device.
+    many other operators run between two uses of a weight; None takes what suits the device. What
+    was timed while the device was more than `max_drift` slower than at its best is timed again.
     """
 
     seconds: float = 0.5
     relative_error: float = 0.01
     min_repeats: int = 5
     evict_bytes: int | None = None
+    max_drift: float = 0.1
 
     def __post_init__(self) -> None:
         if self.min_repeats < 2:
@@ -170,8 +184,9 @@ def _time_trial(trial: Trial, clock: Clock, effort: Effort) -> Timing:
         )
         return forward, backward
 
-    forward, *backward = repeat(run, effort)
-    return Timing(forward, backward[0] if backward else None)
+    passes = repeat(run, effort)
+    forward, *backward = map(summarise, passes)
+    return Timing(forward, backward[0] if backward else None, sum(map(count_outliers, passes)))
 
 
 def timed(
@@ -187,17 +202,31 @@ def timed(
     return clock.seconds(start, stop), result
 
 
-def repeat(run: Callable[[], tuple[float, ...]], effort: Effort) -> list[Measurement]:
-    """Measure what `run` times: call it once to warm up, then until the effort is made."""
+def repeat(run: Callable[[], tuple[float, ...]], effort: Effort) -> list[tuple[float, ...]]:
+    """Seconds of every run of what `run` times: once to warm up, then until the effort is made."""
     run()
     runs: list[tuple[float, ...]] = []
     deadline = time.monotonic() + effort.seconds
     while True:
         runs.extend(run() for _ in range(effort.min_repeats))
-        passes = [summarise(seconds) for seconds in zip(*runs, strict=True)]
-        sure = all(1.25 * p.spread / math.sqrt(p.repeats) <= effort.relative_error for p in passes)
+        passes = list(zip(*runs, strict=True))
+        made = [summarise(seconds) for seconds in passes]
+        sure = all(1.25 * p.spread / math.sqrt(p.repeats) <= effort.relative_error for p in made)
         if sure or time.monotonic() > deadline:
             return passes
+
+
+def count_outliers(seconds: Sequence[float]) -> int:
+    """How many times are far from the median, by the median absolute deviation.
+
+    Example:
+        >>> count_outliers([1.0, 1.01, 0.99, 1.0, 9.0])
+        1
+    """
+    median = statistics.median(seconds)
+    deviation = 1.4826 * statistics.median(abs(each - median) for each in seconds)
+    limit = OUTLIER_DEVIATIONS * max(deviation, LEAST_DEVIATION * median)
+    return sum(abs(each - median) > limit for each in seconds)
 
 
 def summarise(seconds: Sequence[float]) -> Measurement:

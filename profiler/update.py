@@ -11,7 +11,7 @@ from stratagem.profiler.background import BackgroundLoad
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import clock_of, describe_environment, num_threads
 from stratagem.profiler.keys import Environment, Measurement, TimingKey
-from stratagem.profiler.timing import Effort, evictor, repeat, timed
+from stratagem.profiler.timing import Effort, evictor, repeat, summarise, timed
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Dim, DimKind, Operator
 from stratagem.simulator.training import Training
@@ -78,5 +78,5 @@ def profile_updates(
 
 def _time(update: Callable[[], object], device: torch.device, effort: Effort) -> Measurement:
     clock, evict = clock_of(device), evictor(device, effort)
-    (measurement,) = repeat(lambda: (timed(update, clock, evict)[0],), effort)
-    return measurement
+    (seconds,) = repeat(lambda: (timed(update, clock, evict)[0],), effort)
+    return summarise(seconds)

@@ -115,6 +115,8 @@ class OperatorPricer:
         backward, weight = IDLE, IDLE
         if self.graph.needs_gradient[i]:
             spent = self._slowest(operator, piece, Direction.BACKWARD)[0]
+            if not self._makes_input_gradients(i):
+                spent *= rule_of(operator).weight_share or 1.0
             backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
             weight = (spent * self._weight_share(i), COMPUTE)
         whole = IDLE
@@ -148,10 +150,14 @@ class OperatorPricer:
         operator = self.graph.operators[i]
         if not trainable_weights(self.graph, operator):
             return 0.0
-        flows = any(
-            self.graph.needs_gradient[self.graph.index[read.source]] for read in operator.inputs
+        return rule_of(operator).weight_share if self._makes_input_gradients(i) else 1.0
+
+    def _makes_input_gradients(self, i: int) -> bool:
+        """Whether anybody waits for gradients of an operator's inputs: not of a first layer's."""
+        return any(
+            self.graph.needs_gradient[self.graph.index[read.source]]
+            for read in self.graph.operators[i].inputs
         )
-        return rule_of(operator).weight_share if flows else 1.0
 
     def _piece_sizes(
         self, operator: Operator, sizes: Mapping[str, int], choice: Choice

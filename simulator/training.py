@@ -55,8 +55,8 @@ class Training:
             if value not in known:
                 raise ValueError(f"no {what} {value!r}; there are {', '.join(known)}")
         if self.flash_version not in FLASH_VERSIONS:
-            known = ", ".join(map(str, FLASH_VERSIONS))
-            raise ValueError(f"no flash_version {self.flash_version}; there are {known}")
+            versions = ", ".join(map(str, FLASH_VERSIONS))
+            raise ValueError(f"no flash_version {self.flash_version}; there are {versions}")
 
     def bytes_of(self, dtype: str) -> int:
         """Bytes of one scalar: floating tensors take the training precision."""

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import stratagem as sg
-from stratagem import comparison, face
+from stratagem import comparison
+from stratagem.profiling import space_operators
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt, mlp
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
@@ -138,10 +139,9 @@ def test_profile_says_what_it_left_out(graph: OperatorGraph, tmp_path: Path) -> 
 def test_space_operators_are_distinct_and_cover_the_baselines() -> None:
     graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=256, sequence=32, batch=8)
     cluster = sg.Cluster.preset("local-cpu")
-    operators, left_out = face._space_operators(graph, cluster, 10_000)
+    operators = space_operators(graph, cluster, sg.Training())
     keys = {(op.kind, op.signature[2:], tuple(sizes.items())) for op, sizes in operators}
     assert len(keys) == len(operators)
-    assert left_out == 0
     half = [sizes for op, sizes in operators if op.kind == "linear" and sizes.get("sample") == 4]
     assert half
 

@@ -27,6 +27,7 @@ from stratagem.executor.backends.base import (
     unequal_shapes,
 )
 from stratagem.simulator.collectives import Collective
+from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
 MESSAGE, PIECE = 1, 2
 """Tags that keep what a plan sends apart from the pieces of gathers and scatters."""
@@ -54,6 +55,7 @@ class GlooCommunicator:
             raise RuntimeError(
                 "torch.distributed is initialised already; close the other communicator first"
             )
+        keep_freed_memory()
         self._timeout = timedelta(seconds=timeout)
         dist.init_process_group("gloo", timeout=self._timeout)
         self.rank = dist.get_rank()

@@ -18,13 +18,14 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from stratagem import __version__, face
-from stratagem.cache_cli import cache_app, print_cache
-from stratagem.model_spec import load_graph
+from stratagem.cache_cli import cache_app
+from stratagem.model_spec import load_cluster, load_graph
+from stratagem.profile_cli import profile
 from stratagem.search.result import Budget
 from stratagem.search.space import Options
 from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.describe import describe
-from stratagem.simulator.files import encode, write_text
+from stratagem.simulator.files import write_text
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.memory_plot import plot_memory
@@ -87,6 +88,7 @@ app = typer.Typer(
     help="How should this PyTorch model be trained on that GPU cluster?",
 )
 app.add_typer(cache_app, name="cache")
+app.command()(profile)
 console = Console(highlight=False)
 
 Model = Annotated[
@@ -182,7 +184,7 @@ def search(
     """Find a plan for a model on a cluster."""
     training = Training(precision, optimizer)
     budget = Budget(evaluations, seconds)
-    graph, place = load_graph(model), _cluster(cluster, nodes, devices)
+    graph, place = load_graph(model), load_cluster(cluster, nodes, devices)
     result = face.search(
         graph,
         place,
@@ -251,33 +253,6 @@ def simulate(
     if tables is not None:
         parts = ("groups", "operators", "collectives", "critical_path")
         _write_json(tables, {part: getattr(simulation, part).to_dict() for part in parts})
-
-
-@app.command()
-def profile(
-    model: Model,
-    cluster: ClusterName = "local-cpu",
-    nodes: Nodes = None,
-    devices: Devices = None,
-    precision: Precision = "float32",
-    optimizer: Optimizer = "adam",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="cluster file to write, with this machine's link"),
-    ] = None,
-) -> None:
-    """Time on this machine the operators that a search may ask for."""
-    graph, place = load_graph(model), _cluster(cluster, nodes, devices)
-    face.profile(graph, place, training=Training(precision, optimizer))
-    if out is not None:
-        here = face.local_cluster(place.num_devices)
-        write_text(out, encode(here))
-        link = here.intra_node
-        console.print(
-            f"link: {link.bandwidth_gb_s:.2f} GB/s, {link.latency_us:.0f} µs a message; cluster "
-            f"of {here.num_devices} processes written to {out}"
-        )
-    print_cache()
 
 
 @app.command()
@@ -396,13 +371,6 @@ def clusters() -> None:
         rows.append([name, size, kinds, memory, *links])
     headings = ("preset", "nodes × devices", "device", "memory", "in a node", "between nodes")
     console.print(simple_table(headings, rows))
-
-
-def _cluster(name: str, nodes: int | None, devices: int | None) -> Cluster:
-    """A preset, or a file where the name is that of one."""
-    if name in preset_names() or not (name.endswith(".json") or Path(name).exists()):
-        return Cluster.preset(name, num_nodes=nodes, devices_per_node=devices)
-    return Cluster.load(name).resized(num_nodes=nodes, devices_per_node=devices)
 
 
 def _costs(

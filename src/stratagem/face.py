@@ -7,8 +7,7 @@ the steps that always go together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -16,14 +15,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 from stratagem.progress import progress_bar
 from stratagem.search import search as searching
 from stratagem.search.result import Budget, SearchResult
-from stratagem.search.space import ZERO_STAGES, Options, operator_choices, skeletons
+from stratagem.search.space import ZERO_STAGES, Options
 from stratagem.simulator import schedule_comparison
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.table import Table
@@ -152,9 +149,11 @@ def profile(
     graph: OperatorGraph,
     cluster: Cluster,
     *,
+    plan: Plan | None = None,
     training: Training | None = None,
     cache: str | Path | None = None,
     max_operators: int = MAX_OPERATORS,
+    seconds: float | None = None,
     effort: Effort | None = None,
     progress: bool = True,
 ) -> MeasuredCosts:
@@ -172,52 +171,42 @@ def profile(
     Args:
         graph: the model at its whole batch.
         cluster: of one device type: CPUs, or the GPU of this machine.
+        plan: time only what this plan runs; cluster and training are then the plan's.
         training: precision and optimizer; float32 and Adam when left out.
         cache: the file of the timing cache; the user's own when left out.
-        max_operators: how many distinct local operators to time at most, those of simple plans
-            first; the others are estimated from those, and a warning says how many.
+        max_operators: how many distinct local operators to time at most, those with the largest
+            share of the step first, in the shapes of simple plans; the others are estimated from
+            those, and a warning says how many.
+        seconds: how long timing them may take; the same holds for what is left by then.
         effort: how long to go on with each operator.
         progress: False shows nothing.
 
     Raises:
         ValueError: on a cluster of several device types, or a GPU that is not here.
     """
-    from stratagem.measuring import executor_update
-    from stratagem.profiler.cache import TimingCache
-    from stratagem.profiler.clock import describe_environment
-    from stratagem.profiler.costs import MeasuredCosts
-    from stratagem.profiler.profile import Progress, profile_operators
-    from stratagem.profiler.update import profile_updates
+    from stratagem.profiling import planned_operators, profile_wanted, space_operators
 
     used = training or Training()
-    kind = _only_device_type(cluster)
-    device, load = _device_here(kind), 0
-    if device == "cpu":
-        load = cluster.devices_per_node - 1
-    operators, num_left_out = _space_operators(graph, cluster, max_operators)
-    with TimingCache(cache) as timings, progress_bar(enabled=progress) as show:
-
-        def report(where: Progress) -> None:
-            show("profiling operators", where.done / where.total, where.operator)
-
-        done = profile_operators(
-            operators, used, timings, device=device, load=load, effort=effort, progress=report
-        )
-        profile_updates(used, timings, executor_update, device=device, load=load, effort=effort)
-        environment = describe_environment(device, load=load)
-        costs = MeasuredCosts(timings, {kind.name: environment}, default_costs())
-    if num_left_out:
-        warnings.warn(
-            f"profile: {num_left_out} of {num_left_out + len(operators)} distinct operators were "
-            f"not timed and are estimated from the others; raise max_operators to time them",
-            stacklevel=2,
-        )
-    for failure in done.failures:
-        warnings.warn(f"profile: not timed: {failure}", stacklevel=2)
-    return costs
+    if plan is not None:
+        operators, cluster, used = planned_operators(graph, plan), plan.cluster, plan.training
+    else:
+        operators = space_operators(graph, cluster, used)
+    done = profile_wanted(
+        operators,
+        cluster,
+        used,
+        cache=cache,
+        limit=max_operators,
+        seconds=seconds,
+        effort=effort,
+        progress=progress,
+    )
+    for warning in done.warnings:
+        warnings.warn(f"profile: {warning}", stacklevel=2)
+    return done.costs
 
 
-def local_cluster(num_processes: int = 2) -> Cluster:
+def local_cluster(num_processes: int = 2, *, cache: str | Path | None = None) -> Cluster:
     """Processes of this machine as a cluster, with the link between them as measured just now.
 
     Example:
@@ -226,72 +215,15 @@ def local_cluster(num_processes: int = 2) -> Cluster:
 
     Args:
         num_processes: how many devices it has; one core each at best.
+        cache: the file of the timing cache, which keeps the times of the collectives; the user's
+            own when left out.
 
     Raises:
         ValueError: when `num_processes` is below 1.
     """
-    cluster = Cluster.preset("local-cpu", devices_per_node=num_processes)
-    if num_processes == 1:
-        return cluster
-    from stratagem.measuring import measure_links
+    from stratagem.profiling import measured_cluster
 
-    link = measure_links(num_processes)
-    return replace(cluster, intra_node=link, inter_node=link)
-
-
-def _only_device_type(cluster: Cluster) -> DeviceType:
-    kinds = sorted(set(cluster.node_devices))
-    if len(kinds) > 1:
-        raise ValueError(
-            f"cluster {cluster.name!r} has the device types {', '.join(kinds)}; this machine can "
-            f"profile one: give a cluster of that one only"
-        )
-    return cluster.device_type(0)
-
-
-def _device_here(kind: DeviceType) -> str:
-    """What torch calls a device of this type."""
-    import torch
-
-    if kind.name == "cpu":
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    raise ValueError(
-        f"device type {kind.name!r} cannot be profiled: torch finds no CUDA device here; use the "
-        f"device model (no costs), or profile on a machine that has it"
-    )
-
-
-def _space_operators(
-    graph: OperatorGraph, cluster: Cluster, most: int
-) -> tuple[list[tuple[Operator, dict[str, int]]], int]:
-    """Distinct local operators of every skeleton of the space, and how many more there are.
-
-    Whole batches and meshes of few axes come first: every plain strategy is made of those.
-    """
-    wanted = {
-        (skeleton.num_microbatches, mesh.shape)
-        for skeleton in skeletons(graph, cluster)
-        for mesh in skeleton.meshes
-    }
-    found: dict[object, tuple[Operator, dict[str, int]]] = {}
-    for parts, shape in sorted(wanted, key=lambda pair: (len(pair[1]), pair)):
-        for operator, sizes in _local_operators(graph.microbatch(parts), shape):
-            key = (*operator.signature[:1], *operator.signature[2:], tuple(sizes.items()))
-            found.setdefault(key, (operator, sizes))
-    distinct = list(found.values())
-    return distinct[:most], max(0, len(distinct) - most)
-
-
-def _local_operators(
-    graph: OperatorGraph, shape: Sequence[int]
-) -> Iterator[tuple[Operator, dict[str, int]]]:
-    """What devices of a mesh of `shape` may run, equal operators once."""
-    distinct = {op.signature: op for op in graph.operators if op.kind != "source"}
-    for operator in distinct.values():
-        for choice in operator_choices(graph, operator, shape, (0,)):
-            yield operator, local_sizes(operator, choice.config, shape)
+    return measured_cluster(num_processes, cache=cache).cluster
 
 
 def execute(

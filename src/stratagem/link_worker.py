@@ -16,8 +16,9 @@ def main() -> None:
     (path,) = sys.argv[1:]
     torch.set_num_threads(1)
     with GlooCommunicator() as communicator:
-        communicator.prepare([tuple(range(communicator.world_size))])
-        timings = time_collectives(communicator)
+        world = communicator.world_size
+        groups = sorted({world, *(2**k for k in range(1, world.bit_length()) if 2**k <= world)})
+        timings = time_collectives(communicator, groups=groups)
         if communicator.rank == 0:
             write_text(path, encode(timings))
 

@@ -1,19 +1,43 @@
-"""Measurements of what the executor runs and the profiler explains: links and updates."""
+"""Measurements of what the executor runs and the profiler explains: links, updates, dispatch."""
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from stratagem.executor.backends.local import run_local
+from stratagem.executor.instructions import Backward, Forward, Update
+from stratagem.executor.interpreter import Interpreter, StepRecord
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.optimizers import make_optimizer
+from stratagem.executor.program import Program
+from stratagem.executor.run import prepare
+from stratagem.profiler.keys import Measurement
 from stratagem.profiler.links import CollectiveTiming, fit_link
-from stratagem.simulator.cluster import Link
+from stratagem.profiler.timing import Effort, evictor, summarise, time_operator
+from stratagem.simulator.cluster import Cluster, Link
+from stratagem.simulator.costs import Direction
 from stratagem.simulator.files import decode, read_text
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt
+from stratagem.simulator.placement import REPLICATE
+from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.training import Training
+
+LOOPBACK = "loopback (gloo)"
+"""The link between CPU processes of one machine."""
+LEAST_SECONDS = 1e-9
+"""Of a dispatch that noise makes faster than nothing."""
+DISPATCH_STEPS = 12
+"""Of the small program that shows what an instruction takes; as many warm up."""
 
 
 def executor_update(
@@ -26,9 +50,98 @@ def executor_update(
     return lambda: update("parameter", parameter, gradient)
 
 
-def measure_links(
-    num_processes: int = 2, *, name: str = "loopback (gloo)", timeout: float = 300.0
-) -> Link:
+def executor_dispatch() -> dict[Direction, Measurement]:
+    """What the executor spends on a pass of an operator beyond what the profiler times of it.
+
+    A GPT so small that its kernels do next to nothing is run by the interpreter with cold caches,
+    and what `time_operator` finds for the same operators is taken off. What belongs to no operator
+    (sources, conversions that move nothing, freeing) is shared out among all passes. Every
+    instruction counts with its median, so that a few interruptions do not.
+
+    Example:
+        >>> executor_dispatch()[Direction.BACKWARD].median_s  # doctest: +SKIP
+        5.7e-05
+    """
+    graph = gpt(num_layers=2, hidden=16, num_heads=2, vocabulary=32, sequence=8, batch=2)
+    program = prepare(_one_rank_plan(graph), graph)
+    records = run_local(1, lambda comm: _cold_steps(Interpreter(program, comm, _state(graph))))[0]
+    kernels = _kernel_seconds(graph)
+    spans = np.array([record.spans for record in records])
+    seconds = (spans[:, :, 1] - spans[:, :, 0]) * 1e-9
+    typical = _beyond_kernels(program, np.median(seconds, axis=0), kernels)
+    steps = [_beyond_kernels(program, step, kernels) for step in seconds]
+    return {
+        direction: Measurement(
+            typical[direction],
+            summarise([step[direction] for step in steps]).spread,
+            len(steps),
+        )
+        for direction in Direction
+    }
+
+
+def _one_rank_plan(graph: OperatorGraph) -> Plan:
+    mesh = DeviceMesh((MeshAxis("one", 1),), (0,))
+    choices = {operator.name: Choice((REPLICATE,)) for operator in graph.operators}
+    return Plan(
+        name="one rank",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=Cluster.preset("local-cpu", devices_per_node=1),
+        training=Training(),
+        stages=(Stage(tuple(choices), mesh, choices),),
+    )
+
+
+def _state(graph: OperatorGraph) -> dict[str, Tensor]:
+    return {parameter.name: torch.ones(parameter.shape) for parameter in graph.parameters}
+
+
+def _cold_steps(interpreter: Interpreter) -> list[StepRecord]:
+    evict = evictor(interpreter.comm.device, Effort())
+    batch = {
+        given.name: torch.zeros(given.shape, dtype=torch.int64)
+        for given in interpreter.program.graph.inputs
+    }
+    records = [interpreter.step(batch, between=evict) for _ in range(2 * DISPATCH_STEPS)]
+    return records[DISPATCH_STEPS:]
+
+
+def _kernel_seconds(graph: OperatorGraph) -> Mapping[Direction, Mapping[str, float]]:
+    found: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
+    effort = Effort(seconds=0.05)
+    for operator in graph.operators:
+        if operator.kind != "source":
+            timing = time_operator(operator, Training(), effort=effort)
+            found[Direction.FORWARD][operator.name] = timing.forward.median_s
+            if timing.backward is not None:
+                found[Direction.BACKWARD][operator.name] = timing.backward.median_s
+    return found
+
+
+def _beyond_kernels(
+    program: Program,
+    seconds: NDArray[np.float64],
+    kernels: Mapping[Direction, Mapping[str, float]],
+) -> dict[Direction, float]:
+    """Mean seconds of a pass beyond its kernel, from the seconds of every instruction."""
+    beyond: dict[Direction, list[float]] = {direction: [] for direction in Direction}
+    rest = 0.0
+    for instruction, took in zip(program.ranks[0].instructions, seconds.tolist(), strict=True):
+        match instruction:
+            case Forward() | Backward():
+                is_forward = isinstance(instruction, Forward)
+                direction = Direction.FORWARD if is_forward else Direction.BACKWARD
+                beyond[direction].append(took - kernels[direction][instruction.operator])
+            case Update():
+                pass
+            case _:
+                rest += took
+    share = rest / sum(map(len, beyond.values()))
+    return {d: max(statistics.fmean(each) + share, LEAST_SECONDS) for d, each in beyond.items()}
+
+
+def measure_links(num_processes: int = 2, *, name: str = LOOPBACK, timeout: float = 300.0) -> Link:
     """The link between the CPU processes of this machine, as its collectives show it.
 
     Example:
@@ -45,11 +158,27 @@ def measure_links(
         RuntimeError: when a process fails; says what it printed.
         TimeoutError: when the processes take longer than `timeout`.
     """
-    return fit_link(_launch(num_processes, timeout), name, shares_compute=True)
+    return fit_link(measure_collectives(num_processes, timeout=timeout), name, shares_compute=True)
 
 
-def _launch(num_processes: int, timeout: float) -> list[CollectiveTiming]:
-    """What `stratagem.link_worker` finds when torchrun starts `num_processes` of it."""
+def measure_collectives(
+    num_processes: int = 2, *, timeout: float = 300.0
+) -> list[CollectiveTiming]:
+    """Times of all collectives between CPU processes of this machine, in groups of 2, 4, 8, ….
+
+    Example:
+        >>> fit_collectives(measure_collectives(2))[0].latency_us  # doctest: +SKIP
+        212.0
+
+    Args:
+        num_processes: how many to start.
+        timeout: seconds that all of it may take.
+
+    Raises:
+        ValueError: when `num_processes` is below 2.
+        RuntimeError: when a process fails; says what it printed.
+        TimeoutError: when the processes take longer than `timeout`.
+    """
     if num_processes < 2:
         raise ValueError(f"num_processes is {num_processes}; a link is between at least 2")
     with tempfile.TemporaryDirectory() as folder:

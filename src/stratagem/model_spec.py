@@ -1,4 +1,4 @@
-"""What the command line calls a model: ``module:function``, or the file of a captured graph."""
+"""What the command line calls a model (a function, or a graph file) and a cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.files import read_text
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json
@@ -53,3 +54,23 @@ def load_model(spec: str) -> tuple[nn.Module, dict[str, Tensor]]:
         raise
     except Exception as error:
         raise ValueError(f"model {spec!r} failed: {type(error).__name__}: {error}") from error
+
+
+def load_cluster(name: str, nodes: int | None = None, devices: int | None = None) -> Cluster:
+    """A preset, or a file where the name is that of one, perhaps in another size.
+
+    Example:
+        >>> load_cluster("dgx-a100", nodes=2).num_devices
+        16
+
+    Args:
+        name: of a preset, or the path of a cluster file.
+        nodes: how many it is to have.
+        devices: how many each node is to have.
+
+    Raises:
+        ValueError: there is neither, the file is broken, or a size is below 1.
+    """
+    if name in preset_names() or not (name.endswith(".json") or Path(name).exists()):
+        return Cluster.preset(name, num_nodes=nodes, devices_per_node=devices)
+    return Cluster.load(name).resized(num_nodes=nodes, devices_per_node=devices)

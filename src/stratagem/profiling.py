@@ -1,0 +1,287 @@
+"""Profiling what a search or a plan needs, the most valuable operators first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from stratagem.measuring import (
+    LOOPBACK,
+    executor_dispatch,
+    executor_update,
+    measure_collectives,
+)
+from stratagem.profiler.cache import TimingCache
+from stratagem.profiler.clock import describe_environment
+from stratagem.profiler.costs import MeasuredCosts
+from stratagem.profiler.dispatch import profile_dispatch
+from stratagem.profiler.keys import operator_digest
+from stratagem.profiler.links import CollectiveFit, fit_collectives, fit_link, keep_collectives
+from stratagem.profiler.profile import LocalSizes, profile_operators
+from stratagem.profiler.session import ProfileReport, Progress
+from stratagem.profiler.timing import Effort
+from stratagem.profiler.update import profile_updates
+from stratagem.progress import progress_bar
+from stratagem.search.space import operator_choices, skeletons
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import Direction, local_operator
+from stratagem.simulator.device import DeviceType
+from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.placement import local_sizes
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.training import Training
+
+Local = tuple[Operator, LocalSizes]
+
+
+@dataclass(frozen=True, eq=False)
+class Profiled:
+    """What profiling gave.
+
+    Attributes:
+        costs: that answer from it.
+        report: what was timed, and what was odd.
+        num_beyond: distinct operators beyond the limit, which were not looked at.
+        device: the type that was timed.
+        path: the cache file.
+    """
+
+    costs: MeasuredCosts
+    report: ProfileReport
+    num_beyond: int
+    device: DeviceType
+    path: Path
+
+    @property
+    def num_left_out(self) -> int:
+        """Distinct operators that were neither timed nor in the cache."""
+        return self.num_beyond + len(self.report.left_out)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know before trusting the costs."""
+        report = self.report
+        found = [f"not timed: {failure}" for failure in report.failures]
+        found += [
+            f"disturbed: {each}; profile again on a quiet machine" for each in report.disturbed
+        ]
+        if self.num_left_out:
+            total = self.num_left_out + report.num_timed + report.num_cached
+            found.append(
+                f"{self.num_left_out} of {total} distinct operators were not timed and are "
+                "estimated from the others; raise the limit on operators or seconds to time them"
+            )
+        return found
+
+
+def profile_wanted(
+    operators: Sequence[Local],
+    cluster: Cluster,
+    training: Training,
+    *,
+    cache: str | Path | None = None,
+    limit: int | None = None,
+    seconds: float | None = None,
+    effort: Effort | None = None,
+    progress: bool = True,
+) -> Profiled:
+    """Time operators, updates and dispatch on this machine as a device of `cluster`.
+
+    Args:
+        operators: distinct ones, the most valuable first.
+        cluster: of one device type: CPUs, or the GPU of this machine.
+        training: precision and optimizer.
+        cache: the file of the timing cache; the user's own when left out.
+        limit: how many of the operators to look at.
+        seconds: how long timing operators may take.
+        effort: how long to go on with each operator.
+        progress: False shows nothing.
+
+    Raises:
+        ValueError: on a cluster of several device types, a GPU that is not here, a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"the limit is {limit} operators; profile at least 1")
+    kind, device = _device_here(cluster)
+    load = cluster.devices_per_node - 1 if device == "cpu" else 0
+    environment = describe_environment(device, load=load)
+    with TimingCache(cache) as timings, progress_bar(enabled=progress) as show:
+
+        def tell(at: Progress) -> None:
+            left = "" if at.seconds_left is None else f"{format_duration(at.seconds_left)} left, "
+            show("profiling operators", at.done / at.total, f"{left}{at.operator}")
+
+        report = profile_operators(
+            operators[:limit],
+            training,
+            timings,
+            device=device,
+            load=load,
+            effort=effort,
+            seconds=seconds,
+            predict=lambda operator: _seconds(operator, operator.sizes, training, kind),
+            progress=tell,
+        )
+        profile_updates(
+            training, timings, executor_update, device=device, load=load, effort=effort
+        )
+        if device == "cpu":
+            profile_dispatch(timings, executor_dispatch, load=load)
+        costs = MeasuredCosts(timings, {kind.name: environment}, default_costs())
+        beyond = len(operators) - len(operators[:limit])
+        return Profiled(costs, report, beyond, kind, timings.path)
+
+
+def space_operators(graph: OperatorGraph, cluster: Cluster, training: Training) -> list[Local]:
+    """Distinct local operators of every skeleton of the space, the most valuable first.
+
+    Operators are worth their predicted share of the step. Each has many local shapes: they come in
+    the order of plain plans (whole batches, meshes of few axes), and the k-th is worth a k-th, so
+    that all operators are timed in proportion to their share (D'Hondt) however few may be.
+    """
+    device, _ = _device_here(cluster)
+    share: dict[object, float] = defaultdict(float)
+    example: dict[object, str] = {}
+    for operator in graph.operators:
+        if operator.kind != "source":
+            share[operator.signature] += _seconds(operator, operator.sizes, training, device)
+            example.setdefault(operator.signature, operator.name)
+    ranked: list[tuple[float, Local]] = []
+    shapes = [(graph.microbatch(n), shape) for n, shape in _space_shapes(graph, cluster)]
+    for signature, name in example.items():
+        found = _distinct(
+            (operator, local_sizes(operator, choice.config, shape))
+            for part, shape in shapes
+            for operator in [part.operator(name)]
+            for choice in operator_choices(part, operator, shape, (0,))
+        )
+        ranked += [(share[signature] / (k + 1), local) for k, local in enumerate(found)]
+    ranked.sort(key=lambda each: -each[0])
+    return _distinct(local for _, local in ranked)
+
+
+def planned_operators(graph: OperatorGraph, plan: Plan) -> list[Local]:
+    """Distinct local operators of a plan, those that take most of its step first.
+
+    Raises:
+        ValueError: when the plan is not for this graph, or its devices cannot be profiled here.
+    """
+    plan.check(graph)
+    device, _ = _device_here(plan.cluster)
+    part = graph.microbatch(plan.num_microbatches)
+    share: dict[str, float] = defaultdict(float)
+    found: dict[str, Local] = {}
+    for stage in plan.stages:
+        for name, choice in stage.choices.items():
+            operator = part.operator(name)
+            if operator.kind != "source":
+                sizes = local_sizes(operator, choice.config, stage.mesh.shape)
+                digest = operator_digest(local_operator(operator, sizes))
+                found.setdefault(digest, (operator, sizes))
+                share[digest] += _seconds(operator, sizes, plan.training, device)
+    return [found[digest] for digest in sorted(share, key=lambda digest: -share[digest])]
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredCluster:
+    """Processes of this machine as a cluster, and how the collectives between them were fitted."""
+
+    cluster: Cluster
+    fits: tuple[CollectiveFit, ...] = ()
+
+    @property
+    def table(self) -> Table:
+        """The fits, a row for each kind of collective and size of group."""
+        return Table(
+            title="collectives between processes of this machine",
+            columns={
+                "collective": Unit.TEXT,
+                "ranks": Unit.COUNT,
+                "latency": Unit.SECONDS,
+                "GB/s": Unit.TEXT,
+                "error": Unit.SHARE,
+            },
+            rows=tuple(
+                (f.kind.value, f.size, f.latency_us * 1e-6, f"{f.bandwidth_gb_s:.2f}", f.error)
+                for f in self.fits
+            ),
+            note="Latency a message and bandwidth of the ring model; errors are typical ones of "
+            "the timed sizes.",
+        )
+
+
+def measured_cluster(num_processes: int, *, cache: str | Path | None = None) -> MeasuredCluster:
+    """Processes of this machine with the link between them as measured now.
+
+    Args:
+        num_processes: how many devices it has; a single one has no link.
+        cache: the timing cache that keeps the times of the collectives.
+
+    Raises:
+        ValueError: when `num_processes` is below 1.
+    """
+    cluster = Cluster.preset("local-cpu", devices_per_node=num_processes)
+    if num_processes == 1:
+        return MeasuredCluster(cluster)
+    timings = measure_collectives(num_processes)
+    environment = describe_environment("cpu", load=num_processes - 1)
+    with TimingCache(cache) as kept:
+        keep_collectives(kept, environment, timings, "gloo", link=LOOPBACK)
+    link = fit_link(timings, LOOPBACK, shares_compute=True)
+    cluster = replace(cluster, intra_node=link, inter_node=link)
+    return MeasuredCluster(cluster, tuple(fit_collectives(timings)))
+
+
+def _device_here(cluster: Cluster) -> tuple[DeviceType, str]:
+    """The device type of a cluster, and what torch calls a device of this type.
+
+    Raises:
+        ValueError: when it has several, or a GPU that is not here.
+    """
+    kinds = sorted(set(cluster.node_devices))
+    if len(kinds) > 1:
+        raise ValueError(
+            f"cluster {cluster.name!r} has the device types {', '.join(kinds)}; this machine can "
+            f"profile one: give a cluster of that one only"
+        )
+    kind = cluster.device_type(0)
+    if kind.name == "cpu" or torch.cuda.is_available():
+        return kind, "cpu" if kind.name == "cpu" else "cuda"
+    raise ValueError(
+        f"device type {kind.name!r} cannot be profiled: torch finds no CUDA device here; use the "
+        f"device model (no costs), or profile on a machine that has it"
+    )
+
+
+def _space_shapes(graph: OperatorGraph, cluster: Cluster) -> list[tuple[int, tuple[int, ...]]]:
+    """Numbers of microbatches and shapes of meshes, the plainest first."""
+    wanted = {
+        (skeleton.num_microbatches, mesh.shape)
+        for skeleton in skeletons(graph, cluster)
+        for mesh in skeleton.meshes
+    }
+    return sorted(wanted, key=lambda pair: (len(pair[1]), pair))
+
+
+def _distinct(operators: Iterable[Local]) -> list[Local]:
+    found: dict[str, Local] = {}
+    for operator, sizes in operators:
+        found.setdefault(operator_digest(local_operator(operator, sizes)), (operator, sizes))
+    return list(found.values())
+
+
+def _seconds(
+    operator: Operator, sizes: LocalSizes, training: Training, device: DeviceType
+) -> float:
+    """What both passes should take."""
+    return sum(
+        default_costs().operator_cost(operator, sizes, direction, training, device).seconds
+        for direction in Direction
+    )

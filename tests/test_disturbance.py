@@ -1,0 +1,232 @@
+"""A profile on a machine that is disturbed, interrupted, or has little time."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.profiler import Effort, Measurement, Timing, TimingCache, profile_operators, session
+from stratagem.profiler.reference import ReferenceKernel, Watch, throttle_reasons
+from stratagem.profiler.timing import count_outliers
+from stratagem.simulator.graph import Operator
+from stratagem.simulator.models import mlp
+from stratagem.simulator.training import Training
+
+LINEAR = next(o for o in mlp([8, 8], batch=64).operators if o.kind == "linear")
+
+
+def operators(count: int) -> list[tuple[Operator, dict[str, int]]]:
+    """Linear operators of 1, 2, … samples."""
+    return [(LINEAR, {**LINEAR.sizes, "sample": n}) for n in range(1, count + 1)]
+
+
+class FakeMachine:
+    """A machine whose operators take `sample` seconds at full speed, on a clock of its own.
+
+    `slowdown` says how many times slower it is at a moment.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slowdown=lambda moment: 1.0) -> None:
+        self.moment = 0.0
+        self.slowdown = slowdown
+        self.timed: list[int] = []
+        machine = self
+
+        class Reference:
+            def __init__(self, device: torch.device) -> None:
+                pass
+
+            def seconds(self) -> float:
+                return machine.slowdown(machine.moment)
+
+        monkeypatch.setattr(session, "ReferenceKernel", Reference)
+        monkeypatch.setattr(session, "time_operator", self.time)
+        monkeypatch.setattr(session, "time", types.SimpleNamespace(monotonic=self.now))
+        monkeypatch.setattr(
+            session, "Watch", lambda reference: Watch(reference, interval=0.0, now=self.now)
+        )
+
+    def now(self) -> float:
+        return self.moment
+
+    def time(self, operator: Operator, training, device, *, threads, effort) -> Timing:
+        samples = operator.sizes["sample"]
+        self.timed.append(samples)
+        seconds = samples * self.slowdown(self.moment)
+        self.moment += samples
+        measured = Measurement(seconds, 0.0, 5)
+        return Timing(measured, measured, num_outliers=1)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    with TimingCache(tmp_path / "timings.sqlite") as opened:
+        yield opened
+
+
+def times(cache: TimingCache) -> set[float]:
+    return {entry.measurement.median_s for entry in cache.entries()}
+
+
+class TestOutliers:
+    @given(st.lists(st.floats(0.99, 1.01), min_size=8, max_size=40), st.integers(0, 3))
+    def test_injected_ones_are_counted(self, steady: list[float], injected: int) -> None:
+        assert count_outliers([*steady, *[5.0] * injected]) == injected
+
+    def test_equal_times_have_none(self) -> None:
+        assert count_outliers([1e-5] * 9) == 0
+
+    def test_a_wide_spread_has_none(self) -> None:
+        seconds = 1.0 + 0.2 * np.random.default_rng(0).standard_normal(200)
+        assert count_outliers(seconds.tolist()) == 0
+
+    def test_they_are_reported(self, cache, monkeypatch) -> None:
+        FakeMachine(monkeypatch)
+        assert profile_operators(operators(3), Training(), cache).num_outliers == 3
+
+
+class TestWatch:
+    @given(st.lists(st.floats(1.0, 2.0), min_size=2, max_size=12), st.floats(0.0, 0.5))
+    def test_an_operator_lies_between_two_looks(self, speeds: list[float], drift: float) -> None:
+        looks = iter(speeds)
+        watch = Watch(lambda: next(looks), interval=0.0, now=lambda: 0.0)
+        for number in range(len(speeds) - 1):
+            watch.timed(str(number))
+        expected = [
+            str(n)
+            for n in range(len(speeds) - 1)
+            if max(speeds[n], speeds[n + 1]) / min(speeds) > 1 + drift
+        ]
+        assert watch.disturbed(drift) == expected
+
+    def test_looks_are_an_interval_apart(self) -> None:
+        moment, looks = 0.0, []
+        watch = Watch(lambda: looks.append(moment) or 1.0, interval=2.0, now=lambda: moment)
+        for _ in range(10):
+            moment += 0.7
+            watch.timed("operator")
+        assert looks == pytest.approx([0.0, 2.1, 4.2, 6.3])
+
+    def test_the_kernel_takes_time(self) -> None:
+        assert 0 < ReferenceKernel(torch.device("cpu")).seconds() < 1
+
+    def test_a_kernel_slowed_on_purpose_is_seen(self) -> None:
+        """The same kernel on a clock that runs at half speed for a while."""
+        slow = 1.0
+
+        class Clock:
+            moment = 0
+
+            def now(self) -> int:
+                Clock.moment += 1
+                return Clock.moment
+
+            def seconds(self, start: int, stop: int) -> float:
+                return (stop - start) * slow
+
+        kernel = ReferenceKernel(torch.device("cpu"), Clock())
+        watch = Watch(kernel.seconds, interval=0.0)
+        watch.timed("before")
+        slow = 2.0
+        watch.timed("meanwhile")
+        slow = 1.0
+        watch.timed("also meanwhile")
+        watch.timed("after")
+        assert watch.disturbed(0.1) == ["meanwhile", "also meanwhile"]
+        assert watch.slowness("meanwhile") == 2.0
+
+
+class TestDisturbed:
+    def test_what_was_disturbed_is_timed_again(self, cache, monkeypatch) -> None:
+        machine = FakeMachine(monkeypatch, lambda moment: 1.5 if 1 <= moment < 6 else 1.0)
+        report = profile_operators(operators(5), Training(), cache)
+        assert machine.timed == [1, 2, 3, 4, 5, 1, 2, 3]
+        assert times(cache) == {1.0, 2.0, 3.0, 4.0, 5.0}
+        assert report.disturbed == ()
+        assert report.num_timed == 5
+
+    def test_a_machine_that_was_slow_at_first(self, cache, monkeypatch) -> None:
+        FakeMachine(monkeypatch, lambda moment: 3.0 if moment < 2 else 1.0)
+        report = profile_operators(operators(4), Training(), cache)
+        assert times(cache) == {1.0, 2.0, 3.0, 4.0}
+        assert report.disturbed == ()
+
+    def test_what_stays_disturbed_is_reported(self, cache, monkeypatch) -> None:
+        machine = FakeMachine(monkeypatch, lambda moment: 1.0 if moment < 1 else 1.2)
+        report = profile_operators(operators(2), Training(), cache)
+        assert machine.timed == [1, 2] * 3
+        assert [text.split(":")[-1] for text in report.disturbed] == [
+            " while the device was 20% slower than at its best"
+        ] * 2
+
+    def test_a_small_drift_is_none(self, cache, monkeypatch) -> None:
+        machine = FakeMachine(monkeypatch, lambda moment: 1.0 + 0.01 * moment)
+        assert profile_operators(operators(3), Training(), cache).disturbed == ()
+        assert machine.timed == [1, 2, 3]
+
+    def test_the_reason_that_nvml_gives(self, monkeypatch) -> None:
+        fake = types.SimpleNamespace(
+            NVMLError=RuntimeError,
+            nvmlInit=lambda: None,
+            nvmlShutdown=lambda: None,
+            nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+            nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x01 | 0x44,
+        )
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        properties = types.SimpleNamespace(uuid="1234")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        found = throttle_reasons(torch.device("cuda"))
+        assert found == ("power cap", "hardware thermal limit")
+        assert throttle_reasons(torch.device("cpu")) == ()
+
+
+class TestProgress:
+    def test_what_is_left_is_what_the_others_take(self, cache, monkeypatch) -> None:
+        """Predictions 3 times too short, and efforts that do not count: the ratio corrects it."""
+        machine = FakeMachine(monkeypatch)
+        monkeypatch.setattr(session, "LEAST_SECONDS", 0.0)
+        seen = []
+        profile_operators(
+            operators(6),
+            Training(),
+            cache,
+            effort=Effort(seconds=0.0),
+            predict=lambda operator: operator.sizes["sample"] / 3,
+            progress=lambda at: seen.append((at.seconds_left, machine.moment)),
+        )
+        assert [left for left, _ in seen] == pytest.approx([21 - moment for _, moment in seen])
+
+    def test_cached_operators_take_nothing(self, cache, monkeypatch) -> None:
+        FakeMachine(monkeypatch)
+        profile_operators(operators(2), Training(), cache)
+        seen = []
+        profile_operators(operators(3), Training(), cache, progress=seen.append)
+        assert [at.seconds_left for at in seen] == [None, None, 0.0]
+        assert [at.cached for at in seen] == [True, True, False]
+
+    def test_a_budget_ends_it(self, cache, monkeypatch) -> None:
+        FakeMachine(monkeypatch)
+        report = profile_operators(operators(5), Training(), cache, seconds=2.5)
+        assert report.num_timed == 2
+        assert [text.split("sample ")[1].split(",")[0] for text in report.left_out] == list("345")
+        assert profile_operators(operators(5), Training(), cache).num_timed == 3
+
+    def test_an_interrupt_says_what_is_kept(self, cache, monkeypatch) -> None:
+        FakeMachine(monkeypatch)
+
+        def interrupt(progress) -> None:
+            if progress.done == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as caught:
+            profile_operators(operators(3), Training(), cache, progress=interrupt)
+        (note,) = caught.value.__notes__
+        assert note.startswith("interrupted: 2 of 3 operators were timed and are kept in ")
+        assert str(cache.path) in note
+        assert len(times(cache)) == 2

@@ -1,0 +1,136 @@
+"""What is profiled first, and the verb of the command line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from stratagem import profiling
+from stratagem.cli import app
+from stratagem.profiler import Effort, TimingCache
+from stratagem.profiling import planned_operators, space_operators
+from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import Direction, RooflineCosts
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.graph_io import graph_to_json
+from stratagem.simulator.models import mlp
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("local-cpu")
+QUICK = Effort(seconds=0.0, min_repeats=2, evict_bytes=0, max_drift=float("inf"))
+
+
+def predicted(operator, sizes) -> float:
+    return sum(
+        RooflineCosts()
+        .operator_cost(operator, sizes, direction, Training(), CLUSTER.device_type(0))
+        .seconds
+        for direction in Direction
+    )
+
+
+def plan_of(graph: OperatorGraph) -> Plan:
+    situation = Situation(graph, CLUSTER, Training(), RooflineCosts())
+    return baseline_plans(situation)["data parallel"].plan
+
+
+def test_a_plans_operators_come_by_their_share_of_the_step() -> None:
+    """Two equal middle layers count twice, so they come before the one that is larger."""
+    graph = mlp([512, 640, 640, 640, 900], batch=64)
+    found = planned_operators(graph, plan_of(graph))
+    shares = []
+    for operator, sizes in found:
+        same = [
+            o for o in graph.operators if o.signature == graph.operator(operator.name).signature
+        ]
+        shares.append(len(same) * predicted(operator, sizes))
+    assert shares == sorted(shares, reverse=True)
+    assert found[0][0].dims[-1].size == 640
+    assert len(found) == len({(o.kind, tuple(s.items())) for o, s in found})
+
+
+@pytest.mark.parametrize("limit", [1, 3, 6, 12])
+def test_a_searchs_operators_come_in_proportion_to_their_share(limit: int) -> None:
+    """Like seats of a parliament, given one after the other to the largest share / (seats + 1)."""
+    graph = mlp([512, 640, 900], batch=64)
+    found = space_operators(graph, CLUSTER, Training())
+    votes = {o.name: predicted(o, o.sizes) for o in graph.operators if o.kind != "source"}
+    room = Counter(operator.name for operator, _ in found)
+    seats: Counter[str] = Counter()
+    for _ in range(limit):
+        open_ = [name for name in votes if seats[name] < room[name]]
+        seats[max(open_, key=lambda name: votes[name] / (seats[name] + 1))] += 1
+    assert Counter(operator.name for operator, _ in found[:limit]) == seats
+
+
+def test_the_plainest_shapes_of_an_operator_come_first() -> None:
+    found = space_operators(mlp([512, 640], batch=64), CLUSTER, Training())
+    linear = [sizes for operator, sizes in found if operator.kind == "linear"]
+    assert linear[0]["sample"] == 64
+    assert [sizes["sample"] for sizes in linear].index(32) < len(linear) // 2
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
+    graph = mlp([16, 24, 16], batch=8)
+    (tmp_path / "graph.json").write_text(graph_to_json(graph))
+    plan_of(graph).save(tmp_path / "plan.json")
+    real = profiling.profile_operators
+    monkeypatch.setattr(
+        profiling, "profile_operators", lambda *a, **k: real(*a, **{**k, "effort": QUICK})
+    )
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["profile", "graph.json", *arguments])
+
+
+def test_a_plan_is_profiled(place: Path) -> None:
+    shown = call("--plan", "plan.json")
+    assert shown.exit_code == 0, shown.output
+    assert "4 operators timed in " in shown.stdout
+    assert ", 0 were there already, 0 left out" in shown.stdout
+    assert "linear" in shown.stdout
+    assert "of the fallback" in shown.stdout
+    assert " 0 operators timed in " in " " + call("--plan", "plan.json").stdout
+
+
+def test_a_limit_says_what_was_left_out(place: Path) -> None:
+    shown = call("--devices", "1", "--limit", "2")
+    assert shown.exit_code == 0, shown.output
+    assert "2 operators timed in " in shown.stdout
+    assert "distinct operators were not timed and are estimated from the others" in shown.stdout
+    refused = call("--limit", "0")
+    assert refused.exit_code == 2
+    assert "the limit is 0 operators; profile at least 1" in refused.output
+
+
+def test_no_time_leaves_everything_out(place: Path) -> None:
+    shown = call("--devices", "1", "--seconds", "0", "--cache", "other.sqlite")
+    assert shown.exit_code == 0, shown.output
+    assert "0 operators timed in " in shown.stdout
+    with TimingCache("other.sqlite") as cache:
+        kinds = {entry.key.operator.kind for entry in cache.entries()}
+    assert kinds == {"update", "dispatch"}
+
+
+def test_an_interrupt_ends_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments, **options):
+        error = KeyboardInterrupt()
+        error.add_note("interrupted: 2 of 3 operators were timed; profile again to go on")
+        raise error
+
+    monkeypatch.setattr(profiling, "profile_operators", interrupted)
+    shown = call("--devices", "1")
+    assert shown.exit_code == 130
+    assert (
+        shown.stdout.strip() == "interrupted: 2 of 3 operators were timed; profile again to go on"
+    )
