@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def code_block() -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    return str(block)
+def code_block(number: int = 0) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 2
+    return str(blocks[number])
 
 
 def test_code_is_about_a_dozen_lines() -> None:
@@ -38,6 +39,19 @@ def test_code_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "A step takes" in done.stdout
     assert "whole step" in done.stdout
     assert (tmp_path / "step.png").stat().st_size > 1000
+
+
+def test_a_published_run_is_predicted_as_it_stands() -> None:
+    program = f"import stratagem as sg\n{code_block(1)}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(18.13, rel=0.1)
 
 
 WORDS = (

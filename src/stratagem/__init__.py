@@ -22,6 +22,7 @@ _HOMES = {
     "Budget": "stratagem.search.result",
     "Options": "stratagem.search.space",
     "Comparison": "stratagem.comparison",
+    "Calibration": "stratagem.simulator.cluster",
     "Choice": "stratagem.simulator.plan",
     "Cluster": "stratagem.simulator.cluster",
     "DeviceMesh": "stratagem.simulator.mesh",
@@ -40,6 +41,7 @@ _HOMES = {
     "Timeline": "stratagem.simulator.timeline",
     "TimingCache": "stratagem.profiler.cache",
     "Training": "stratagem.simulator.training",
+    "TrainingSetup": "stratagem.search.setup",
     "capture": "stratagem.simulator.torch_ops.capture",
     "compare": "stratagem.comparison",
     "compare_schedules": "stratagem.face",
@@ -56,10 +58,14 @@ _HOMES = {
     "write_trace": "stratagem.simulator.trace",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+_MODULES = {"models": "stratagem.simulator.models"}
+
+__all__ = ["__version__", *sorted([*_HOMES, *_MODULES])]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
