@@ -27,7 +27,7 @@ from benchmarks.fidelity.sets import read_runs, set_of
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.files import encode
 
-MOST_RUNS = 30
+MOST_RUNS = 40
 SCALE = 0.05
 """Relative errors beyond this count less than their square: outliers do not rule the fit."""
 
@@ -78,7 +78,7 @@ CONSTANTS = (
     _calibrated("product_scale", 0.7, 1.6),
     _calibrated("memory_scale", 0.5, 3.0),
     _calibrated("launch_us", 2.0, 200.0),
-    Constant("intra_node.bandwidth_gb_s", _intra_bandwidth, _put_intra_bandwidth, 1.0, 450.0),
+    Constant("intra_node.bandwidth_gb_s", _intra_bandwidth, _put_intra_bandwidth, 1.0, 300.0),
     Constant(
         "inter_node.bandwidth_gb_s",
         lambda c: c.inter_node.bandwidth_gb_s,

@@ -72,6 +72,11 @@ def _check_options(plan: Plan) -> None:
                         f"plan {plan.name!r}: operator {name!r} {what}, which is simulated only; "
                         f"{remedy}"
                     )
+    if plan.inputs_first:
+        raise ValueError(
+            f"plan {plan.name!r} makes gradients of inputs before those of weights, which is "
+            f"simulated only; search with Options(inputs_first=False)"
+        )
     if plan.bucket_bytes:
         raise ValueError(
             f"plan {plan.name!r} reduces gradients in buckets of {plan.bucket_bytes} bytes, which "

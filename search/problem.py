@@ -59,6 +59,7 @@ class Problem:
     capacities: IntArray
     blocks: tuple[IntArray, ...]
     bucket_bytes: int
+    inputs_first: bool
     tensors: tuple[IntArray, ...]
     ranks: tuple[IntArray, ...]
     crossings: IntArray
@@ -108,6 +109,7 @@ class Problem:
             num_microbatches=self.skeleton.num_microbatches,
             schedule=self.skeleton.schedule,
             bucket_bytes=self.bucket_bytes,
+            inputs_first=self.inputs_first,
             seed=seed,
         )
 
@@ -147,6 +149,7 @@ def make_problem(
     shapes = StageShapes(
         split=schedule.splits_backward,
         bucket_bytes=options.bucket_bytes,
+        inputs_first=options.inputs_first,
         slowdown=slowdown_of(cluster),
     )
     blocks = [shapes.blocks(table) for table in tables]
@@ -193,6 +196,7 @@ def make_problem(
         moves=_moves(tables, small, choices),
         capacities=capacities,
         bucket_bytes=options.bucket_bytes,
+        inputs_first=options.inputs_first,
         blocks=flat_blocks,
         tensors=_flat_tensors(tables, edges, stage_of, small, shapes),
         ranks=ranks,

@@ -274,4 +274,5 @@ class _Run:
             num_microbatches=skeleton.num_microbatches,
             schedule=skeleton.schedule,
             bucket_bytes=self.options.bucket_bytes,
+            inputs_first=self.options.inputs_first,
         )

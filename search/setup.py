@@ -54,6 +54,8 @@ class TrainingSetup:
             and gathered again in backward (Korthikanti et al. 2022).
         overlap_gradients: whether gradients are reduced while backward still runs; otherwise all
             at once when it has ended.
+        inputs_first: whether gradients of weights run beside the conversion of those of inputs
+            (Megatron-LM's asynchronous all-reduce of tensor parallelism).
         partition: how a pipeline is cut: ``layers`` gives every stage as many repeated blocks,
             what stands before them to the first stage and what stands after to the last;
             ``layers and ends`` counts each end as one more layer; ``parameters`` balances the
@@ -74,6 +76,7 @@ class TrainingSetup:
     sequence_parallel: bool = False
     expert_parallel: bool = False
     overlap_gradients: bool = True
+    inputs_first: bool = False
     partition: str = "layers"
 
     def __post_init__(self) -> None:
@@ -146,6 +149,7 @@ class TrainingSetup:
             num_microbatches=parts,
             schedule="interleaved" if self.virtual_stages > 1 else self.schedule,
             bucket_bytes=0 if self.overlap_gradients else ALL_AT_ONCE,
+            inputs_first=self.inputs_first,
         )
 
     def describe(self) -> str:

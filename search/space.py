@@ -53,6 +53,8 @@ class Options:
         chunks: in how many pieces a matrix product may run, to overlap with its collectives.
         fuse: whether elementwise work may run inside collectives.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes.
+        inputs_first: gradients of weights run beside the conversion of those of inputs (see
+            `Plan`).
 
     Raises:
         ValueError: on an unknown policy, none at all, chunks below 1 or a negative size.
@@ -62,6 +64,7 @@ class Options:
     chunks: tuple[int, ...] = (1,)
     fuse: bool = False
     bucket_bytes: int = 0
+    inputs_first: bool = False
 
     def __post_init__(self) -> None:
         for policy in self.recompute:

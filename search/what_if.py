@@ -8,7 +8,7 @@ levels, the first by what changed only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -239,7 +239,7 @@ def _problem(plan: Plan, graph: OperatorGraph, costs: CostModel, options: Option
         plan.training,
         costs,
         ZERO_STAGES,
-        options=Options(options.recompute, options.chunks, options.fuse, plan.bucket_bytes),
+        options=replace(options, bucket_bytes=plan.bucket_bytes, inputs_first=plan.inputs_first),
         include={name: c for stage in plan.stages for name, c in stage.choices.items()},
     )
 

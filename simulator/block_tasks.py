@@ -33,7 +33,12 @@ from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, Timed
 
 
 def stage_blocks(
-    table: CostTable, *, split: bool = False, bucket_bytes: int = 0, slowdown: int = 0
+    table: CostTable,
+    *,
+    split: bool = False,
+    bucket_bytes: int = 0,
+    slowdown: int = 0,
+    inputs_first: bool = False,
 ) -> StageBlocks:
     """The blocks of the stage that `table` prices.
 
@@ -43,13 +48,16 @@ def stage_blocks(
         bucket_bytes: gradients are reduced in buckets of at least so many bytes per device; 0
             reduces each operator's alone.
         slowdown: per mille by which computing and communication slow each other down.
+        inputs_first: whether an operator makes the gradients of its inputs before those of its
+            weights, so that these run while the first are converted.
     """
-    writer = _Writer(table, bucket_bytes)
+    writer = _Writer(table, bucket_bytes, inputs_first)
     forward = writer.forward()
-    backward = writer.backward(lambda row: row.backward, parameters=True)
+    whole = writer.backward_inputs if inputs_first else writer.backward_whole
+    backward = writer.backward(whole, parameters=True)
     parts: tuple[Block | None, Block | None] = (None, None)
     if split:
-        inputs = writer.backward(lambda row: row.input_gradient, parameters=False)
+        inputs = writer.backward(writer.backward_inputs, parameters=False)
         parts = inputs, writer.weight_backward()
     return StageBlocks(forward, backward, *parts, *writer.pool.arrays(), slowdown)
 
@@ -85,6 +93,7 @@ class _Writer:
 
     table: CostTable
     bucket_bytes: int
+    inputs_first: bool
     pool: Pool = field(default_factory=Pool)
     _parts: dict[tuple[int, int, str], Timed] = field(default_factory=dict)
 
@@ -124,6 +133,7 @@ class _Writer:
         returned: dict[int, list[tuple[list[int], list[int]]]] = {}
         gathers, host = _Prefetch(self, draft), _Host(self, draft)
         order = list(reversed(self.table.operators))
+        ends: dict[int, int] = {}
         for place, i in enumerate(order):
             gate = [done[order[place - 1]][-1]] if place else []
             for j in self.triggers.at.get(place, ()):
@@ -145,31 +155,39 @@ class _Writer:
                 draft, i, "backward", Role.BACKWARD, passes(self._row(i)), first, arrivals
             )
             gathers.ran(i, done[i][-1])
+            ends[i] = done[i][-1]
+            if parameters and self.inputs_first and self._row(i).weighs:
+                ends[i] = self._weight_gradient(draft, i, [ends[i]])
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self._edge_row(k)
                 made = row.made_backward, row.read_backward
                 tasks = self._conversion(draft, k, Role.CONVERT_BACK, row.backward, made, done[i])
                 returned.setdefault(edge.producer, []).append(tasks)
         if parameters:
-            self._parameters(draft, {i: tasks[-1] for i, tasks in done.items()})
+            self._parameters(draft, ends)
         return draft.finish()
+
+    def backward_whole(self, row: OperatorRow) -> Timed:
+        """A backward pass in one."""
+        return row.backward
+
+    def backward_inputs(self, row: OperatorRow) -> Timed:
+        """The part of a backward pass that makes the gradients of inputs."""
+        return row.input_gradient
 
     def weight_backward(self) -> Block:
         """The gradients of parameters, and what they end in."""
         draft = Draft(self.table.graph.names)
         done: dict[int, int] = {}
         for i in reversed(self.table.operators):
-            row = self._row(i)
-            whole = self._whole(row.weight_gradient, row.pieces)
-            done[i] = draft.operator_task(
-                "{0} weight gradient",
-                Role.WEIGHT_GRADIENT,
-                i,
-                self.pool.add(whole),
-                [],
-            )
+            done[i] = self._weight_gradient(draft, i, [])
         self._parameters(draft, done)
         return draft.finish()
+
+    def _weight_gradient(self, draft: Draft, i: int, before: Sequence[int]) -> int:
+        row = self._row(i)
+        number = self.pool.add(self._whole(row.weight_gradient, row.pieces))
+        return draft.operator_task("{0} weight gradient", Role.WEIGHT_GRADIENT, i, number, before)
 
     def row_is_launched(self, i: int) -> bool:
         """Whether launching an operator takes the host time."""

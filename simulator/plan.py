@@ -93,6 +93,9 @@ class Plan:
     Attributes:
         bucket_bytes: gradients are reduced in buckets of at least so many; 0 reduces each
             operator's alone.
+        inputs_first: a backward pass makes the gradients of its inputs before those of its
+            weights, which then run beside the conversion of the first (Megatron-LM's
+            asynchronous all-reduce of tensor parallelism).
         schedule: a name in `SCHEDULES`, or ``custom``.
         token_slices: parts into which the tokens of a microbatch are cut (TeraPipe).
         orders: of a custom schedule, one line a rank, such as ``rank 0: 0F0 0B0``.
@@ -115,6 +118,7 @@ class Plan:
     prediction: Prediction | None = None
     token_slices: int = 1
     orders: tuple[str, ...] = ()
+    inputs_first: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 0:
@@ -334,6 +338,7 @@ class _PlanFile:
     prediction: Prediction | None = field(default=None)
     token_slices: int = 1
     orders: tuple[str, ...] = ()
+    inputs_first: bool = False
 
 
 def _to_file(plan: Plan) -> _PlanFile:
@@ -372,6 +377,7 @@ def _to_file(plan: Plan) -> _PlanFile:
         prediction=plan.prediction,
         token_slices=plan.token_slices,
         orders=plan.orders,
+        inputs_first=plan.inputs_first,
     )
 
 
@@ -408,4 +414,5 @@ def _from_file(file: _PlanFile) -> Plan:
         prediction=file.prediction,
         token_slices=file.token_slices,
         orders=file.orders,
+        inputs_first=file.inputs_first,
     )

@@ -148,6 +148,7 @@ def plan_model(
     shapes = StageShapes(
         split=schedule.splits_backward,
         bucket_bytes=plan.bucket_bytes,
+        inputs_first=plan.inputs_first,
         slowdown=slowdown_of(plan.cluster),
     )
     stages = [

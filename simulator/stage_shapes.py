@@ -22,12 +22,13 @@ from stratagem.simulator.resharding import IntArray
 class StageShapes:
     """Builds blocks and lifetimes, each shape once.
 
-    `split`, `bucket_bytes` and `slowdown` are those of `stage_blocks`.
+    `split`, `bucket_bytes`, `slowdown` and `inputs_first` are those of `stage_blocks`.
     """
 
     split: bool = False
     bucket_bytes: int = 0
     slowdown: int = 0
+    inputs_first: bool = False
     _shapes: dict[int, tuple[CostTable, Any]] = field(default_factory=dict)
     _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
     _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class StageShapes:
                 split=self.split,
                 bucket_bytes=self.bucket_bytes,
                 slowdown=self.slowdown,
+                inputs_first=self.inputs_first,
             )
             self._blocks[key] = table, made
         first, blocks = self._blocks[key]

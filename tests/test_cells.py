@@ -151,6 +151,7 @@ def random_plan(
         num_microbatches=parts,
         schedule=schedule,
         bucket_bytes=rng.choice([0, 4096]),
+        inputs_first=rng.random() < 0.3,
         cluster=replace(
             busy_cores(CLUSTER) if blocking else CLUSTER,
             compute_slowdown=rng.choice([0.0, 0.13]),

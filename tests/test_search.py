@@ -120,7 +120,7 @@ def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    "options", [Options(), Options(chunks=(1, 2), fuse=True, bucket_bytes=4096)]
+    "options", [Options(), Options(chunks=(1, 2), fuse=True, bucket_bytes=4096, inputs_first=True)]
 )
 @pytest.mark.parametrize("slowdown", [0.0, 0.13])
 def test_the_kernels_memory_and_time_are_the_simulators(

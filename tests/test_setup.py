@@ -148,3 +148,33 @@ def test_part_of_a_node_is_a_cluster_too():
     assert CLUSTER.with_devices(32).num_nodes == 4
     with pytest.raises(ValueError, match=r"12 devices.*have 8"):
         CLUSTER.with_devices(12)
+
+
+def test_gradients_of_weights_run_beside_the_all_reduce_of_those_of_inputs():
+    """Megatron-LM's asynchronous all-reduce: a backward pass is the longer of the two, not both."""
+    graph = gpt(num_layers=4, batch=16)
+    setup = TrainingSetup(microbatch=4, tensor=8, training=Training(precision="bfloat16"))
+    one_node = CLUSTER.with_devices(8)
+    plain, beside = (
+        simulate_plan(each.plan(graph, one_node), graph, RooflineCosts())
+        for each in (setup, replace(setup, inputs_first=True))
+    )
+    assert beside.step_time < plain.step_time
+    timeline = beside.timeline
+    weight, moved = (
+        next(k for k, name in enumerate(timeline.names) if name.startswith(start))
+        for start in ("h.1.mlp.up weight", "h.1.ln_2 ← h.1.mlp.up")
+    )
+    assert timeline.start[weight] < timeline.end[moved]
+    assert timeline.start[moved] < timeline.end[weight]
+
+
+def test_the_order_of_gradients_changes_nothing_where_nothing_is_converted():
+    graph = gpt(num_layers=2, batch=8)
+    setup = TrainingSetup(microbatch=8)
+    one = CLUSTER.with_devices(1)
+    times = [
+        simulate_plan(each.plan(graph, one), graph, RooflineCosts()).step_time
+        for each in (setup, replace(setup, inputs_first=True))
+    ]
+    assert times[1] == pytest.approx(times[0], rel=1e-6)

@@ -28,6 +28,7 @@ def vtrain(number: int, row: Row) -> Iterator[Run]:
         training=training("float16"),
         recompute="full",
         overlap_gradients=False,
+        inputs_first=True,
     )
     yield Run(
         row=number,

@@ -32,7 +32,7 @@ def gpt_of(row: Row, *, vocabulary: int | None = None) -> Model:
 
 def selene(num_devices: int, gpu: str) -> Cluster:
     """DGX A100 with eight 200 Gb/s cards a node."""
-    return Cluster.preset("dgx-a100").with_devices(num_devices, device=device_named(gpu))
+    return Cluster.preset("dgx-a100-superpod").with_devices(num_devices, device=device_named(gpu))
 
 
 def training(precision: str) -> Training:
