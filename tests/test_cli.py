@@ -225,7 +225,7 @@ def test_capture_writes_what_search_reads(place: Path) -> None:
         (("search", "small_model:wrong", *SMALL), "must return (model, dict of example inputs)"),
         (("search", "plan", *SMALL), "neither"),
         (("search", "broken.json", *SMALL), "graph file is broken"),
-        (("search", "graph.json", "-c", "dgx-a10"), "there are dgx-a100, dgx-a100-40, dgx-h100"),
+        (("search", "graph.json", "-c", "dgx-a10"), "there are a100-1600g, a100-400g"),
         (("search", "graph.json", "-c", "broken.json"), "cluster file broken.json is broken"),
         (("search", "graph.json", "-c", "none.json"), "cluster file none.json cannot be read"),
         (("search", "graph.json", *SMALL, "--precision", "bf16"), "float32, bfloat16, float16"),

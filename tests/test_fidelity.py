@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from benchmarks.fidelity.report import write_report
 from benchmarks.fidelity.runs import Model, Run
 from benchmarks.fidelity.score import regrets, score
 from benchmarks.fidelity.sets import read_runs, set_of
+from benchmarks.fit_clusters import fit
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.models import gpt
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
@@ -169,3 +171,21 @@ def test_the_report_names_rows_that_are_far_off(tmp_path):
     line = {"file": "x.csv", "rows": 2, **score(outcomes), "left_out": {}}
     write_report({"x.csv": (outcomes, line)}, tmp_path / "page.md")
     assert "x.csv: 1 rows" in (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
+def test_fitting_a_cluster_finds_the_constants_that_its_runs_were_made_with():
+    """Steps as simulated on a cluster whose kernels take longer, to be told from steps alone."""
+    preset = Cluster.preset("dgx-a100-superpod").with_devices(8)
+    truth = replace(preset, calibration=Calibration(product_scale=1.25, memory_scale=1.6))
+    runs = []
+    for microbatch in (1, 2, 4, 8):
+        for hidden in (512, 2048):
+            model = Model.of("gpt", num_layers=2, hidden=hidden, num_heads=8, batch=64)
+            setup = TrainingSetup(microbatch=microbatch)
+            run = Run(1, "", ("a", 8), model, truth, (setup,), None)
+            seconds = Predictor().outcome(run).seconds
+            runs.append(replace(run, cluster=preset, seconds=seconds))
+    fitted, line = fit("dgx-a100-superpod", runs)
+    assert line["mape_before"] > 10
+    assert line["mape_after"] < 0.3 * line["mape_before"]
+    assert fitted.calibration.product_scale == pytest.approx(1.25, rel=0.1)

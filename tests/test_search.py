@@ -205,7 +205,7 @@ def test_memory_is_a_hard_limit() -> None:
     """A cluster on which data parallelism does not fit gets a plan that does."""
     graph = gpt(num_layers=4, hidden=256, num_heads=4, vocabulary=512, sequence=64, batch=16)
     state = 16 * graph.num_parameters / 2**30
-    device = replace(CLUSTER.device_types[0], memory_gib=0.75 * state)
+    device = replace(CLUSTER.device_types[0], memory_gib=0.75 * state, reserved_gib=0)
     small = replace(CLUSTER, device_types=(device,))
     result = search(graph, small, budget=Budget(evaluations=2000))
     assert not result.baselines["data parallel"].fits
@@ -214,7 +214,7 @@ def test_memory_is_a_hard_limit() -> None:
 
 def test_where_nothing_fits_the_closest_plan_says_so() -> None:
     graph = tiny_gpt()
-    device = replace(CLUSTER.device_types[0], memory_gib=1e-6)
+    device = replace(CLUSTER.device_types[0], memory_gib=1e-6, reserved_gib=0)
     result = search(
         graph, replace(CLUSTER, device_types=(device,)), budget=Budget(evaluations=500)
     )

@@ -151,7 +151,7 @@ def test_part_of_a_node_is_a_cluster_too():
 
 
 def test_gradients_of_weights_run_beside_the_all_reduce_of_those_of_inputs():
-    """Megatron-LM's asynchronous all-reduce: a backward pass is the longer of the two, not both."""
+    """Megatron-LM's asynchronous all-reduce: a pass takes the longer of the two, not both."""
     graph = gpt(num_layers=4, batch=16)
     setup = TrainingSetup(microbatch=4, tensor=8, training=Training(precision="bfloat16"))
     one_node = CLUSTER.with_devices(8)

@@ -332,7 +332,8 @@ def test_pinned_operators_are_priced_and_move_over_the_link() -> None:
 
 def test_memory_over_the_limit_says_which_operators_hold_it() -> None:
     graph = small_gpt()
-    tiny = replace(CLUSTER, device_types=(replace(CLUSTER.device_types[0], memory_gib=1e-4),))
+    small = replace(CLUSTER.device_types[0], memory_gib=1e-4, reserved_gib=0)
+    tiny = replace(CLUSTER, device_types=(small,))
     plan = one_stage(graph, mesh(1), replicated(graph, (1,)), cluster=tiny)
     simulation = simulate_plan(plan, graph, COSTS)
     assert not simulation.fits

@@ -94,9 +94,8 @@ class Predictor:
 
 
 def _reserved_bytes(cluster: Cluster) -> int:
-    """What the runtime takes beside the tensors of a plan: it is in measured peaks."""
-    own = max(device.reserved_gib for device in cluster.device_types)
-    return round((own + cluster.calibration.reserved_gib) * GIB)
+    """What measured peaks on a cluster hold beside the tensors of a plan."""
+    return round(cluster.calibration.reserved_gib * GIB)
 
 
 def _rank(simulation: Simulation) -> tuple[float, float]:
