@@ -32,6 +32,17 @@ SCALE = 0.05
 """Relative errors beyond this count less than their square: outliers do not rule the fit."""
 
 
+DATA_SHEET_GB_S = {
+    "a100-1600g": 200.0,
+    "a100-400g": 50.0,
+    "a100-800g": 100.0,
+    "dgx-a100-superpod": 200.0,
+    "h100-3200g": 400.0,
+    "p3.16xlarge": 3.125,
+}
+"""What all cards of a node send together."""
+
+
 @dataclass(frozen=True)
 class Constant:
     """One calibration constant: how to read and set it, and its bounds."""
@@ -129,11 +140,11 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
             cluster = constant.put(cluster, float(value))
         return cluster
 
-    first = [constant.get(start) for constant in used]
+    first = [min(constant.get(start), _highest(constant, preset)) for constant in used]
     solution = least_squares(
         lambda values: errors(at(values), some),
         first,
-        bounds=([c.low for c in used], [c.high for c in used]),
+        bounds=([c.low for c in used], [_highest(c, preset) for c in used]),
         x_scale=[max(value, 0.1) for value in first],
         diff_step=0.02,
         loss="soft_l1",
@@ -150,6 +161,12 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
         "mape_after": _mape(errors(fitted, runs)),
     }
     return fitted, line
+
+
+def _highest(constant: Constant, preset: str) -> float:
+    """No fit makes a network faster than its cards."""
+    is_network = constant.name == "inter_node.bandwidth_gb_s"
+    return DATA_SHEET_GB_S.get(preset, constant.high) if is_network else constant.high
 
 
 def _as_tuned(run: Run) -> Run:
@@ -181,13 +198,14 @@ def _runs_by_preset(folder: Path) -> dict[str, list[Run]]:
 
 
 def _can_be_planned(run: Run) -> bool:
-    try:
-        graph = run.model.graph()
-        for setup in run.setups:
-            setup.plan(graph, run.cluster)
-    except ValueError:
-        return False
-    return True
+    """Whether some setup is a plan of the run's model on its cluster."""
+    for setup in run.setups:
+        try:
+            setup.plan(run.model.graph(), run.cluster)
+        except ValueError:
+            continue
+        return True
+    return False
 
 
 def _write(cluster: Cluster) -> None:

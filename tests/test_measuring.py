@@ -53,7 +53,7 @@ def cache(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="an option of glibc")
 def test_freed_memory_is_kept() -> None:
-    """Ten steps of 32 MiB each: 80,000 page faults, or none."""
+    """Ten steps of 32 MiB each: 8,000 page faults or more, or few."""
     faults = {
         how: int(
             subprocess.run(
@@ -62,7 +62,7 @@ def test_freed_memory_is_kept() -> None:
         )
         for how in ("keep", "give back")
     }
-    assert faults["keep"] < 0.1 * faults["give back"]
+    assert faults["keep"] < 0.2 * faults["give back"]
 
 
 class TestDispatch:

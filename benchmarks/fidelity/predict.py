@@ -62,7 +62,7 @@ class Predictor:
         Raises:
             ValueError: no setup is a plan of this model on this cluster.
         """
-        found, reason = [], ""
+        found, reason = [], "no plan that may have run fits batch, layers and devices"
         for setup in run.setups:
             try:
                 found.append((setup, self._simulate(run, setup)))
