@@ -37,6 +37,18 @@ class Simulation:
     _macro_times: Times
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which the step time lies, as far as the errors of its costs say.
+
+        One standard deviation each way if all costs err together, as they do when a device is
+        slower than its model.
+        """
+        return (
+            self.step_time * (1.0 - self.relative_error),
+            self.step_time * (1.0 + self.relative_error),
+        )
+
+    @property
     def fits(self) -> bool:
         """Whether every rank fits its devices."""
         return all(rank.fits for rank in self.memory)

@@ -296,6 +296,26 @@ def test_pipelines_equal_torch(
     assert_equal_to_torch(gpt, plan)
 
 
+@pytest.mark.parametrize(
+    ("choose", "shape"),
+    [(whole, (2,)), (whole, (2, 2)), (sharding("sample", "parameter"), (2, 2))],
+)
+def test_what_two_devices_fetch_in_parts_and_share_equals_torch(
+    gpt: Case, choose: Chooser, shape: tuple[int, ...]
+) -> None:
+    """Over a slow network each device of a node fetches a part, and the node joins the parts."""
+    plan = make_plan(gpt, choose, shape, shape, num_microbatches=2)
+    cluster = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=plan.num_devices // 2)
+    slow = replace(cluster.inter_node, bandwidth_gb_s=1e-3, latency_us=0.0, num_cards=1)
+    far = replace(plan, cluster=replace(cluster, inter_node=slow))
+    program = lower(far, gpt.graph)
+    tasks = [str(instruction) for instruction in program.ranks[-1].instructions]
+    near = [str(instruction) for instruction in lower(plan, gpt.graph).ranks[-1].instructions]
+    assert sum("⇢" in task for task in tasks) > sum("⇢" in task for task in near)
+    verify(program)
+    assert_equal_to_torch(gpt, far)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_microbatches_equal_torch_at_every_zero_stage(gpt: Case, zero: int) -> None:
     plan = make_plan(gpt, sharding("sample", zero=zero), (2,), num_microbatches=2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stratagem.search.partition import balanced_stages
+from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import (
     Choices,
     data_parallel,
@@ -19,6 +20,7 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Direction, RooflineCosts
 from stratagem.simulator.describe import describe
 from stratagem.simulator.graph import OperatorGraph, factors
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp
 from stratagem.simulator.pipeline import (
@@ -328,6 +330,16 @@ def test_pinned_operators_are_priced_and_move_over_the_link() -> None:
     choices[linears[1]] = Choice((Pin(1),))
     simulation = simulate_plan(one_stage(graph, mesh(2), choices), graph, COSTS)
     assert any(kind is TaskKind.COMMUNICATION for kind in simulation.timeline.kinds)
+
+
+def test_a_step_time_comes_with_the_interval_of_its_costs() -> None:
+    graph = gpt(num_layers=2, batch=8)
+    simulation = simulate_plan(
+        TrainingSetup(microbatch=8).plan(graph, CLUSTER.with_devices(1)), graph, default_costs()
+    )
+    low, high = simulation.interval
+    assert 0 < low < simulation.step_time < high
+    assert high - low == pytest.approx(2 * simulation.step_time * simulation.relative_error)
 
 
 def test_memory_over_the_limit_says_which_operators_hold_it() -> None:

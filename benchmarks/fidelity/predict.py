@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.fidelity.runs import Run
+from stratagem.search.baselines import rank
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
@@ -70,7 +71,7 @@ class Predictor:
                 reason = str(error)
         if not found:
             raise ValueError(reason)
-        setup, best = min(found, key=lambda pair: _rank(pair[1]))
+        setup, best = min(found, key=lambda pair: rank(pair[1]))
         return Outcome(
             run,
             setup,
@@ -96,8 +97,3 @@ class Predictor:
 def _reserved_bytes(cluster: Cluster) -> int:
     """What measured peaks on a cluster hold beside the tensors of a plan."""
     return round(cluster.calibration.reserved_gib * GIB)
-
-
-def _rank(simulation: Simulation) -> tuple[float, float]:
-    over = max(rank.peak / rank.capacity for rank in simulation.memory)
-    return (0.0 if simulation.fits else over, simulation.step_time)
