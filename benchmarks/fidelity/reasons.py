@@ -30,6 +30,8 @@ def likely_reason(outcome: Outcome, others: Sequence[Outcome]) -> str:
                 f"measured far slower than {len(near)} runs of the same model with almost the "
                 "same plan: an outlier of the measurement"
             )
+        if outcome.run.model.builder == "wide_resnet":
+            return "convolutions by another library: Winograd's savings are not made there"
         if outcome.peak_bytes > 0.85 * capacity:
             return "memory nearly full: the allocator frees and retries, which is not modelled"
         if setup.tensor > cluster.devices_per_node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.fidelity.predict import Outcome
 from benchmarks.fidelity.reasons import FAR, far_off
@@ -87,10 +90,8 @@ def _far_table(name: str, outcomes: Sequence[Outcome]) -> str:
     far = far_off(outcomes)
     if not far:
         return ""
-    counts: dict[str, int] = {}
-    for _, reason in far:
-        counts[reason.split(":")[0]] = counts.get(reason.split(":")[0], 0) + 1
-    lines = [f"### {name}: {len(far)} rows\n"]
+    counts = Counter(re.sub(r"\d+ runs", "other runs", reason) for _, reason in far)
+    lines = [f"### {name}: {len(far)}\n"]
     lines += ["| row | run | predicted s | measured s | error % | most likely reason |"]
     lines += ["|---|---|---|---|---|---|"]
     for outcome, reason in far[:MOST_LISTED]:
@@ -100,8 +101,8 @@ def _far_table(name: str, outcomes: Sequence[Outcome]) -> str:
             f"{100 * outcome.error:+.0f} | {reason} |"
         )
     if len(far) > MOST_LISTED:
-        rest = ", ".join(f"{n} × {reason}" for reason, n in sorted(counts.items()))
-        lines.append(f"\nOf all {len(far)}: {rest}.")
+        rest = "\n".join(f"* {n}: {reason}" for reason, n in counts.most_common())
+        lines.append(f"\nAll {len(far)}, by reason:\n\n{rest}")
     return "\n".join(lines) + "\n"
 
 
@@ -173,6 +174,10 @@ def _panel(
             label=kind if len(kinds) <= 10 else None,
         )
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        side.set_minor_formatter(NullFormatter())
     axis.set_title(f"{name} ({len(points)})", fontsize=10)
     axis.set_xlabel(f"measured {what}")
     axis.set_ylabel(f"predicted {what}")
