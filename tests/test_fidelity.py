@@ -189,3 +189,27 @@ def test_fitting_a_cluster_finds_the_constants_that_its_runs_were_made_with():
     assert line["mape_before"] > 10
     assert line["mape_after"] < 0.3 * line["mape_before"]
     assert fitted.calibration.product_scale == pytest.approx(1.25, rel=0.1)
+
+
+def test_runs_on_other_devices_than_the_calibration_ones_are_stated_too(tmp_path):
+    header = (
+        "model,seq,gpus,gpu,mfu_pct,hfu_pct,model_tflops_gpu,mbs,grad_acc,gbs,samples_s,tok_s,"
+        "tok_s_gpu,gb_tokens,precision,mp_mode,fsdp,act_ckpt,act_offload,params,section,hidden,"
+        "layers,heads,vocab,iter_ms,split"
+    )
+    rows = [
+        f"1b,2048,8,{gpu},1,1,1,4,1,32,1,1000,1,1,bf16,PURE,FULL_SHARD,True,{off},1,x,256,2,4,512,1,x"
+        for gpu, off in (("h100_80gb", "False"), ("a100_80gb", "True"), ("b200", "False"))
+    ]
+    path = tmp_path / "mpt.csv"
+    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    kind = set_of(path)
+    assert kind is not None
+    reading = read_runs(path, kind)
+    (run,) = reading.runs
+    assert run.cluster.device_types[0].name == "H100-80GB"
+    assert run.setups[0].recompute == "full"
+    assert set(reading.left_out) == {
+        "activations are offloaded to the host",
+        "device b200 is not bundled",
+    }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.training import Training
 
 COLUMNS = frozenset({"fsdp", "act_ckpt", "tok_s", "mp_mode", "grad_acc"})
@@ -22,6 +23,7 @@ def mpt(number: int, row: Row) -> Iterator[Run]:
     if not row["tok_s"]:
         raise LeftOutError("tok_s is not given")
     gpus, batch, sequence = whole(row, "gpus"), whole(row, "gbs"), whole(row, "seq")
+    device = device_named(row["gpu"])
     setup = TrainingSetup(
         microbatch=whole(row, "mbs"),
         training=Training(precision="bfloat16", flash_version=1, fused_loss=True),
@@ -41,8 +43,13 @@ def mpt(number: int, row: Row) -> Iterator[Run]:
             vocabulary=whole(row, "vocab"),
             batch=batch,
         ),
-        cluster=Cluster.preset("a100-1600g").with_devices(gpus, device=device_named(row["gpu"])),
+        cluster=Cluster.preset(_preset(device)).with_devices(gpus, device=device),
         setups=(setup,),
         seconds=batch * sequence / float(row["tok_s"]),
         ran=True,
     )
+
+
+def _preset(device: DeviceType) -> str:
+    """The calibrated cluster of the same architecture: sustained clocks are the device's."""
+    return "h100-3200g" if device.name.startswith("H") else "a100-1600g"
