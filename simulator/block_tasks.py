@@ -20,7 +20,7 @@ latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,12 +53,10 @@ def stage_blocks(
     """
     writer = _Writer(table, bucket_bytes, inputs_first)
     forward = writer.forward()
-    whole = writer.backward_inputs if inputs_first else writer.backward_whole
-    backward = writer.backward(whole, parameters=True)
+    backward = writer.backward(parameters=True)
     parts: tuple[Block | None, Block | None] = (None, None)
     if split:
-        inputs = writer.backward(writer.backward_inputs, parameters=False)
-        parts = inputs, writer.weight_backward()
+        parts = writer.backward(parameters=False), writer.weight_backward()
     return StageBlocks(forward, backward, *parts, *writer.pool.arrays(), slowdown)
 
 
@@ -79,7 +77,7 @@ class _Host:
 
     def launches(self, i: int, what: str, timed: Timed) -> list[int]:
         """What a pass of operator `i` waits for; nothing where launches are not modelled."""
-        if not self.writer.row_is_launched(i):
+        if not self.writer.table.row(i).is_launched:
             return []
         number = self.writer.pool.add(timed)
         label = f"{{0}} {what} launch"
@@ -125,8 +123,12 @@ class _Writer:
             gathers.ran(i, done[i][-1])
         return draft.finish()
 
-    def backward(self, passes: Callable[[OperatorRow], Timed], *, parameters: bool) -> Block:
-        """Every operator's backward pass, what it recomputes, and what `parameters` end in."""
+    def backward(self, *, parameters: bool) -> Block:
+        """Every operator's backward pass, what it recomputes, and what `parameters` end in.
+
+        Without parameters, or where inputs come first, a pass is that of the inputs only.
+        """
+        together = parameters and not self.inputs_first
         draft = Draft(self.table.graph.names)
         done: dict[int, list[int]] = {}
         again: dict[int, int] = {}
@@ -151,12 +153,11 @@ class _Writer:
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
             for tasks in returned.get(i, ()):
                 _arrive(arrivals, first, tasks)
-            done[i] = self._passes(
-                draft, i, "backward", Role.BACKWARD, passes(self._row(i)), first, arrivals
-            )
+            timed = self._row(i).backward if together else self._row(i).input_gradient
+            done[i] = self._passes(draft, i, "backward", Role.BACKWARD, timed, first, arrivals)
             gathers.ran(i, done[i][-1])
             ends[i] = done[i][-1]
-            if parameters and self.inputs_first and self._row(i).weighs:
+            if parameters and not together and self._row(i).weighs:
                 ends[i] = self._weight_gradient(draft, i, [ends[i]])
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self._edge_row(k)
@@ -166,14 +167,6 @@ class _Writer:
         if parameters:
             self._parameters(draft, ends)
         return draft.finish()
-
-    def backward_whole(self, row: OperatorRow) -> Timed:
-        """A backward pass in one."""
-        return row.backward
-
-    def backward_inputs(self, row: OperatorRow) -> Timed:
-        """The part of a backward pass that makes the gradients of inputs."""
-        return row.input_gradient
 
     def weight_backward(self) -> Block:
         """The gradients of parameters, and what they end in."""
@@ -188,10 +181,6 @@ class _Writer:
         row = self._row(i)
         number = self.pool.add(self._whole(row.weight_gradient, row.pieces))
         return draft.operator_task("{0} weight gradient", Role.WEIGHT_GRADIENT, i, number, before)
-
-    def row_is_launched(self, i: int) -> bool:
-        """Whether launching an operator takes the host time."""
-        return self._row(i).is_launched
 
     # -- passes and conversions -----------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE, Resharder
+from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE, FloatArray, Resharder
 from stratagem.simulator.rows import Timed, to_ns
 
 
@@ -96,21 +96,29 @@ def landing(
         resharder: of the target mesh.
         cluster: gives the links.
     """
-    source, target = meshes
-    if source == target or any(isinstance(placement, Pin) for placement in after):
-        return after
-    if transfer_mask(source, target, cluster) != INTER_NODE:
-        return after
-    shared = after
-    for axis, placement in enumerate(after):
-        if placement == REPLICATE and not target.link(axis, cluster).crosses_nodes:
-            shared = _shared_out(sizes, shared, axis, target)
-    return min(
-        (after, shared),
-        key=lambda lands: _landing_seconds(
-            sizes, itemsize, meshes, lands, after, resharder, cluster
-        ),
-    )
+    return _cheapest_landing(sizes, itemsize, meshes, after, resharder, cluster)[1]
+
+
+def _cheapest_landing(
+    sizes: tuple[int, ...],
+    itemsize: int,
+    meshes: tuple[DeviceMesh, DeviceMesh],
+    after: Placements,
+    resharder: Resharder,
+    cluster: Cluster,
+) -> tuple[float, Placements]:
+    """Seconds until a tensor lies as `after` says, and how it arrives."""
+    shared, moves = after, meshes[0] != meshes[1]
+    pinned = any(isinstance(placement, Pin) for placement in after)
+    if moves and not pinned and transfer_mask(*meshes, cluster) == INTER_NODE:
+        for axis, placement in enumerate(after):
+            if placement == REPLICATE and not resharder.links[axis].crosses_nodes:
+                shared = _shared_out(sizes, shared, axis, meshes[1])
+    ways = [
+        (_landing_seconds(sizes, itemsize, meshes, lands, after, resharder, cluster), lands)
+        for lands in dict.fromkeys((after, shared))
+    ]
+    return min(ways, key=lambda way: way[0])
 
 
 def _shared_out(
@@ -164,8 +172,8 @@ def price_boundary(
 
     Forward sums what is pending on the source mesh, moves the tiles and, where that pays, shares
     them out on the target mesh (see `landing`); backward sums the gradient on the target mesh and
-    moves it back in the same way. On one and the same mesh the tensor is
-    resharded as inside a stage, and kept twice only where the two stages differ.
+    moves it back in the same way. On one and the same mesh the tensor is resharded as inside a
+    stage, and kept twice only where the two stages differ.
     """
     graph = source.graph
     producer = graph.operators[edge.producer]
@@ -174,26 +182,19 @@ def price_boundary(
     sizes = factor_sizes(made.layout, producer.sizes)
     itemsize = source.training.bytes_of(made.dtype)
     flows = graph.edge_needs_gradient(edge)
-    shape = (len(ours), len(theirs))
-    forward, backward, received = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
-    for a, choice in enumerate(ours):
-        there = output_placements(made, choice.config)
-        needed = output_gradient_placements(made, choice.config)
-        for b, other in enumerate(theirs):
-            wanted = input_placements(read, other.config)
-            if source.mesh != target.mesh or there != wanted:
-                received[a, b] = local_elements(sizes, wanted, target.mesh.shape) * itemsize
-            forward[a, b] = _moving_seconds(
-                source, target, sizes, itemsize, there, wanted, cluster
-            )
-            if flows:
-                grads = input_gradient_placements(read, other.config)
-                backward[a, b] = _moving_seconds(
-                    target, source, sizes, itemsize, grads, needed, cluster
-                )
+    there = [output_placements(made, choice.config) for choice in ours]
+    wanted = [input_placements(read, other.config) for other in theirs]
+    kept = [local_elements(sizes, each, target.mesh.shape) * itemsize for each in wanted]
+    stays = [[source.mesh == target.mesh and a == b for b in wanted] for a in there]
+    received = np.where(stays, 0, np.array(kept, dtype=np.int64)[None, :])
+    forward = _moving_seconds(source, target, sizes, itemsize, there, wanted, cluster)
+    backward = np.zeros_like(forward)
+    if flows:
+        grads = [input_gradient_placements(read, other.config) for other in theirs]
+        needed = [output_gradient_placements(made, choice.config) for choice in ours]
+        backward = _moving_seconds(target, source, sizes, itemsize, grads, needed, cluster).T
     mask = transfer_mask(source.mesh, target.mesh, cluster)
-    targets = tuple(input_placements(read, other.config) for other in theirs)
-    return BoundaryRow(_masked(forward, mask), _masked(backward, mask), targets, received)
+    return BoundaryRow(_masked(forward, mask), _masked(backward, mask), tuple(wanted), received)
 
 
 def price_tie(
@@ -246,18 +247,22 @@ def _moving_seconds(
     target: TableBuilder,
     sizes: tuple[int, ...],
     itemsize: int,
-    before: Placements,
-    after: Placements,
+    before: Sequence[Placements],
+    after: Sequence[Placements],
     cluster: Cluster,
-) -> float:
-    """Seconds until a tensor of one stage lies as another wants it."""
+) -> FloatArray:
+    """Seconds until a tensor of one stage lies as another wants it, `before` × `after`."""
     if source.mesh == target.mesh:
-        return _path_seconds(source, sizes, itemsize, before, after)
-    pending = _path_seconds(source, sizes, itemsize, before, summed(before))
+        return np.array(
+            [[_path_seconds(source, sizes, itemsize, a, b) for b in after] for a in before]
+        )
     ends = source.mesh, target.mesh
-    lands = landing(sizes, itemsize, ends, after, target.resharder, cluster)
-    moved = _landing_seconds(sizes, itemsize, ends, lands, after, target.resharder, cluster)
-    return pending + moved
+    pending = [_path_seconds(source, sizes, itemsize, a, summed(a)) for a in before]
+    moved = [
+        _cheapest_landing(sizes, itemsize, ends, b, target.resharder, cluster)[0] for b in after
+    ]
+    seconds: FloatArray = np.add.outer(np.array(pending), np.array(moved))
+    return seconds
 
 
 def _path_seconds(
