@@ -17,9 +17,6 @@ times of all-gather, reduce-scatter and all-to-all hold a copy of the tensor, an
 
 from __future__ import annotations
 
-import argparse
-import csv
-import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.kernel_data import kernel_folder, rows_of
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis, axis_link
@@ -84,14 +82,9 @@ def read_all(folder: Path) -> dict[Group, list[Measured]]:
     }
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
-    with gzip.open(path, "rt") as file:
-        yield from csv.DictReader(file)
-
-
 def _vidur(folder: Path) -> Iterator[tuple[Group, Measured]]:
     kinds = {"all_reduce": Collective.ALL_REDUCE, "send_recv": Collective.SEND}
-    for row in _rows(folder / "vidur_collectives.csv.gz"):
+    for row in rows_of(folder / "vidur_collectives.csv.gz"):
         size, members = int(row["num_workers"]), int(row["devices_per_node"])
         group = Group("vidur", row["cluster"], kinds[row["op"]].value, size, members)
         yield group, Measured(int(row["size"]), float(row["time_ms"]) * 1e-3)
@@ -99,7 +92,7 @@ def _vidur(folder: Path) -> Iterator[tuple[Group, Measured]]:
 
 def _aceso(folder: Path) -> Iterator[tuple[Group, Measured]]:
     """Sizes are MiB of what a member holds before."""
-    for row in _rows(folder / "aceso_collectives_v100.csv.gz"):
+    for row in rows_of(folder / "aceso_collectives_v100.csv.gz"):
         kind, size = Collective(row["coll"].replace("_", "-")), int(row["gpus"])
         nbytes, ms = float(row["size_MB"]) * MIB, float(row["time_ms"])
         if nbytes and ms < OUT_OF_MEMORY_MS:
@@ -109,7 +102,7 @@ def _aceso(folder: Path) -> Iterator[tuple[Group, Measured]]:
 
 
 def _vtrain(folder: Path) -> Iterator[tuple[Group, Measured]]:
-    for row in _rows(folder / "allreduce_lut_vtrain.csv.gz"):
+    for row in rows_of(folder / "allreduce_lut_vtrain.csv.gz"):
         size = int(row["n_gpus"])
         group = Group("vtrain", row["gpu"], Collective.ALL_REDUCE.value, size, size)
         yield group, Measured(int(row["bytes"]), float(row["time_ns_outofplace"]) * 1e-9)
@@ -227,11 +220,7 @@ def constants(
 
 def main() -> None:
     """Print one line a group, then one a constant."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
-    folder = parser.parse_args().data / "kernels"
-    if not folder.is_dir():
-        parser.error(f"{folder} is not a folder; --data must name the one that holds kernels/")
+    folder = kernel_folder(__doc__)
     found = read_all(folder)
     for group, measured in found.items():
         print(json.dumps(compare(group, measured)), flush=True)

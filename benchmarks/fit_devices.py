@@ -11,7 +11,6 @@ that a file states is the mean absolute error on shapes held out by family.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from benchmarks.kernel_data import (
     aceso_products,
     aceso_traffic,
     data_bytes,
+    kernel_folder,
     vidur_products,
     vidur_traffic,
 )
@@ -361,11 +361,7 @@ def fit_device(name: str, products: Measured, traffic: MeasuredTraffic) -> Devic
 
 def main() -> None:
     """Fit every device and write its file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
-    folder = parser.parse_args().data / "kernels"
-    if not folder.is_dir():
-        parser.error(f"{folder} is not a folder; --data must name the one that holds kernels/")
+    folder = kernel_folder(__doc__)
     products = vidur_products(folder) | aceso_products(folder)
     traffic = vidur_traffic(folder) | aceso_traffic(folder)
     devices = {name: fit_device(name, products, traffic) for name in L2_MIB}

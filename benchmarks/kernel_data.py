@@ -12,6 +12,7 @@ Rows under `HOST_BOUND_S` wait for the host.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import math
@@ -51,6 +52,16 @@ class Products:
 
 Measured = dict[Products, float]
 """Seconds by what was timed."""
+
+
+def kernel_folder(description: str | None) -> Path:
+    """The folder of timings that the command line names with ``--data``."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
+    folder: Path = parser.parse_args().data / "kernels"
+    if not folder.is_dir():
+        parser.error(f"{folder} is not a folder; --data must name the one that holds kernels/")
+    return folder
 
 
 def rows_of(path: Path) -> Iterator[dict[str, str]]:

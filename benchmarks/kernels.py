@@ -19,12 +19,10 @@ line of the collectives pools all all-reduces inside a node.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +41,7 @@ from benchmarks.kernel_data import (
     MeasuredTraffic,
     aceso_products,
     aceso_traffic,
+    kernel_folder,
     roofline_seconds,
     vidur_products,
     vidur_traffic,
@@ -177,11 +176,7 @@ def collective_lines(found: Mapping[Group, Sequence[MeasuredCollective]]) -> Ite
 
 def main() -> None:
     """Print one line a set."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds kernels/")
-    folder = parser.parse_args().data / "kernels"
-    if not folder.is_dir():
-        parser.error(f"{folder} is not a folder; --data must name the one that holds kernels/")
+    folder = kernel_folder(__doc__)
     for line in collective_lines(read_all(folder)):
         print(json.dumps(line), flush=True)
     for line in product_lines(vidur_products(folder) | aceso_products(folder)):
