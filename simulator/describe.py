@@ -52,6 +52,7 @@ def describe(simulation: Simulation, graph: OperatorGraph) -> str:
         Several lines: the whole step, then each stage with its devices, splits and memory.
     """
     plan = simulation.plan
+    graph = plan.rewrite(graph).graph
     paragraphs = [_wrapped(_headline(simulation, graph))]
     for number, stage in enumerate(plan.stages):
         paragraphs.append("\n".join(_stage_lines(simulation, number, stage, graph)))

@@ -1,0 +1,177 @@
+"""Rewritten graphs compute what the first graph and torch compute: loss, gradients, training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.executor import ExecutionResult, execute
+from stratagem.executor.reference import gradient_errors
+from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.draft import Tensor as Handle
+from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, llama, moe
+from stratagem.simulator.placement import REPLICATE, Config, Shard, check_config
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.substitutions import (
+    SUBSTITUTIONS,
+    Match,
+    Rewritten,
+    Substituted,
+    rewrite,
+)
+from stratagem.simulator.training import Training
+
+TOLERANCE = 1e-5
+TOKENS = 11
+SMALL = {"hidden": 8, "num_heads": 2, "vocabulary": TOKENS, "sequence": 6, "batch": 4}
+Choose = Callable[[Operator, tuple[int, ...]], Config]
+
+
+def everywhere(operator: Operator, shape: tuple[int, ...]) -> Config:
+    return (REPLICATE,) * len(shape)
+
+
+def at_random(seed: int) -> Choose:
+    """Any dim that may be sharded, of every operator."""
+    rng = random.Random(seed)
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Config:
+        options: list[Config] = [(REPLICATE,)]
+        for dim in operator.dims:
+            config = (Shard(dim.name),)
+            try:
+                check_config(operator, config, shape)
+            except ValueError:
+                continue
+            options.append(config)
+        return rng.choice(options)
+
+    return choose
+
+
+def plan_of(rewritten: Rewritten, choose: Choose = everywhere, ways: int = 1) -> Plan:
+    """One stage on one axis of `ways` devices."""
+    graph = rewritten.graph
+    choices = {
+        each.name: Choice(
+            (REPLICATE,) if each.kind == "source" else choose(each, (ways,)),
+        )
+        for each in graph.operators
+    }
+    mesh = DeviceMesh((MeshAxis("axis", ways),), tuple(range(ways)))
+    return Plan(
+        name="test",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=Cluster.preset("dgx-a100", num_nodes=1),
+        training=Training(),
+        stages=(Stage(graph.names, mesh, choices),),
+        substitutions=rewritten.steps,
+    )
+
+
+def state_of(graph: OperatorGraph) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {each.name: 0.3 * torch.randn(each.shape) for each in graph.parameters}
+
+
+def batch_of(graph: OperatorGraph) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {
+        each.name: torch.randn(each.shape)
+        if each.dtype == "float32"
+        else torch.randint(TOKENS, each.shape)
+        for each in graph.inputs
+    }
+
+
+def run(graph: OperatorGraph, plan: Plan, steps: int = 1) -> ExecutionResult:
+    state, batch = state_of(graph), batch_of(graph)
+    return execute(plan, graph, state, batch, gradients=True, steps=steps, timeout=60)
+
+
+def assert_same(
+    graph: OperatorGraph, rewritten: Rewritten, choose: Choose = everywhere, ways: int = 1
+) -> None:
+    """Loss and gradients of the rewritten graph, in the first graph's names, are the same."""
+    truth = run(graph, plan_of(Rewritten(graph)))
+    found = run(graph, plan_of(rewritten, choose, ways))
+    assert found.gradients is not None and truth.gradients is not None
+    assert found.gradients.keys() == truth.gradients.keys()
+    assert found.parameters.keys() == truth.parameters.keys()
+    assert found.losses[0] == pytest.approx(truth.losses[0], rel=TOLERANCE)
+    errors = gradient_errors(found.gradients, truth.gradients)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def everything(graph: OperatorGraph, *rules: str) -> Rewritten:
+    """Rules applied wherever they fit, one after the other, no operator twice in a step."""
+    found = Rewritten(graph)
+    for rule in rules:
+        chosen: list[Match] = []
+        for match in SUBSTITUTIONS[rule].matches(found.graph):
+            if not {name for each in chosen for name in each} & set(match):
+                chosen.append(match)
+        assert chosen, f"{rule} fits nowhere in {found.graph.name}"
+        found = rewrite(graph, [*found.steps, Substituted(rule, tuple(chosen))])
+    return found
+
+
+def inception() -> OperatorGraph:
+    """A block of parallel convolutions, 1 × 1 and 3 × 3, joined along the channels."""
+    b = GraphBuilder("inception")
+    x = b.input("images", (4, 6, 8, 8))
+    labels = b.input("labels", (4,), "int64")
+
+    def conv(name: str, given: Handle, channels: int, kernel: int = 1) -> Handle:
+        weight = b.parameter(f"{name}.weight", (channels, given.shape[1], kernel, kernel))
+        bias = b.parameter(f"{name}.bias", (channels,))
+        pad = kernel // 2
+        return b.conv2d(given, weight, bias, padding=(pad, pad), name=name)
+
+    x = b.pointwise("relu", conv("stem", x, 8, 3))
+    one, three, two = conv("one", x, 4), conv("reduce", x, 4), conv("other", x, 6)
+    joined = b.cat([one, conv("three", b.pointwise("relu", three), 4, 3), two], dim=1)
+    pooled = b.mean(b.pointwise("relu", joined), [2, 3])
+    weight = b.parameter("head.weight", (TOKENS, pooled.shape[1]))
+    return b.build(b.cross_entropy(b.linear(pooled, weight, name="head"), labels))
+
+
+GRAPHS: dict[str, tuple[Callable[[], OperatorGraph], tuple[str, ...]]] = {
+    "llama": (lambda: llama(num_layers=2, ffn=12, **SMALL), ("merge",)),
+    "llama, keys and values shared": (
+        lambda: llama(num_layers=2, ffn=12, num_kv_heads=1, **SMALL),
+        ("merge",),
+    ),
+    "llama, there and back": (lambda: llama(num_layers=2, ffn=12, **SMALL), ("merge", "split")),
+    "gpt": (lambda: gpt(num_layers=2, **SMALL), ("split",)),
+    "gpt, there and back": (lambda: gpt(num_layers=2, **SMALL), ("split", "merge")),
+    "mixture of experts": (
+        lambda: moe(num_layers=2, ffn=12, experts=4, **SMALL),
+        ("split",),
+    ),
+    "inception": (inception, ("merge",)),
+    "inception, there and back": (inception, ("merge", "split")),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_rewritten_graph_computes_the_same(name: str) -> None:
+    make, rules = GRAPHS[name]
+    graph = make()
+    assert_same(graph, everything(graph, *rules))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", GRAPHS)
+def test_rewritten_graph_sharded_computes_the_same(name: str, seed: int) -> None:
+    make, rules = GRAPHS[name]
+    graph = make()
+    assert_same(graph, everything(graph, *rules), at_random(seed), ways=2)
