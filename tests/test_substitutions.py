@@ -103,7 +103,8 @@ def assert_same(
     """Loss and gradients of the rewritten graph, in the first graph's names, are the same."""
     truth = run(graph, plan_of(Rewritten(graph)))
     found = run(graph, plan_of(rewritten, choose, ways))
-    assert found.gradients is not None and truth.gradients is not None
+    assert found.gradients is not None
+    assert truth.gradients is not None
     assert found.gradients.keys() == truth.gradients.keys()
     assert found.parameters.keys() == truth.parameters.keys()
     assert found.losses[0] == pytest.approx(truth.losses[0], rel=TOLERANCE)
