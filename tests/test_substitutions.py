@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from stratagem.executor.reference import gradient_errors
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.draft import Tensor as Handle
+from stratagem.simulator.draft import part, reshape, select, transpose
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, llama, moe
+from stratagem.simulator.models import gpt, layers, llama, moe
 from stratagem.simulator.placement import REPLICATE, Config, Shard, check_config
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.substitutions import (
@@ -145,6 +146,60 @@ def inception() -> OperatorGraph:
     return b.build(b.cross_entropy(b.linear(pooled, weight, name="head"), labels))
 
 
+def parallel(heads: int = 2, ffn: int = 12, *, bias: bool = False) -> OperatorGraph:
+    """Layers whose attention and feed-forward branch read one norm and are added up (GPT-J)."""
+    b = GraphBuilder("parallel")
+    ids, labels = (b.input(name, (4, 6), "int64") for name in ("input_ids", "labels"))
+    table = b.parameter("embed.weight", (TOKENS, 8))
+    x = b.embedding(ids, table, name="embed")
+    for i in range(2):
+        with b.scope(f"layers.{i}"):
+            y = layers.rms_norm(b, "norm", x)
+            q, k, v = (
+                transpose(reshape(layers.linear(b, name, y, 8), (4, 6, heads, -1)), 1, 2)
+                for name in ("q", "k", "v")
+            )
+            mixed = transpose(b.attention(q, k, v, causal=True, name="attention"), 1, 2)
+            out = layers.linear(b, "out", reshape(mixed, (4, 6, 8)), 8, bias=bias)
+            wide = b.pointwise("gelu", layers.linear(b, "up", y, ffn), "none")
+            x = b.pointwise("add", b.pointwise("add", x, out), layers.linear(b, "down", wide, 8))
+    return b.build(b.cross_entropy(b.linear(x, table, name="head"), labels))
+
+
+def recurrent(sizes: Sequence[int] = (8, 8), steps: int = 3) -> OperatorGraph:
+    """A cell run for some steps on its input and its state, its weights shared by all steps."""
+    b = GraphBuilder("recurrent")
+    given, state = sizes
+    x = b.input("x", (4, steps, given))
+    labels = b.input("labels", (4,), "int64")
+    of_input = b.parameter("input.weight", (state, given))
+    of_state, shift = b.parameter("state.weight", (state, state)), b.parameter("bias", (state,))
+    h = b.pointwise("tanh", b.linear(select(x, 1, 0), of_input, shift, name="first"))
+    for i in range(1, steps):
+        with b.scope(f"step.{i}"):
+            terms = [
+                b.linear(select(x, 1, i), of_input, shift, name="input"),
+                b.linear(h, of_state, name="state"),
+            ]
+            h = b.pointwise("tanh", b.pointwise("add", *terms))
+    head = b.parameter("head.weight", (TOKENS, state))
+    return b.build(b.cross_entropy(b.linear(h, head, name="head"), labels))
+
+
+def plain_sum() -> OperatorGraph:
+    """Two layers whose sum is all that their reader adds, and whose columns are cut later."""
+    b = GraphBuilder("plain sum")
+    x, labels = b.input("x", (4, 6)), b.input("labels", (4,), "int64")
+    wide = b.pointwise("relu", layers.linear(b, "wide", x, 12))
+    narrow = b.pointwise("relu", layers.linear(b, "narrow", x, 8))
+    total = b.pointwise(
+        "add", layers.linear(b, "a", wide, 10), layers.linear(b, "b", narrow, 10, bias=False)
+    )
+    halves = [part(total, 1, i, 2) for i in range(2)]
+    y = b.softmax(layers.linear(b, "c", b.pointwise("mul", *halves), TOKENS))
+    return b.build(b.cross_entropy(y, labels))
+
+
 GRAPHS: dict[str, tuple[Callable[[], OperatorGraph], tuple[str, ...]]] = {
     "llama": (lambda: llama(num_layers=2, ffn=12, **SMALL), ("merge",)),
     "llama, keys and values shared": (
@@ -159,6 +214,11 @@ GRAPHS: dict[str, tuple[Callable[[], OperatorGraph], tuple[str, ...]]] = {
         ("split",),
     ),
     "inception": (inception, ("merge",)),
+    "parallel branches": (parallel, ("sum",)),
+    "parallel branches, four heads": (lambda: parallel(4, 14), ("merge", "sum")),
+    "recurrent cell": (recurrent, ("sum",)),
+    "recurrent cell of another size": (lambda: recurrent((6, 8)), ("sum",)),
+    "plain sum": (plain_sum, ("sum",)),
     "inception, there and back": (inception, ("merge", "split")),
 }
 

@@ -18,9 +18,10 @@ from stratagem.simulator.substitutions.rewriting import (
     Substituted,
     Substitution,
 )
+from stratagem.simulator.substitutions.sums import SumLinears
 
 SUBSTITUTIONS: dict[str, Substitution] = {
-    rule.name: rule for rule in (MergeParallel(), SplitParts())
+    rule.name: rule for rule in (MergeParallel(), SplitParts(), SumLinears())
 }
 """Every rule, by name."""
 
