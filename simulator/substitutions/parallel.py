@@ -35,7 +35,9 @@ from stratagem.simulator.substitutions.rewriting import (
     Edit,
     Match,
     edited,
+    nameless,
     own_parameters,
+    unused_name,
 )
 
 OUT_GROUP = {"linear": -1, "conv2d": 1, "expert_linear": -1}
@@ -78,7 +80,7 @@ class MergeParallel:
         first, *_ = members = [graph.operator(name) for name in match]
         name, out = joined_name(match), out_group(first)
         place = _insertion(first.outputs[0].layout, out)
-        front = Dim(_unused(PART, first), len(match), DimKind.PARAMETER)
+        front = Dim(unused_name(PART, first.sizes), len(match), DimKind.PARAMETER)
         merges = [
             _merged_parameter(graph, first, [m.weights[slot] for m in members], out, front)
             for slot in range(len(first.weights))
@@ -174,22 +176,11 @@ def _is_contraction(graph: OperatorGraph, operator: Operator, own: frozenset[str
 
 def _structure(graph: OperatorGraph, operator: Operator) -> Any:
     """Equal for contractions that can be merged: all but their names and those of their dims."""
-    number = {dim.name: i for i, dim in enumerate(operator.dims)}
-
-    def numbered(layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(number[name] for name in group) for group in layout)
-
     stored = [graph.parameter_index[weight.parameter] for weight in operator.weights]
     return (
-        operator.kind,
-        tuple((dim.size, dim.kind, dim.whole) for dim in operator.dims),
-        tuple(
-            (r.source, r.output, numbered(r.layout), r.order, r.select) for r in operator.inputs
-        ),
-        tuple(numbered(weight.layout) for weight in operator.weights),
-        tuple((numbered(o.layout), o.dtype, o.differentiable) for o in operator.outputs),
+        nameless(operator),
+        tuple((read.source, read.output) for read in operator.inputs),
         tuple((each.dtype, each.trainable) for each in stored),
-        repr(sorted(operator.attributes.items())),
     )
 
 
@@ -217,14 +208,6 @@ def _by_module(names: Sequence[str]) -> list[list[str]]:
 
 
 # -- layouts ------------------------------------------------------------------------------------
-
-
-def _unused(name: str, operator: Operator) -> str:
-    """A name for a new dim of an operator."""
-    number = 0
-    while (found := f"{name}{number or ''}") in operator.sizes:
-        number += 1
-    return found
 
 
 def _with_dim(operator: Operator, front: Dim, out: tuple[str, ...]) -> tuple[Dim, ...]:

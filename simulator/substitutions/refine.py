@@ -22,6 +22,7 @@ from stratagem.simulator.graph import (
     Weight,
     factors,
 )
+from stratagem.simulator.substitutions.rewriting import unused_name
 
 Node = tuple[int, str]
 Names = Mapping[str, tuple[str, str]]
@@ -108,14 +109,8 @@ def _names(operator: Operator, split: Mapping[str, int]) -> dict[str, tuple[str,
     taken = set(operator.sizes)
     found: dict[str, tuple[str, str]] = {}
     for name in split:
-        parts: list[str] = []
-        number = 0
-        while len(parts) < 2:
-            if (part := f"{name}{number}") not in taken:
-                taken.add(part)
-                parts.append(part)
-            number += 1
-        found[name] = (parts[0], parts[1])
+        found[name] = (unused_name(f"{name}0", taken), unused_name(f"{name}1", taken))
+        taken.update(found[name])
     return found
 
 

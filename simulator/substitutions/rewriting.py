@@ -7,11 +7,11 @@ them at once, so that 96 layers are rewritten in one pass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from stratagem.simulator.graph import Input, Operator, OperatorGraph, Parameter
+from stratagem.simulator.graph import Input, Layout, Operator, OperatorGraph, Parameter
 from stratagem.simulator.substitutions.parameter_map import ParameterMap, join
 
 Match = tuple[str, ...]
@@ -170,6 +170,36 @@ def _renewed(
         if parameter.name not in removed:
             found.append(parameter)
     return tuple(found)
+
+
+def unused_name(name: str, taken: Container[str]) -> str:
+    """`name`, with a number behind it if it is taken.
+
+    Example:
+        >>> unused_name("part", {"part", "part1"})
+        'part2'
+    """
+    number = 0
+    while (found := f"{name}{number or ''}") in taken:
+        number += 1
+    return found
+
+
+def nameless(operator: Operator) -> tuple[Any, ...]:
+    """Equal for operators that do the same to tensors of the same factors, whatever the names."""
+    number = {dim.name: i for i, dim in enumerate(operator.dims)}
+
+    def numbered(layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(number[name] for name in group) for group in layout)
+
+    return (
+        operator.kind,
+        tuple((dim.size, dim.kind, dim.whole) for dim in operator.dims),
+        tuple((numbered(read.layout), read.order, read.select) for read in operator.inputs),
+        tuple(numbered(weight.layout) for weight in operator.weights),
+        tuple((numbered(o.layout), o.dtype, o.differentiable) for o in operator.outputs),
+        repr(sorted(operator.attributes.items())),
+    )
 
 
 def own_parameters(graph: OperatorGraph) -> frozenset[str]:

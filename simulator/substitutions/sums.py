@@ -30,7 +30,13 @@ from stratagem.simulator.graph import (
 from stratagem.simulator.steps import Steps, is_reference, references, shift_steps
 from stratagem.simulator.substitutions.parallel import joined_name
 from stratagem.simulator.substitutions.refine import Cut, refine
-from stratagem.simulator.substitutions.rewriting import Change, Edit, Match, edited
+from stratagem.simulator.substitutions.rewriting import (
+    Change,
+    Edit,
+    Match,
+    edited,
+    unused_name,
+)
 
 ONLY_ONE = "only one of the summed inputs has it"
 """Why a dim that not all inputs of a `linear_sum` have must be whole."""
@@ -118,6 +124,7 @@ def _is_term(graph: OperatorGraph, operator: Operator, read: Input, layer: Opera
         and bool(_contracted(layer))
         and len(graph.readers[graph.index[layer.name]]) == 1
         and read.layout == operator.outputs[0].layout
+        and not read.select
         and read.order == tuple(range(len(read.order)))
         and list(map(len, read.layout)) == list(map(len, layer.outputs[0].layout))
         and layer.outputs[0].dtype == operator.outputs[0].dtype
@@ -133,21 +140,16 @@ def _contracted(layer: Operator) -> tuple[str, ...]:
 
 
 def _cuts(graph: OperatorGraph, names: Sequence[str]) -> list[Cut]:
-    """How to split the next factor that the inputs of layers do not share yet; nothing at last."""
+    """How to split the outermost factors of the inputs of layers, so that they are equal."""
     layers = [graph.operator(name) for name in names]
-    for dims in zip(*map(_contracted, layers), strict=False):
-        sizes = [layer.sizes[name] for layer, name in zip(layers, dims, strict=True)]
-        common = math.gcd(*sizes)
-        if common == 1:
-            return []
-        cuts = [
-            Cut(layer.name, name, common)
-            for layer, name, size in zip(layers, dims, sizes, strict=True)
-            if size != common
-        ]
-        if cuts:
-            return cuts
-    return []
+    outermost = [_contracted(layer)[0] for layer in layers]
+    sizes = [layer.sizes[name] for layer, name in zip(layers, outermost, strict=True)]
+    common = math.gcd(*sizes)
+    return [
+        Cut(layer.name, name, common)
+        for layer, name, size in zip(layers, outermost, sizes, strict=True)
+        if size != common
+    ]
 
 
 def _num_shared(layers: Sequence[Operator]) -> int:
@@ -186,7 +188,7 @@ def _edit(graph: OperatorGraph, match: Match) -> Edit:
 def _together(layers: Sequence[Operator], name: str) -> Operator:
     """One operator that adds up what the layers make; its dims have the names of the first's."""
     first, shared = layers[0], _num_shared(layers)
-    dims = {dim.name: dim for dim in first.dims}
+    taken = set(first.sizes).difference(_contracted(first)[shared:])
     common = _contracted(first)[:shared]
     inputs: list[Input] = []
     weights: list[Weight] = []
@@ -196,9 +198,8 @@ def _together(layers: Sequence[Operator], name: str) -> Operator:
         called = dict(zip(_made(layer), _made(first), strict=True))
         called |= dict(zip(_contracted(layer), common, strict=False))
         for rest in _contracted(layer)[shared:]:
-            called[rest] = f"in{shared + len(own)}"
-            while called[rest] in dims or called[rest] in {dim.name for dim in own}:
-                called[rest] += "_"
+            called[rest] = unused_name(rest, taken)
+            taken.add(called[rest])
             own.append(Dim(called[rest], layer.sizes[rest], DimKind.REDUCTION, ONLY_ONE))
         inputs.append(replace(layer.inputs[0], layout=_renamed(layer.inputs[0].layout, called)))
         matrix, *shift = (Weight(w.parameter, _renamed(w.layout, called)) for w in layer.weights)
@@ -226,7 +227,10 @@ def _renamed(layout: Layout, called: dict[str, str]) -> Layout:
 
 
 def _without(adder: Operator, layers: Sequence[str], together: str) -> Operator | None:
-    """What is left of a chain once one operator adds the layers up; None if that is nothing."""
+    """What is left of a chain once one operator adds the layers up; None if that is nothing.
+
+    The first of the layers in the sum is replaced; an addition that has lost a term is the other.
+    """
     slots = [i for i, read in enumerate(adder.inputs) if read.source in layers]
     kept = [i for i in range(len(adder.inputs)) if i not in slots[1:]]
     values: dict[tuple[str, Any], list[Any] | None] = {("in", i): None for i in slots[1:]}
@@ -234,11 +238,9 @@ def _without(adder: Operator, layers: Sequence[str], together: str) -> Operator 
     steps: Steps = []
     result: list[Any] | None = None
     for number, (function, arguments) in enumerate(adder.attributes["steps"]):
-        gone = [each for each in references(arguments) if _lost(each, values)]
-        if gone:
-            (result,) = [
-                values[kind, which] for kind, which in arguments if [kind, which] not in gone
-            ] or [None]
+        terms = [values.get((kind, which), [kind, which]) for kind, which in references(arguments)]
+        if None in terms:
+            result = next((term for term in terms if term is not None), None)
         else:
             known = {key: value for key, value in values.items() if value is not None}
             steps += shift_steps([[function, arguments]], known)
@@ -254,8 +256,3 @@ def _without(adder: Operator, layers: Sequence[str], together: str) -> Operator 
         if i in kept
     )
     return replace(adder, inputs=inputs, attributes={**adder.attributes, "steps": steps})
-
-
-def _lost(reference: list[Any], values: dict[tuple[str, Any], list[Any] | None]) -> bool:
-    kind, which = reference
-    return (kind, which) in values and values[kind, which] is None
