@@ -2,7 +2,7 @@
 
 Best first (Jia et al. 2019, TASO; Unger et al. 2022, Unity): the best graph known is rewritten in
 every way, what comes out is scored, and a graph that is much worse than the best is not rewritten
-further. Repeated layers are rewritten alike, so a model of 96 layers has as many ways as one layer.
+further. Repeated layers are rewritten alike: 96 of them have as many ways as one.
 """
 
 from __future__ import annotations
