@@ -19,9 +19,10 @@ from stratagem.simulator.substitutions.rewriting import (
     Substitution,
 )
 from stratagem.simulator.substitutions.sums import SumLinears
+from stratagem.simulator.substitutions.unequal import MergeUnequal
 
 SUBSTITUTIONS: dict[str, Substitution] = {
-    rule.name: rule for rule in (MergeParallel(), SplitParts(), SumLinears())
+    rule.name: rule for rule in (MergeParallel(), MergeUnequal(), SplitParts(), SumLinears())
 }
 """Every rule, by name."""
 

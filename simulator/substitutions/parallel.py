@@ -6,8 +6,8 @@
 
 The columns of the merged weight are a product of factors, ``("part", "head", "head_dim")``, whose
 first says which of the operators a column is of; readers select it on their edges. So the parts
-must be equal: 32 heads of queries beside 8 of keys are no product of factors, and keys and values
-are merged without the queries.
+must be equal: 32 heads of queries beside 8 of keys are no product of factors (see `unequal`), and
+keys and values are merged without the queries.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class MergeParallel:
         own = own_parameters(graph)
         groups: dict[Any, list[str]] = {}
         for operator in graph.operators:
-            if _is_contraction(graph, operator, own):
+            if is_contraction(graph, operator, own):
                 groups.setdefault(_structure(graph, operator), []).append(operator.name)
-        found = [(group, *_by_module(group)) for group in groups.values()]
+        found = [(group, *by_module(group)) for group in groups.values()]
         return tuple(
             dict.fromkeys(tuple(names) for each in found for names in each if len(names) > 1)
         )
@@ -93,12 +93,12 @@ class MergeParallel:
                 replace(first.outputs[0], layout=_grown(first.outputs[0].layout, out, front)),
             ),
             weights=tuple(weight for weight, _ in merges),
-            module=_common(first.module.split("."), [m.module.split(".") for m in members]),
+            module=common_module([m.module.split(".") for m in members]),
         )
         return Edit(
             removed=match,
             made=((match[0], merged),),
-            redirect={old: _selecting(name, place, i) for i, old in enumerate(match)},
+            redirect={old: selecting(name, place, i) for i, old in enumerate(match)},
             stands_for={name: match},
             parameters=join([each for _, each in merges]),
         )
@@ -119,7 +119,7 @@ class SplitParts:
         return tuple(
             (operator.name,)
             for operator in graph.operators
-            if _is_contraction(graph, operator, own) and _parted(graph, operator) is not None
+            if is_contraction(graph, operator, own) and _parted(graph, operator) is not None
         )
 
     def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> Change:
@@ -163,7 +163,7 @@ def out_group(operator: Operator) -> tuple[str, ...]:
     return operator.outputs[0].layout[OUT_GROUP[operator.kind]]
 
 
-def _is_contraction(graph: OperatorGraph, operator: Operator, own: frozenset[str]) -> bool:
+def is_contraction(graph: OperatorGraph, operator: Operator, own: frozenset[str]) -> bool:
     """Whether an operator is a contraction with columns, of weights that nobody shares."""
     return (
         operator.kind in OUT_GROUP
@@ -199,7 +199,7 @@ def _parted(graph: OperatorGraph, operator: Operator) -> int | None:
     return None
 
 
-def _by_module(names: Sequence[str]) -> list[list[str]]:
+def by_module(names: Sequence[str]) -> list[list[str]]:
     """Operators by all of their names but the last word."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -231,7 +231,7 @@ def _insertion(layout: Layout, out: tuple[str, ...]) -> int:
     return factors(layout).index(out[0])
 
 
-def _selecting(source: str, place: int, index: int) -> Callable[[Input], Input]:
+def selecting(source: str, place: int, index: int) -> Callable[[Input], Input]:
     """Read part `index` of a merged tensor whose new factor is at `place`."""
 
     def behind(position: int) -> int:
@@ -344,6 +344,6 @@ def _num_common(words: Sequence[Sequence[str]], most: int) -> int:
     return count
 
 
-def _common(first: Sequence[str], modules: Sequence[Sequence[str]]) -> str:
-    """The module that several are in."""
-    return ".".join(first[: _num_common(modules, min(map(len, modules)))])
+def common_module(modules: Sequence[Sequence[str]]) -> str:
+    """The module that several are in, each given as its words."""
+    return ".".join(modules[0][: _num_common(modules, min(map(len, modules)))])

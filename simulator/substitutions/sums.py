@@ -47,7 +47,8 @@ class SumLinears:
 
     The parallel branches of a transformer layer (Wang and Komatsuzaki 2021, GPT-J), input and
     state of a recurrent cell. A match is the elementwise operator that adds, then the layers. At
-    most one of these has a bias, because two biases that are one would be trained twice as fast.
+    most one of these has a bias, because two biases that are one would be trained twice as fast,
+    and none shares a weight with another, because an operator reads a parameter once.
     """
 
     name = "sum"
@@ -111,6 +112,8 @@ def _layers(graph: OperatorGraph, operator: Operator, terms: Sequence[int]) -> l
             continue
         if len(layer.weights) > 1 and any(len(other.weights) > 1 for other in found):
             continue
+        if any(_parameters(layer) & _parameters(other) for other in found):
+            continue
         sizes = [each.sizes[_contracted(each)[0]] for each in (*found, layer)]
         if math.gcd(*sizes) > 1 or not found:
             found.append(layer)
@@ -129,6 +132,10 @@ def _is_term(graph: OperatorGraph, operator: Operator, read: Input, layer: Opera
         and list(map(len, read.layout)) == list(map(len, layer.outputs[0].layout))
         and layer.outputs[0].dtype == operator.outputs[0].dtype
     )
+
+
+def _parameters(layer: Operator) -> set[str]:
+    return {weight.parameter for weight in layer.weights}
 
 
 def _contracted(layer: Operator) -> tuple[str, ...]:
