@@ -21,7 +21,7 @@ from stratagem.executor.instructions import Convert
 from stratagem.executor.reference import errors_against, gradient_errors, relative_error
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.search.rewriting import steps
-from stratagem.search.strategies import tensor_parallel
+from stratagem.search.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.collectives import Collective
@@ -223,6 +223,18 @@ def plain_sum() -> OperatorGraph:
     return b.build(b.cross_entropy(y, labels))
 
 
+def pooled(*, keep: bool = False, scale: float | None = None) -> OperatorGraph:
+    """A layer over all tokens whose results are averaged (or added up)."""
+    b = GraphBuilder("pooled")
+    x, labels = b.input("x", (4, 6, 2, 8)), b.input("labels", (4,), "int64")
+    x = b.pointwise("tanh", transpose(x, 1, 2))
+    y = layers.linear(b, "wide", reshape(x, (4, 2, 6, 8)), 12, bias=scale is None)
+    scale = 1 / 12 if scale is None else scale
+    y = b.reduce(y, [1, 2], scale=scale, keep=keep, name="pool")
+    y = reshape(b.pointwise("relu", y), (4, 12))
+    return b.build(b.cross_entropy(layers.linear(b, "head", y, TOKENS), labels))
+
+
 GRAPHS: dict[str, tuple[Callable[[], OperatorGraph], tuple[str, ...]]] = {
     "llama": (lambda: llama(num_layers=2, ffn=12, **SMALL), ("merge",)),
     "llama, keys and values shared": (
@@ -250,6 +262,9 @@ GRAPHS: dict[str, tuple[Callable[[], OperatorGraph], tuple[str, ...]]] = {
     "recurrent cell": (recurrent, ("sum",)),
     "recurrent cell of another size": (lambda: recurrent((6, 8)), ("sum",)),
     "plain sum": (plain_sum, ("sum",)),
+    "mean of a layer": (pooled, ("reduce-first",)),
+    "mean of a layer, dims kept": (lambda: pooled(keep=True), ("reduce-first",)),
+    "sum of a layer": (lambda: pooled(scale=0.5), ("reduce-first",)),
     "inception, there and back": (inception, ("merge", "split")),
 }
 
@@ -370,6 +385,21 @@ def test_plan_of_a_rewritten_model_trains_the_model(name: str, ways: int, tmp_pa
     assert dict(model.named_parameters()).keys() <= result.parameters.keys()
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt", "parallel branches, all of one input"])
+def test_sharded_state_of_rewritten_graphs(name: str, zero: int) -> None:
+    make, rules = GRAPHS[name]
+    graph = make()
+    rewritten = everything(graph, *rules)
+    choices = data_parallel(rewritten.graph, (2,), zero=zero)
+    plan = plan_of(rewritten, ways=2)
+    plan = replace(plan, stages=(replace(plan.stages[0], choices=choices),))
+    truth, found = run(graph, plan_of(Rewritten(graph))), run(graph, plan)
+    assert truth.gradients is not None
+    assert found.gradients is not None
+    assert max(gradient_errors(found.gradients, truth.gradients).values()) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("llama", "adam"), ("gpt", "sgd"), ("parallel branches, four heads", "sgd")],
@@ -409,11 +439,12 @@ def test_pipelines_and_microbatches_of_rewritten_graphs() -> None:
 
 
 def random_graph(seed: int) -> OperatorGraph:
-    """Layers that read any tensor before them, some with tied weights, views, sums, products."""
+    """A sum over tokens, then layers that read any tensor before, tied weights, views, sums."""
     rng = random.Random(seed)
     b = GraphBuilder("random")
-    x, labels = b.input("x", (4, 12)), b.input("labels", (4,), "int64")
-    known = [b.pointwise("relu", layers.linear(b, "first", x, 12))]
+    x, labels = b.input("x", (4, 3, 12)), b.input("labels", (4,), "int64")
+    y = layers.linear(b, "first", x, 12, bias=rng.random() < 0.5)
+    known = [b.pointwise("relu", b.reduce(y, [1], scale=rng.choice([1 / 3, 0.5])))]
     weights: list[Handle] = []
     for i in range(rng.randint(3, 7)):
         with b.scope(f"layer{i}"):
@@ -644,6 +675,13 @@ def test_graphs_that_cannot_be_rewritten() -> None:
     assert list(matches(graph, "merge")) == [("plain", "twice")]
     assert matches(graph, "sum") == ()
     assert matches(graph, "split") == ()
+    assert matches(pooled(scale=0.5), "reduce-first") == (("wide", "pool"),)
+    for dims, scale, bias in (([0], 1 / 4, False), ([1], 1.0, True), ([2], 1 / 12, False)):
+        b = GraphBuilder("no")
+        x = b.input("x", (4, 4, 8))
+        y = b.reduce(layers.linear(b, "wide", x, 12, bias=bias), dims, scale=scale, keep=True)
+        end = b.pointwise("add", b.mean(y), b.mean(layers.linear(b, "other", x, 8)))
+        assert matches(b.build(b.pointwise("mul", end, end)), "reduce-first") == (), dims
 
 
 # -- refusals -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.substitutions.parallel import MergeParallel, SplitParts
+from stratagem.simulator.substitutions.reductions import ReduceFirst
 from stratagem.simulator.substitutions.rewriting import (
     Match,
     Rewritten,
@@ -22,7 +23,8 @@ from stratagem.simulator.substitutions.sums import SumLinears
 from stratagem.simulator.substitutions.unequal import MergeUnequal
 
 SUBSTITUTIONS: dict[str, Substitution] = {
-    rule.name: rule for rule in (MergeParallel(), MergeUnequal(), SplitParts(), SumLinears())
+    rule.name: rule
+    for rule in (MergeParallel(), MergeUnequal(), SplitParts(), SumLinears(), ReduceFirst())
 }
 """Every rule, by name."""
 

@@ -185,6 +185,16 @@ def unused_name(name: str, taken: Container[str]) -> str:
     return found
 
 
+def renamed(layout: Layout, called: Mapping[str, str]) -> Layout:
+    """A layout with its dims called otherwise.
+
+    Example:
+        >>> renamed((("a",), ("b", "c")), {"a": "x", "b": "y", "c": "z"})
+        (('x',), ('y', 'z'))
+    """
+    return tuple(tuple(called[name] for name in group) for group in layout)
+
+
 def nameless(operator: Operator) -> tuple[Any, ...]:
     """Equal for operators that do the same to tensors of the same factors, whatever the names."""
     number = {dim.name: i for i, dim in enumerate(operator.dims)}

@@ -21,7 +21,6 @@ from stratagem.simulator.graph import (
     Dim,
     DimKind,
     Input,
-    Layout,
     Operator,
     OperatorGraph,
     Weight,
@@ -35,6 +34,7 @@ from stratagem.simulator.substitutions.rewriting import (
     Edit,
     Match,
     edited,
+    renamed,
     unused_name,
 )
 
@@ -208,8 +208,8 @@ def _together(layers: Sequence[Operator], name: str) -> Operator:
             called[rest] = unused_name(rest, taken)
             taken.add(called[rest])
             own.append(Dim(called[rest], layer.sizes[rest], DimKind.REDUCTION, ONLY_ONE))
-        inputs.append(replace(layer.inputs[0], layout=_renamed(layer.inputs[0].layout, called)))
-        matrix, *shift = (Weight(w.parameter, _renamed(w.layout, called)) for w in layer.weights)
+        inputs.append(replace(layer.inputs[0], layout=renamed(layer.inputs[0].layout, called)))
+        matrix, *shift = (Weight(w.parameter, renamed(w.layout, called)) for w in layer.weights)
         weights.append(matrix)
         bias += shift
     kept = [dim for dim in first.dims if dim.name not in _contracted(first)[shared:]]
@@ -227,10 +227,6 @@ def _together(layers: Sequence[Operator], name: str) -> Operator:
 
 def _made(layer: Operator) -> tuple[str, ...]:
     return factors(layer.outputs[0].layout)
-
-
-def _renamed(layout: Layout, called: dict[str, str]) -> Layout:
-    return tuple(tuple(called[name] for name in group) for group in layout)
 
 
 def _without(adder: Operator, layers: Sequence[str], together: str) -> Operator | None:
