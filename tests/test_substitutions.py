@@ -235,6 +235,41 @@ def pooled(*, keep: bool = False, scale: float | None = None) -> OperatorGraph:
     return b.build(b.cross_entropy(layers.linear(b, "head", y, TOKENS), labels))
 
 
+def gated_experts() -> OperatorGraph:
+    """Experts with a gated layer each, their projections stored (in, out)."""
+    b = GraphBuilder("gated experts")
+    x, labels = b.input("x", (4, 6, 8)), b.input("labels", (4, 6), "int64")
+    x = b.pointwise("tanh", layers.linear(b, "first", x, 8))
+    gates = b.softmax(layers.linear(b, "gate", x, 4))
+    slots = b.moe_dispatch(x, gates, top_k=2, capacity=4)
+    one, two = (
+        b.expert_linear(
+            slots, b.parameter(f"{n}.w", (4, 8, 6)), b.parameter(f"{n}.b", (4, 6)), name=n
+        )
+        for n in ("gated", "plain")
+    )
+    y = b.pointwise("mul", b.pointwise("silu", one), two)
+    y = b.expert_linear(y, b.parameter("down.w", (4, 6, 8)), name="down")
+    y = b.moe_combine(y, gates, top_k=2)
+    return b.build(b.cross_entropy(layers.linear(b, "head", y, TOKENS), labels))
+
+
+def stored_transposed() -> OperatorGraph:
+    """Layers whose weights are (in, out), as GPT-2's are, of equal and of unequal columns."""
+    b = GraphBuilder("transposed")
+    x, labels = b.input("x", (4, 8)), b.input("labels", (4,), "int64")
+
+    def layer(name: str, given: Handle, size: int) -> Handle:
+        weight = b.parameter(f"{name}.weight", (given.shape[-1], size))
+        shift = b.parameter(f"{name}.bias", (size,)) if name != "plain" else None
+        return b.linear(given, weight, shift, transposed=True, name=name)
+
+    one, two, three = layer("one", x, 6), layer("two", x, 6), layer("three", x, 12)
+    wide = b.pointwise("gelu", three, "none")
+    y = b.pointwise("add", layer("four", b.pointwise("mul", one, two), 6), layer("plain", wide, 6))
+    return b.build(b.cross_entropy(layer("head", b.pointwise("tanh", y), TOKENS), labels))
+
+
 GRAPHS: dict[str, tuple[Callable[[], OperatorGraph], tuple[str, ...]]] = {
     "llama": (lambda: llama(num_layers=2, ffn=12, **SMALL), ("merge",)),
     "llama, keys and values shared": (
@@ -262,6 +297,10 @@ GRAPHS: dict[str, tuple[Callable[[], OperatorGraph], tuple[str, ...]]] = {
     "recurrent cell": (recurrent, ("sum",)),
     "recurrent cell of another size": (lambda: recurrent((6, 8)), ("sum",)),
     "plain sum": (plain_sum, ("sum",)),
+    "gated experts": (gated_experts, ("merge",)),
+    "gated experts, there and back": (gated_experts, ("merge", "split")),
+    "weights stored transposed": (stored_transposed, ("sum", "merge", "split")),
+    "weights stored transposed, unequal": (stored_transposed, ("merge-unequal", "sum")),
     "mean of a layer": (pooled, ("reduce-first",)),
     "mean of a layer, dims kept": (lambda: pooled(keep=True), ("reduce-first",)),
     "sum of a layer": (lambda: pooled(scale=0.5), ("reduce-first",)),
