@@ -767,7 +767,9 @@ def test_simulating_takes_the_graph_before_or_after() -> None:
         simulate_plan(plan, each, default_costs()).step_time for each in (graph, rewritten.graph)
     }
     assert len(times) == 1
-    assert "q+k+v" in describe(simulate_plan(plan, graph, default_costs()), graph)
+    told = describe(simulate_plan(plan, graph, default_costs()), graph)
+    assert "q+k+v" in told
+    assert "rewritten first: merge (4×)." in told.replace("\n", " ")
 
 
 def test_changed_parts_would_be_noticed() -> None:
