@@ -73,6 +73,7 @@ class WhatIf:
         costs: CostModel | None = None,
         options: Options | None = None,
     ) -> None:
+        graph = plan.rewrite(graph).graph
         plan.check(graph)
         _check_supported(plan)
         self._plan, self._graph = plan, graph
@@ -96,9 +97,10 @@ class WhatIf:
     def plan(self) -> Plan:
         """The plan with all that was accepted."""
         problem, plan = self._problem, self._plan
-        return problem.plan(
+        made = problem.plan(
             self._choice, name=plan.name, seed=plan.seed, fingerprint=plan.fingerprint
         )
+        return replace(made, substitutions=plan.substitutions)
 
     def choices(self, operator: str) -> tuple[Choice, ...]:
         """The choices that an operator may be given.
