@@ -44,7 +44,9 @@ Annotation = Mapping[str, str | None]
 """Per axis the dim of the tensor that it splits, or None: none, and so it stays. Axes that are not
 named are open."""
 
-PASS_THROUGH = frozenset({"elementwise", "layer_norm", "rms_norm", "batch_norm", "softmax", "rotary"})
+PASS_THROUGH = frozenset(
+    {"elementwise", "layer_norm", "rms_norm", "batch_norm", "softmax", "rotary"}
+)
 
 
 class Inferred(NamedTuple):

@@ -85,9 +85,7 @@ def transformer_annotations(
     return found
 
 
-def gshard_annotations(
-    graph: OperatorGraph, axes: Sequence[MeshAxis]
-) -> dict[str, Annotation]:
+def gshard_annotations(graph: OperatorGraph, axes: Sequence[MeshAxis]) -> dict[str, Annotation]:
     """GShard's annotations of a mixture of experts (Lepikhin et al. 2020, arXiv 2006.16668).
 
     Experts are split along every axis, the inner ones first, as far as they go: the weights that
