@@ -11,7 +11,7 @@ from stratagem.search.strategies import expert_dims, tensor_dims
 from stratagem.simulator.graph import repeated_blocks
 from stratagem.simulator.segments import RECOMPUTE_POLICIES
 
-MAX_MICROBATCH = 16
+MAX_MICROBATCH = 64
 """Samples that a replica takes at once at most; powers of two up to it are tried."""
 
 MAX_VIRTUAL_STAGES = 4

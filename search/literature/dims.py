@@ -207,6 +207,12 @@ _PARTS: dict[str, Part] = {
 }
 
 
+NAMED_PARTS = frozenset(
+    {"batch", "experts", "hidden", "expert_hidden", "head_dim", "channels", *_PARTS}
+)
+"""What `logical_dims` has names for; all other dims are called as in their first operator."""
+
+
 def _is_result(operator: Operator, name: str) -> bool:
     made = factors(operator.outputs[0].layout)
     return any(name in factors(weight.layout) for weight in operator.weights) and name in made

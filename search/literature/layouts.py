@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.search.baselines import Situation
-from stratagem.search.literature.dims import LogicalDim, logical_dims
+from stratagem.search.literature.dims import NAMED_PARTS, LogicalDim, logical_dims
 from stratagem.search.literature.pricing import Price, StagePrices
 from stratagem.search.strategies import Choices
 from stratagem.simulator.graph import Layout, Operator, OperatorGraph, factors
@@ -141,16 +141,17 @@ def best_layout(
 
 
 def searched_dims(graph: OperatorGraph) -> tuple[str, ...]:
-    """The logical dims worth laying out: all matrix products along them can be split.
+    """The logical dims worth laying out: those with a name along which all products can be split.
 
-    Those of one operator alone are left out.
+    A product that keeps the dim whole, or a dim that only one operator has, makes it useless.
     """
     found = []
     for dim in logical_dims(graph).values():
         operators = [graph.operator(name) for chain in dim.chains for name, _ in chain]
         products = [op for op in operators if rule_of(op).matmul]
         alone = all(len({name for name, _ in chain}) == 1 for chain in dim.chains)
-        if products and not alone and not any(op.name in dim.whole for op in products):
+        named = dim.name.split(".")[0] in NAMED_PARTS
+        if named and products and not alone and not any(op.name in dim.whole for op in products):
             found.append(dim.name)
     return tuple(found)
 

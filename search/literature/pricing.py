@@ -7,8 +7,9 @@ all choices that any of the strategies makes, and each strategy is a play of thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from stratagem.simulator.engine import simulate
 from stratagem.simulator.memory import StageTensors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.placement import smallest_shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.stage_shapes import StageShapes
@@ -33,10 +35,14 @@ class Price:
     capacity: int
 
     @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak <= self.capacity
+
+    @property
     def rank(self) -> tuple[float, float]:
         """Sorts prices as `baselines.rank` sorts simulations: those that fit by time first."""
-        over = self.peak / self.capacity
-        return (0.0, self.step_time) if over <= 1 else (over, self.step_time)
+        return (0.0 if self.fits else self.peak / self.capacity, self.step_time)
 
 
 class StagePrices:
@@ -142,7 +148,18 @@ def one_stage_plan(
 
 
 def grid_meshes(situation: Situation) -> list[DeviceMesh]:
-    """All devices as data × model, the model axis as long as devices of a node divide into."""
+    """All devices as data × model, for every model axis that divides a node and the devices.
+
+    Example:
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
+        >>> situation = Situation(mlp([8, 8], batch=8), cluster, Training(), default_costs())
+        >>> [mesh.shape for mesh in grid_meshes(situation)]
+        [(8, 1), (4, 2), (2, 4)]
+    """
     cluster = situation.cluster
     total, per_node = cluster.num_devices, cluster.devices_per_node
     return [
@@ -152,7 +169,40 @@ def grid_meshes(situation: Situation) -> list[DeviceMesh]:
     ]
 
 
-def microbatch_counts(situation: Situation) -> list[int]:
-    """Powers of two that divide the batch, the smallest first."""
-    batch = situation.graph.batch
-    return [1 << k for k in range(batch.bit_length()) if batch % (1 << k) == 0]
+T = TypeVar("T")
+
+
+def fewest_microbatches(
+    situation: Situation, mesh: DeviceMesh, attempt: Callable[[int], tuple[T, Price]]
+) -> tuple[int, T, Price]:
+    """The first power of two of microbatches with which something fits, and what that is.
+
+    Every index of the first axis keeps a sample at least. Where nothing fits, the most
+    microbatches. More of them need less memory, so the first is found by bisection.
+
+    Args:
+        situation: gives the batch.
+        mesh: gives the first axis.
+        attempt: what to make with so many microbatches, and its price.
+    """
+    batch, ways = situation.graph.batch, mesh.shape[0]
+    counts = [1]
+    while batch % (2 * counts[-1]) == 0:
+        if smallest_shard(batch // (2 * counts[-1]), [ways]) < 1:
+            break
+        counts.append(2 * counts[-1])
+    made: dict[int, tuple[T, Price]] = {}
+
+    def fits(k: int) -> bool:
+        made[k] = attempt(counts[k])
+        return made[k][1].fits
+
+    last = len(counts) - 1
+    if fits(0) or last == 0 or not fits(last):
+        k = max(made)
+        return counts[k], *made[k]
+    low, high = 0, last
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return counts[high], *made[high]

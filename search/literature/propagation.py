@@ -76,7 +76,7 @@ class Completion:
     @property
     def table(self) -> Table:
         """What follows from which annotation, as a table."""
-        columns = {name: Unit.TEXT for name in ("tensor", "axis", "dim", "annotation")}
+        columns = dict.fromkeys(("tensor", "axis", "dim", "annotation"), Unit.TEXT)
         rows = tuple(tuple(row) for row in self.inferred)
         return Table("shardings inferred from annotations", columns, rows)
 
