@@ -183,7 +183,7 @@ class _Policy:
         below = np.cumsum(self.shares, axis=1)
         return [
             np.minimum(
-                (rng.random(below.shape[0])[:, None] >= below).sum(axis=1), below.shape[1] - 1
+                (rng.random((below.shape[0], 1)) >= below).sum(axis=1), below.shape[1] - 1
             )
             for _ in range(count)
         ]

@@ -280,7 +280,8 @@ def _held_bytes(table: CostTable) -> FloatArray:
 
 
 def _sums(values: FloatArray, stage_of: IntArray, count: int) -> FloatArray:
-    return np.bincount(stage_of, weights=values, minlength=count)
+    summed: FloatArray = np.bincount(stage_of, weights=values, minlength=count).astype(np.float64)
+    return summed
 
 
 def _bound(compute: FloatArray, setup: TrainingSetup, parts: int) -> float:
