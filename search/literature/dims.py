@@ -87,9 +87,9 @@ def dim_table(graph: OperatorGraph) -> Table:
 
     Example:
         >>> from stratagem.simulator.models import mlp
-        >>> print(dim_table(mlp([8, 16, 4], batch=2)))  # doctest: +ELLIPSIS
-        dim     size  operators  first          last           cannot be split
-        ...
+        >>> table = dim_table(mlp([8, 16, 4], batch=2))
+        >>> table.rows[1]
+        ('hidden', 16, 3, 'layers.0.out', 'layers.1.in', '')
     """
     rows = tuple(
         (

@@ -103,7 +103,7 @@ def best_layout(
         >>> from stratagem.simulator.kernel_costs import default_costs
         >>> from stratagem.simulator.models import mlp
         >>> from stratagem.simulator.training import Training
-        >>> graph, cluster = mlp([64, 64, 8], batch=4096), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> graph, cluster = mlp([512, 512], batch=65536), Cluster.preset("dgx-a100", num_nodes=1)
         >>> situation = Situation(graph, cluster, Training(), default_costs())
         >>> mesh = DeviceMesh((MeshAxis("all", 8),), tuple(range(8)))
         >>> dict(best_layout(situation, mesh).layout)

@@ -94,7 +94,7 @@ def complete(
         >>> done.choices == data_parallel(graph, (4,))
         True
         >>> done.inferred[0]
-        Inferred(tensor='relu', axis='data', dim='feature', annotation='layers.0')
+        Inferred(tensor='relu', axis='data', dim='sample', annotation='layers.0')
 
     Shards may be uneven, but not empty. A parameter that an axis splits although its operator
     works on other shards is kept split and gathered before use, which is our ZeRO-3 (it picks the

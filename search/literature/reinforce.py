@@ -150,7 +150,7 @@ def operator_groups(graph: OperatorGraph, max_groups: int) -> IntArray:
         >>> from stratagem.simulator.models import gpt
         >>> groups = operator_groups(gpt(num_layers=4, batch=8), 64)
         >>> int(groups.max()) + 1, bool((np.diff(groups) >= 0).all())
-        (7, True)
+        (9, True)
     """
     segments = np.array(graph.segments)
     first = next(i for i, op in enumerate(graph.operators) if op.kind != "source")
@@ -182,9 +182,7 @@ class _Policy:
         """Placements: per group a device."""
         below = np.cumsum(self.shares, axis=1)
         return [
-            np.minimum(
-                (rng.random((below.shape[0], 1)) >= below).sum(axis=1), below.shape[1] - 1
-            )
+            np.minimum((rng.random((below.shape[0], 1)) >= below).sum(axis=1), below.shape[1] - 1)
             for _ in range(count)
         ]
 

@@ -12,7 +12,7 @@ bytes that wait between its forward and backward pass. Sums over a stage then gi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,10 +21,12 @@ import numpy.typing as npt
 from stratagem.search.baselines import Situation, rank
 from stratagem.search.literature.shortened import Shortened, shortened
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.strategies import Choices, with_recompute
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.cost_table import CostTable, TableBuilder
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.memory import StageTensors
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
@@ -154,6 +156,8 @@ class Rates:
     situation: Situation
     _layers: dict[tuple[object, ...], _Layers] = field(default_factory=dict)
     _cuts: dict[tuple[int, str], tuple[IntArray, BoolArray]] = field(default_factory=dict)
+    _links: dict[tuple[int, int], AxisLink] = field(default_factory=dict)
+    _strategies: dict[tuple[object, ...], Choices] = field(default_factory=dict)
 
     def outlook(self, setup: TrainingSetup) -> Outlook:
         """What is known of a setup.
@@ -220,7 +224,7 @@ class Rates:
         graph = self._short.graph.microbatch(s.graph.batch // (setup.microbatch * data))
         axes = (MeshAxis("data", data), MeshAxis("tensor", setup.tensor))
         mesh = DeviceMesh(axes, tuple(range(data * setup.tensor)))
-        choices = setup.strategy(graph, mesh.shape)
+        choices = with_recompute(graph, self._strategy(setup, graph, mesh.shape), setup.recompute)
         builder = TableBuilder(graph, mesh, s.cluster, s.training, s.costs, s.memory)
         table = builder.build(
             range(len(graph.operators)), {i: (choices[n],) for i, n in enumerate(graph.names)}
@@ -246,13 +250,25 @@ class Rates:
             ),
         )
 
+    def _strategy(
+        self, setup: TrainingSetup, graph: OperatorGraph, shape: tuple[int, ...]
+    ) -> Choices:
+        """The choices of a setup without recompute; microbatches of any size have the same."""
+        key = shape, setup.zero, setup.sequence_parallel, setup.expert_parallel
+        if key not in self._strategies:
+            self._strategies[key] = replace(setup, recompute="none").strategy(graph, shape)
+        return self._strategies[key]
+
     def _sync(self, setup: TrainingSetup, data: int, nbytes: FloatArray) -> FloatArray:
         """Seconds of an all-reduce of each stage's gradients over the data-parallel ranks."""
         if data == 1:
             return np.zeros_like(nbytes)
-        axes = (MeshAxis("data", data), MeshAxis("tensor", setup.tensor))
-        mesh = DeviceMesh(axes, tuple(range(data * setup.tensor)))
-        link = mesh.link(0, self.situation.cluster)
+        key = data, setup.tensor
+        if key not in self._links:
+            axes = (MeshAxis("data", data), MeshAxis("tensor", setup.tensor))
+            mesh = DeviceMesh(axes, tuple(range(data * setup.tensor)))
+            self._links[key] = mesh.link(0, self.situation.cluster)
+        link = self._links[key]
         return np.array(
             [collective_time(Collective.ALL_REDUCE, round(n), data, link) for n in nbytes]
         )
