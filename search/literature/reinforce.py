@@ -115,7 +115,7 @@ def reinforce(
         if value < 1:
             raise ValueError(f"reinforce: {name} is {value}; it must be at least 1")
     group_of = operator_groups(situation.graph, max_groups)
-    placements = _Placements(situation, group_of)
+    placements = Placements(situation, group_of)
     policy = _Policy(int(group_of.max()) + 1, situation.cluster.num_devices, learning_rate)
     rng = np.random.default_rng(seed)
     best: tuple[bool, float, IntArray] | None = None
@@ -208,8 +208,25 @@ class _Policy:
         self.logits += self.rate * mean / (np.sqrt(square) + 1e-8)
 
 
-class _Placements:
-    """Prices placements of groups; operators and conversions are priced once for all of them."""
+class Placements:
+    """Prices placements of groups; operators and conversions are priced once for all of them.
+
+    Example:
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+        >>> situation = Situation(mlp([8, 8], batch=4), cluster, Training(), default_costs())
+        >>> groups = operator_groups(situation.graph, 2)
+        >>> placements = Placements(situation, groups)
+        >>> placements.price(np.array([0, 3])) == placements.price(np.array([2, 1]))
+        True
+
+    Args:
+        situation: model, cluster and costs; all devices are one axis.
+        group_of: per operator its group.
+    """
 
     def __init__(self, situation: Situation, group_of: IntArray) -> None:
         graph, cluster = situation.graph, situation.cluster
@@ -240,6 +257,7 @@ class _Placements:
 
     @property
     def num_simulated(self) -> int:
+        """Number of different placements that were priced."""
         return len(self._known)
 
     def price(self, placement: IntArray) -> tuple[float, bool]:
@@ -252,6 +270,7 @@ class _Placements:
         return self._known[key]
 
     def plan(self, placement: IntArray) -> Plan:
+        """The plan of a placement."""
         number = np.where(self._is_source, 0, placement[self._group_of]).tolist()
         names = self._situation.graph.names
         chosen = {
