@@ -1,13 +1,16 @@
-"""A Markov chain over the choices of one problem: Metropolis–Hastings with falling temperature."""
+"""Markov chains over the choices of one problem: Metropolis–Hastings with falling temperature."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from stratagem.search import _kernels
+from stratagem.search import _anneal, _kernels
+from stratagem.search.chain_arrays import own_arrays
 from stratagem.search.problem import Problem
 from stratagem.simulator.resharding import IntArray
 
@@ -30,60 +33,58 @@ class Chain:
     seed: int
     done: int = 0
     accepted: int = 0
+    course: np.ndarray[Any, np.dtype[np.float64]] | None = None
     scores: np.ndarray[tuple[int], np.dtype[np.float64]] = field(init=False)
     best: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
-        stages = self.problem.num_stages
         self._rng = np.random.default_rng(self.seed)
-        self._block_ns = np.zeros((6, stages), dtype=np.int64)
-        self._profiles = np.zeros((stages, 6), dtype=np.int64)
-        self.choice = self.choice.copy()
+        self._arrays = own_arrays(self.problem.arrays)
+        if self.course is None:
+            self.course = np.array([[self.total, 0.75, HOT, COLD]])
+        self.restart(self.choice)
         self.best = self.choice.copy()
-        self.scores = np.full(2, self.score())
+        self.scores[1] = self.scores[0]
+
+    def restart(self, choice: IntArray) -> None:
+        """Go on from other choices; what was best stays."""
+        self.choice = choice.copy()
+        now = float(_anneal.begin(self._arrays, self.choice))
+        if not hasattr(self, "scores"):
+            self.scores = np.full(2, now)
+        self.scores[0] = now
 
     def score(self) -> float:
         """The score of the present choices, from scratch."""
         p = self.problem
+        block_ns = np.zeros((6, p.num_stages), dtype=np.int64)
+        profiles = np.zeros((p.num_stages, 6), dtype=np.int64)
         return float(
             _kernels.score_plan(
                 np.full(p.num_stages, _kernels.REPLAY, dtype=np.int64),
                 self.choice,
-                self._block_ns,
-                self._profiles,
+                block_ns,
+                profiles,
                 *arguments_of(p),
             )
         )
 
     def peaks(self) -> list[int]:
         """Bytes per device of each rank at its peak, under the present choices."""
-        return peaks_of(self.problem, self._profiles)
+        return peaks_of(self.problem, self._arrays.tensors.profiles)
 
     def advance(self, num_evaluations: int) -> None:
         """Run the next proposals (fewer when the chain ends before)."""
         count = min(num_evaluations, self.total - self.done)
-        p = self.problem
-        operators, stages = self.choice.size, p.num_stages
-        self.accepted += _kernels.anneal(
+        self.accepted += _anneal.anneal(
             self._rng,
-            count,
             self.done,
-            self.total,
-            HOT,
-            COLD,
+            count,
+            self.course,
             self.scores,
             self.choice,
             self.best,
-            p.stage_of,
-            p.moves,
-            self._block_ns,
-            self._profiles,
-            np.empty((6, stages), dtype=np.int64),
-            np.empty((stages, 6), dtype=np.int64),
-            np.empty(operators, dtype=np.int64),
-            np.empty(operators, dtype=np.int64),
-            np.empty(stages, dtype=np.int64),
-            *arguments_of(p),
+            self._arrays,
         )
         self.done += count
 
