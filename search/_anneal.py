@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from stratagem.search import _kernels, _memory_tree, _moves, _pipeline, _plays
+from stratagem.search import _kernels, _memory_tree, _moves, _pipeline, _plays, _random
 from stratagem.search._kernels import (
     OVER_MEMORY,
     Floats,
@@ -45,13 +45,15 @@ from stratagem.search._plays import (
     NS,
     STAGE,
     Plays,
-    begin_play,
+    copy_ints,
     gather_changes,
     play_changes_of,
     settle_play,
 )
+from stratagem.search._random import Words, random_float
 from stratagem.simulator import _delta_index, _delta_kernels
 from stratagem.simulator import _kernels as engine
+from stratagem.simulator._delta_index import uncounted
 
 NOTED, PLAYED, SAME, PROPOSAL, NUM_ITEMS = range(5)
 """Entries of `Arrays.numbers`: tensors that the proposal resized; its step in ns; whether its
@@ -92,19 +94,13 @@ class Arrays(NamedTuple):
     numbers: Ints
 
 
-@numba.njit()
-def as_table(flat: Ints, num_items: int) -> Ints:
-    """A flat table of durations as [kinds, items]."""
-    return flat.reshape((flat.size // num_items, num_items))
-
-
-@numba.njit()
+@uncounted(inline="always")
 def num_items_of(arrays: Arrays) -> int:
     """Columns of the table of durations."""
     return int(arrays.numbers[NUM_ITEMS])
 
 
-@numba.njit()
+@uncounted(inline="always")
 def play_pipeline(arrays: Arrays) -> int:
     """Makespan in ns under the proposed table."""
     pipeline = arrays.pipeline
@@ -112,11 +108,13 @@ def play_pipeline(arrays: Arrays) -> int:
         return int(bound_of(pipeline))
     if pipeline.how[0] == ORDERED:
         return int(play_in_order(pipeline))
-    table = as_table(pipeline.proposed, num_items_of(arrays))
-    return int(play_in_queue(table, *arrays.macro, arrays.macro_work))  # type: ignore[call-arg]
+    played: int = play_in_queue(  # type: ignore[call-arg]
+        pipeline.proposed, num_items_of(arrays), *arrays.macro, arrays.macro_work
+    )
+    return played
 
 
-@numba.njit()
+@uncounted(inline="always")
 def score_of(arrays: Arrays, ns: int) -> float:
     """The score of a step of `ns` under the memory as it was measured last."""
     excess: float = excess_of(  # type: ignore[call-arg]
@@ -125,31 +123,39 @@ def score_of(arrays: Arrays, ns: int) -> float:
     return ns * 1e-9 * (1.0 + OVER_MEMORY * excess)
 
 
-@numba.njit()
-def begin_chain(arrays: Arrays, choice: Ints) -> float:
-    """Play and measure everything under `choice`; return its score."""
+@uncounted(inline="always")
+def score_anew(arrays: Arrays, choice: Ints) -> float:
+    """Score of what `begin_play` played under `choice`, in full."""
     plays, pipeline, num_items = arrays.plays, arrays.pipeline, num_items_of(arrays)
     pipeline.proposed[:] = 0
     for k in range(plays.which.shape[0]):
-        begin_play(plays, k, choice)
         entry = plays.which[k, KIND] * num_items + plays.which[k, STAGE]
         pipeline.proposed[entry] = plays.books[k, NS]
     fill_crossings(
-        as_table(pipeline.proposed, num_items),
+        pipeline.proposed,
+        num_items,
         choice,
         arrays.pool_ns,
         arrays.crossings,
         arrays.arrivals,
     )
-    pipeline.now[0] = play_pipeline(arrays)
-    pipeline.table[:] = pipeline.proposed
-    if pipeline.how[0] == ORDERED:
-        note_longest_path(pipeline)
+    arrays.numbers[PLAYED] = play_pipeline(arrays)
+    note_pipeline(arrays)
     begin_memory(arrays.tensors, choice)
     return float(score_of(arrays, pipeline.now[0]))
 
 
-@numba.njit()
+@uncounted(inline="always")
+def note_pipeline(arrays: Arrays) -> None:
+    """Make the proposed table the accepted one."""
+    pipeline = arrays.pipeline
+    pipeline.now[0] = arrays.numbers[PLAYED]
+    copy_ints(pipeline.proposed, pipeline.table)
+    if pipeline.how[0] == ORDERED:
+        note_longest_path(pipeline)
+
+
+@uncounted(inline="always")
 def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float) -> float:
     """Score of a plan with `count` changed operators of one stage; infinite if over `limit`.
 
@@ -160,7 +166,7 @@ def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float) -> float:
     stage = arrays.moves.stage_of[changed[0]]
     numbers[PROPOSAL] += 1
     numbers[NOTED] = 0
-    pipeline.proposed[:] = pipeline.table
+    copy_ints(pipeline.table, pipeline.proposed)
     # [1]
     first, last = plays.starts[stage], plays.starts[stage + 1]
     for k in range(first, last):
@@ -173,7 +179,8 @@ def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float) -> float:
         crosses = crosses or arrays.crosses[changed[index]] > 0
     if crosses:
         fill_crossings(
-            as_table(pipeline.proposed, num_items),
+            pipeline.proposed,
+            num_items,
             choice,
             arrays.pool_ns,
             arrays.crossings,
@@ -202,19 +209,16 @@ def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float) -> float:
     return float(score_of(arrays, numbers[PLAYED]))
 
 
-@numba.njit()
+@uncounted(inline="always")
 def settle(arrays: Arrays, choice: Ints, count: int, is_accepted: bool) -> None:
     """Make the proposal the state of the chain, or forget it."""
-    plays, pipeline, numbers = arrays.plays, arrays.pipeline, arrays.numbers
+    plays, numbers = arrays.plays, arrays.numbers
     stage = arrays.moves.stage_of[arrays.changed[0]]
     for k in range(plays.starts[stage], plays.starts[stage + 1]):
         settle_play(plays, k, is_accepted)
     if is_accepted:
         if not numbers[SAME]:
-            pipeline.now[0] = numbers[PLAYED]
-            pipeline.table[:] = pipeline.proposed
-            if pipeline.how[0] == ORDERED:
-                note_longest_path(pipeline)
+            note_pipeline(arrays)
         return
     for index in range(count):
         choice[arrays.changed[index]] = arrays.before[index]
@@ -228,6 +232,7 @@ _SOURCES = (
     _moves,
     _pipeline,
     _plays,
+    _random,
     _delta_index,
     _delta_kernels,
     engine,
@@ -237,15 +242,15 @@ _SOURCES = (
 def _entries(fingerprint: int) -> tuple[Any, Any]:
     """The kernels that Python calls; `fingerprint` is part of the keys of numba's cache."""
 
-    @numba.njit(cache=True, nogil=True)
+    @uncounted(cache=True, nogil=True)
     def begin(arrays: Arrays, choice: Ints) -> float:
-        """See `begin_chain`."""
+        """See `score_anew`."""
         _ = fingerprint
-        return float(begin_chain(arrays, choice))
+        return score_anew(arrays, choice)
 
-    @numba.njit(cache=True, nogil=True)
+    @uncounted(cache=True, nogil=True)
     def anneal(
-        rng: np.random.Generator,
+        rng: Words,
         done: int,
         num_evaluations: int,
         course: Floats,
@@ -273,7 +278,7 @@ def _entries(fingerprint: int) -> tuple[Any, Any]:
             )
             if count == 0:
                 continue
-            limit = scores[0] * (1.0 - heat * np.log(1.0 - rng.random()))
+            limit = scores[0] * (1.0 - heat * np.log(1.0 - random_float(rng)))
             new = evaluate(arrays, choice, count, limit)
             settle(arrays, choice, count, new <= limit)
             if new <= limit:
@@ -281,7 +286,7 @@ def _entries(fingerprint: int) -> tuple[Any, Any]:
                 scores[0] = new
                 if new < scores[1]:
                     scores[1] = new
-                    best_choice[:] = choice
+                    copy_ints(choice, best_choice)
         return accepted
 
     return begin, anneal

@@ -187,10 +187,10 @@ def excess_of(
 
 @numba.njit()
 def fill_crossings(
-    table: Ints, choice: Ints, pool_ns: Ints, crossings: Ints, arrivals: Ints
+    table: Ints, num_items: int, choice: Ints, pool_ns: Ints, crossings: Ints, arrivals: Ints
 ) -> None:
-    """Set the rows of `table` ([kinds, items], ns) of what joins blocks."""
-    table[SEND:, :] = 0
+    """Set the entries of `table` (flat by kind and item, ns) of what joins blocks."""
+    table[SEND * num_items :] = 0
     for k in range(crossings.shape[0]):
         kind, item, first, width, second, base, group, target = crossings[k]
         sent = False
@@ -200,7 +200,7 @@ def fill_crossings(
                 same = arrivals[target + choice[second]] == arrivals[other[7] + choice[other[4]]]
                 sent = sent or same
         if not sent:
-            table[kind, item] += pool_ns[base + choice[first] * width + choice[second]]
+            table[kind * num_items + item] += pool_ns[base + choice[first] * width + choice[second]]
 
 
 @numba.njit()
@@ -225,6 +225,7 @@ def score(
     Replays the blocks of the stages marked `REPLAY` in `dirty`, then the macro graph. `block_ns`
     and `profiles` are updated for those stages, `profiles` for stages marked `MEASURE` too.
     """
+    num_items, flat = table.shape[1], table.ravel()
     for s in range(dirty.size):
         if dirty[s]:
             measure_stage(s, choice, profiles[s], *tensors)
@@ -233,8 +234,8 @@ def score(
         if dirty[s] == REPLAY:
             block_ns[kind, s] = play_block(block, inner, choice, *blocks)
         table[kind, s] = block_ns[kind, s]
-    fill_crossings(table, choice, blocks[0], crossings, arrivals)
-    played: int = play_in_queue(table, *macro, macro_work)  # type: ignore[call-arg]
+    fill_crossings(flat, num_items, choice, blocks[0], crossings, arrivals)
+    played: int = play_in_queue(flat, num_items, *macro, macro_work)  # type: ignore[call-arg]
     excess: float = excess_of(profiles, capacities, *ranks)  # type: ignore[call-arg]
     return played * 1e-9 * (1.0 + OVER_MEMORY * excess)
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from stratagem.simulator._delta_index import uncounted
 
 Ints = npt.NDArray[np.int64]
 
@@ -65,14 +66,14 @@ class Tensors(NamedTuple):
     undo: Ints
 
 
-@numba.njit()
+@uncounted(inline="always")
 def bytes_of(tensors: Tensors, k: int, choice: Ints) -> int:
     """Bytes of tensor k under `choice`."""
     where = tensors.base[k] + choice[tensors.first[k]] * tensors.stride[k]
     return int(tensors.pool[where + choice[tensors.second[k]] * tensors.second_stride[k]])
 
 
-@numba.njit()
+@uncounted(inline="always")
 def leaf_of(tensors: Tensors, stage: int, place: int) -> tuple[int, int]:
     """Where the tree of a place begins, and the number of its leaf."""
     size = (tensors.trees[stage + 1] - tensors.trees[stage]) // 6
@@ -80,7 +81,7 @@ def leaf_of(tensors: Tensors, stage: int, place: int) -> tuple[int, int]:
     return tensors.trees[stage] + 2 * size * which, size + within
 
 
-@numba.njit()
+@uncounted(inline="always")
 def add_at(tensors: Tensors, stage: int, place: int, nbytes: int, climb: bool) -> None:
     """Change what a place adds, and perhaps all nodes above it."""
     if place >= 3 * tensors.sizes[stage]:
@@ -90,29 +91,29 @@ def add_at(tensors: Tensors, stage: int, place: int, nbytes: int, climb: bool) -
     tensors.tops[tree + node] += nbytes
     while climb and node > 1:
         node >>= 1
-        refresh_node(tensors, tree, node)
+        refresh_node(tensors.sums, tensors.tops, tree, node)
 
 
-@numba.njit()
-def refresh_node(tensors: Tensors, tree: int, node: int) -> None:
+@uncounted()
+def refresh_node(sums: Ints, tops: Ints, tree: int, node: int) -> None:
     """Sum and top of a node from those of its children."""
     left = tree + 2 * node
-    below = tensors.sums[left]
-    tensors.sums[tree + node] = below + tensors.sums[left + 1]
-    tensors.tops[tree + node] = max(tensors.tops[left], below + tensors.tops[left + 1])
+    below = sums[left]
+    sums[tree + node] = below + sums[left + 1]
+    tops[tree + node] = max(tops[left], below + tops[left + 1])
 
 
-@numba.njit()
+@uncounted(inline="always")
 def rebuild_trees(tensors: Tensors, stage: int) -> None:
     """All nodes of a stage's trees from their leaves."""
     size = (tensors.trees[stage + 1] - tensors.trees[stage]) // 6
     for which in range(3):
         tree = tensors.trees[stage] + 2 * size * which
         for node in range(size - 1, 0, -1):
-            refresh_node(tensors, tree, node)
+            refresh_node(tensors.sums, tensors.tops, tree, node)
 
 
-@numba.njit()
+@uncounted()
 def resize(tensors: Tensors, k: int, nbytes: int, climb: bool) -> None:
     """Add `nbytes` to tensor k; without `climb` the trees must be rebuilt."""
     stage, birth, death = tensors.stage[k], tensors.birth[k], tensors.death[k]
@@ -129,7 +130,7 @@ def resize(tensors: Tensors, k: int, nbytes: int, climb: bool) -> None:
             profile[HELD + which - 1] += nbytes
 
 
-@numba.njit()
+@uncounted(inline="always")
 def refresh_peaks(tensors: Tensors, stage: int) -> None:
     """Peaks of a stage's passes from the roots of its trees."""
     size = (tensors.trees[stage + 1] - tensors.trees[stage]) // 6
@@ -140,7 +141,7 @@ def refresh_peaks(tensors: Tensors, stage: int) -> None:
         before += tensors.sums[root]
 
 
-@numba.njit()
+@uncounted(inline="always")
 def begin_memory(tensors: Tensors, choice: Ints) -> None:
     """Measure all stages under `choice` from nothing."""
     tensors.nbytes[:] = 0
@@ -154,7 +155,7 @@ def begin_memory(tensors: Tensors, choice: Ints) -> None:
         refresh_peaks(tensors, stage)
 
 
-@numba.njit()
+@uncounted(inline="always")
 def change_memory(tensors: Tensors, choice: Ints, changed: Ints, count: int) -> int:
     """Measure anew what changed operators alter; return how many tensors that are."""
     noted = 0
@@ -173,7 +174,7 @@ def change_memory(tensors: Tensors, choice: Ints, changed: Ints, count: int) -> 
     return noted
 
 
-@numba.njit()
+@uncounted(inline="always")
 def restore_memory(tensors: Tensors, noted: int, count: int) -> None:
     """Take back the last change, of so many tensors by so many operators."""
     for index in range(noted):
@@ -181,7 +182,7 @@ def restore_memory(tensors: Tensors, noted: int, count: int) -> None:
     refresh_profiles(tensors, noted, count <= FEW)
 
 
-@numba.njit()
+@uncounted(inline="always")
 def refresh_profiles(tensors: Tensors, noted: int, climbed: bool) -> None:
     """Peaks of the stages of the changed tensors, and their trees if nobody climbed them."""
     last = -1

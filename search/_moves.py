@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from stratagem.search._random import Words, random_below, random_float
+from stratagem.simulator._delta_index import uncounted
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,9 +51,9 @@ class Moves(NamedTuple):
     stage_of: Ints
 
 
-@numba.njit()
+@uncounted()
 def propose_move(
-    rng: np.random.Generator,
+    rng: Words,
     choice: Ints,
     before: Ints,
     changed: Ints,
@@ -66,9 +68,9 @@ def propose_move(
     moves set one part of all choices of a stage instead. Draws that change nothing are repeated,
     so 0 is returned only where hardly anything can change.
     """
-    for _ in range(TRIES):
-        is_wide = rng.random() < wide
-        if is_wide and moves.variants.shape[0] > 0 and rng.random() < STAGE_WIDE:
+    for _ in range(TRIES if moves.movable.size else 0):
+        is_wide = random_float(rng) < wide
+        if is_wide and moves.variants.shape[0] > 0 and random_float(rng) < STAGE_WIDE:
             count = vary_stage(rng, choice, before, changed, moves)
         else:
             operator, new = draw_choice(rng, choice, moves)
@@ -85,7 +87,7 @@ def propose_move(
     return 0
 
 
-@numba.njit()
+@uncounted()
 def note_change(
     choice: Ints, before: Ints, changed: Ints, count: int, operator: int, new: int
 ) -> int:
@@ -97,29 +99,29 @@ def note_change(
     return count + 1
 
 
-@numba.njit()
-def draw_choice(rng: np.random.Generator, choice: Ints, moves: Moves) -> tuple[int, int]:
+@uncounted(inline="always")
+def draw_choice(rng: Words, choice: Ints, moves: Moves) -> tuple[int, int]:
     """An operator and its new choice."""
-    kind = rng.random()
+    kind = random_float(rng)
     if kind < 0.5 and moves.pairs.shape[0] > 0:
-        pair = moves.pairs[rng.integers(0, moves.pairs.shape[0])]
+        pair = moves.pairs[random_below(rng, moves.pairs.shape[0])]
         return pair[1], pair[2 + choice[pair[0]]]
-    operator = moves.movable[rng.integers(0, moves.movable.size)]
+    operator = moves.movable[random_below(rng, moves.movable.size)]
     if kind < 0.75:
         row = moves.neighbour_base[operator] + choice[operator]
         low, high = moves.neighbour_starts[row], moves.neighbour_starts[row + 1]
         if high > low:
-            return operator, moves.neighbours[rng.integers(low, high)]
-    return operator, np.int64(rng.integers(0, moves.counts[operator]))
+            return operator, moves.neighbours[low + random_below(rng, high - low)]
+    return operator, random_below(rng, moves.counts[operator])
 
 
-@numba.njit()
+@uncounted(inline="always")
 def vary_stage(
-    rng: np.random.Generator, choice: Ints, before: Ints, changed: Ints, moves: Moves
+    rng: Words, choice: Ints, before: Ints, changed: Ints, moves: Moves
 ) -> int:
     """Set one part of the choices of all operators of a stage, where they can."""
-    variant = rng.integers(0, moves.variants.shape[0])
-    operator = moves.movable[rng.integers(0, moves.movable.size)]
+    variant = random_below(rng, moves.variants.shape[0])
+    operator = moves.movable[random_below(rng, moves.movable.size)]
     stage = moves.stage_of[operator]
     count = 0
     for place in range(moves.stage_starts[stage], moves.stage_starts[stage + 1]):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from stratagem.simulator._delta_index import uncounted
 from stratagem.simulator._kernels import simulate_tasks
 
 Ints = npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class Pipeline(NamedTuple):
     proposed: Ints
 
 
-@numba.njit()
+@uncounted()
 def bound_of(pipeline: Pipeline) -> int:
     """The greatest lower bound in ns under the proposed table."""
     columns, bounds, table = pipeline.columns, pipeline.bounds, pipeline.proposed
@@ -73,7 +73,7 @@ def bound_of(pipeline: Pipeline) -> int:
     return greatest
 
 
-@numba.njit()
+@uncounted()
 def play_in_order(pipeline: Pipeline) -> int:
     """Makespan in ns of a pipeline whose order is known, under the proposed table."""
     end, because, free, holder = pipeline.end, pipeline.because, pipeline.free, pipeline.holder
@@ -102,7 +102,7 @@ def play_in_order(pipeline: Pipeline) -> int:
     return makespan
 
 
-@numba.njit()
+@uncounted()
 def note_longest_path(pipeline: Pipeline) -> None:
     """Make the longest path of what was played in order last the last of the bounds."""
     row = pipeline.bounds[pipeline.bounds.shape[0] - 1]
@@ -113,9 +113,10 @@ def note_longest_path(pipeline: Pipeline) -> None:
         task = pipeline.because[task]
 
 
-@numba.njit()
+@uncounted()
 def play_in_queue(
     table: Ints,
+    num_items: int,
     successor_offsets: Ints,
     successors: Ints,
     num_predecessors: Ints,
@@ -128,10 +129,10 @@ def play_in_queue(
     item: Ints,
     work: Ints,
 ) -> int:
-    """Makespan in ns of any pipeline of blocks; `table` is [kinds, items]."""
+    """Makespan in ns of any pipeline of blocks; `table` is flat by kind and item."""
     durations, sets = work[0], work[1]
     for task in range(kind.size):
-        durations[task] = table[kind[task], item[task]]
+        durations[task] = table[kind[task] * num_items + item[task]]
         sets[task] = resource_sets[task] if durations[task] > 0 else 0
     return simulate_tasks(
         successor_offsets,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +29,7 @@ from stratagem.simulator._delta_index import (
     SETS,
     DeltaState,
     record_play,
+    uncounted,
 )
 from stratagem.simulator._delta_kernels import accept, note_changes, play_in_full, propose, reject
 
@@ -99,7 +99,7 @@ class Plays(NamedTuple):
     loads: Ints
 
 
-@numba.njit(inline="never")
+@uncounted()
 def state_of(plays: Plays, k: int) -> DeltaState:
     """The delta state of play k."""
     lo, hi = plays.tasks[k], plays.tasks[k + 1]
@@ -120,28 +120,14 @@ def state_of(plays: Plays, k: int) -> DeltaState:
     )
 
 
-@numba.njit()
-def begin_play(plays: Plays, k: int, choice: Ints) -> None:
-    """Play a block under `choice` from nothing, and index it."""
-    state = state_of(plays, k)
-    loads = plays.loads[k, NOW]
-    loads[:] = 0
-    last = plays.touch_starts.shape[1] - 1
-    for e in range(plays.touch_starts[k, 0], plays.touch_starts[k, last]):
-        touch = plays.touches[e]
-        where = look_up(touch, choice)
-        each, ns, resources = touch[TASK], plays.pool_ns[where], plays.pool_sets[where]
-        state.task[each, DURATION] = ns
-        state.task[each, SET] = resources
-        state.rows[DURATIONS, each] = ns
-        state.rows[SETS, each] = resources
-    for each in range(state.rows.shape[1]):
-        add_load(loads, state.rows[SETS, each], state.rows[DURATIONS, each])
-    plays.books[k] = 0
-    plays.books[k, NS] = record_play(state)
+@uncounted()
+def copy_ints(source: Ints, target: Ints) -> None:
+    """Copy numbers: assigning arrays might allocate, which kernels without counts may not."""
+    for index in range(source.size):
+        target[index] = source[index]
 
 
-@numba.njit()
+@uncounted()
 def look_up(touch: Ints, choice: Ints) -> int:
     """Where a task's duration and set are in the pool under `choice`."""
     where: int = touch[BASE] + choice[touch[FIRST]] * touch[STRIDE]
@@ -149,7 +135,7 @@ def look_up(touch: Ints, choice: Ints) -> int:
     return where
 
 
-@numba.njit()
+@uncounted()
 def add_load(loads: Ints, resources: int, ns: int) -> None:
     """Count `ns` on each resource of a set."""
     for resource in range(loads.size):
@@ -157,7 +143,7 @@ def add_load(loads: Ints, resources: int, ns: int) -> None:
             loads[resource] += ns
 
 
-@numba.njit()
+@uncounted(inline="always")
 def gather_changes(
     plays: Plays, k: int, choice: Ints, changed: Ints, count: int, proposal: int
 ) -> int:
@@ -169,7 +155,7 @@ def gather_changes(
     begin = plays.tasks[k]
     found = 0
     loads = plays.loads[k, NEW]
-    loads[:] = plays.loads[k, NOW]
+    copy_ints(plays.loads[k, NOW], loads)
     for index in range(count):
         i = changed[index]
         for e in range(plays.touch_starts[k, i], plays.touch_starts[k, i + 1]):
@@ -198,7 +184,7 @@ def gather_changes(
     return bound
 
 
-@numba.njit()
+@uncounted(inline="always")
 def play_changes_of(plays: Plays, k: int, count: int) -> int:
     """Makespan in ns of play k with what was gathered from `count` operators."""
     books = plays.books[k]
@@ -220,7 +206,7 @@ def play_changes_of(plays: Plays, k: int, count: int) -> int:
     return int(state.numbers[PROPOSED])
 
 
-@numba.njit()
+@uncounted(inline="always")
 def settle_play(plays: Plays, k: int, is_accepted: bool) -> None:
     """Make what was played the state of play k, or forget it.
 
@@ -236,7 +222,7 @@ def settle_play(plays: Plays, k: int, is_accepted: bool) -> None:
         return
     numbers, task = state.numbers, state.task
     books[NS] = numbers[PROPOSED]
-    plays.loads[k, NOW] = plays.loads[k, NEW]
+    copy_ints(plays.loads[k, NEW], plays.loads[k, NOW])
     if numbers[PENDING] == REPLAY:
         accept(state)
         return

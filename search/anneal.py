@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from stratagem.search import _anneal, _kernels
-from stratagem.search.chain_arrays import own_arrays
+from stratagem.search._random import seeded
+from stratagem.search.chain_arrays import begin_plays, own_arrays
 from stratagem.search.problem import Problem
 from stratagem.simulator.resharding import IntArray
 
@@ -38,7 +39,7 @@ class Chain:
     best: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rng = np.random.default_rng(self.seed)
+        self._rng = seeded(self.seed)
         self._arrays = own_arrays(self.problem.arrays)
         if self.course is None:
             self.course = np.array([[self.total, 0.75, HOT, COLD]])
@@ -49,6 +50,7 @@ class Chain:
     def restart(self, choice: IntArray) -> None:
         """Go on from other choices; what was best stays."""
         self.choice = choice.copy()
+        begin_plays(self._arrays.plays, self.choice)
         now = float(_anneal.begin(self._arrays, self.choice))
         if not hasattr(self, "scores"):
             self.scores = np.full(2, now)

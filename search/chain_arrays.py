@@ -12,7 +12,21 @@ from stratagem.search._anneal import NUM_ITEMS, NUM_NUMBERS, Arrays
 from stratagem.search._memory_tree import Tensors
 from stratagem.search._moves import Moves
 from stratagem.search._pipeline import CLOSED, ORDERED, QUEUED, Pipeline
-from stratagem.search._plays import NUM_BOOKS, Plays
+from stratagem.search._plays import (
+    BASE,
+    FIRST,
+    NOW,
+    NS,
+    NUM_BOOKS,
+    SECOND,
+    SECOND_STRIDE,
+    STRIDE,
+    TASK,
+    Plays,
+    state_of,
+)
+from stratagem.simulator._delta_index import DURATION, DURATIONS, SET, SETS
+from stratagem.simulator._delta_kernels import play_changes
 from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks
 from stratagem.simulator.delta import allocate_delta
 from stratagem.simulator.engine import simulate
@@ -44,6 +58,24 @@ _OF_PLAYS = (
 _OF_TENSORS = ("nbytes", "sums", "tops", "profiles", "undo")
 _OF_PIPELINE = ("bounds", "end", "because", "free", "holder", "now", "table", "proposed")
 _OF_CHAIN = ("macro_work", "changed", "before", "numbers")
+
+
+def begin_plays(plays: Plays, choice: IntArray) -> None:
+    """Play every block under `choice` from nothing, and index it."""
+    for k in range(plays.which.shape[0]):
+        low, high = plays.touch_starts[k, [0, -1]]
+        touches = plays.touches[low:high].T
+        where = touches[BASE] + choice[touches[FIRST]] * touches[STRIDE]
+        where += choice[touches[SECOND]] * touches[SECOND_STRIDE]
+        state = state_of.py_func(plays, k)
+        ns, sets = plays.pool_ns[where], plays.pool_sets[where]
+        state.task[touches[TASK], DURATION] = state.rows[DURATIONS, touches[TASK]] = ns
+        state.task[touches[TASK], SET] = state.rows[SETS, touches[TASK]] = sets
+        for resource in range(NUM_RESOURCES):
+            held = state.rows[SETS] >> resource & 1
+            plays.loads[k, NOW, resource] = int((state.rows[DURATIONS] * held).sum())
+        plays.books[k] = 0
+        plays.books[k, NS] = play_changes(state)
 
 
 def shared_arrays(problem: Problem) -> Arrays:
