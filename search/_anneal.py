@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from stratagem.search import _kernels, _memory_tree, _moves, _pipeline, _plays, _random
@@ -86,7 +85,7 @@ class Arrays(NamedTuple):
     arrivals: Ints
     crosses: Ints
     capacities: Ints
-    ranks: tuple[Ints, Ints, Ints, Ints, Ints]
+    ranks: tuple[Ints, ...]
     macro: tuple[Ints, ...]
     macro_work: Ints
     changed: Ints
@@ -108,7 +107,7 @@ def play_pipeline(arrays: Arrays) -> int:
         return int(bound_of(pipeline))
     if pipeline.how[0] == ORDERED:
         return int(play_in_order(pipeline))
-    played: int = play_in_queue(  # type: ignore[call-arg]
+    played: int = play_in_queue(
         pipeline.proposed, num_items_of(arrays), *arrays.macro, arrays.macro_work
     )
     return played

@@ -200,7 +200,9 @@ def fill_crossings(
                 same = arrivals[target + choice[second]] == arrivals[other[7] + choice[other[4]]]
                 sent = sent or same
         if not sent:
-            table[kind * num_items + item] += pool_ns[base + choice[first] * width + choice[second]]
+            table[kind * num_items + item] += pool_ns[
+                base + choice[first] * width + choice[second]
+            ]
 
 
 @numba.njit()
@@ -235,7 +237,7 @@ def score(
             block_ns[kind, s] = play_block(block, inner, choice, *blocks)
         table[kind, s] = block_ns[kind, s]
     fill_crossings(flat, num_items, choice, blocks[0], crossings, arrivals)
-    played: int = play_in_queue(flat, num_items, *macro, macro_work)  # type: ignore[call-arg]
+    played: int = play_in_queue(flat, num_items, *macro, macro_work)
     excess: float = excess_of(profiles, capacities, *ranks)  # type: ignore[call-arg]
     return played * 1e-9 * (1.0 + OVER_MEMORY * excess)
 

@@ -116,9 +116,7 @@ def draw_choice(rng: Words, choice: Ints, moves: Moves) -> tuple[int, int]:
 
 
 @uncounted(inline="always")
-def vary_stage(
-    rng: Words, choice: Ints, before: Ints, changed: Ints, moves: Moves
-) -> int:
+def vary_stage(rng: Words, choice: Ints, before: Ints, changed: Ints, moves: Moves) -> int:
     """Set one part of the choices of all operators of a stage, where they can."""
     variant = random_below(rng, moves.variants.shape[0])
     operator = moves.movable[random_below(rng, moves.movable.size)]

@@ -16,7 +16,7 @@ _30, _27, _31, _11, _32 = (np.uint64(bits) for bits in (30, 27, 31, 11, 32))
 
 def seeded(seed: int) -> Words:
     """The state of a stream of random numbers: [1]."""
-    return np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    return np.random.SeedSequence(seed).generate_state(1, np.uint64).astype(np.uint64)
 
 
 @uncounted()
@@ -38,4 +38,5 @@ def random_float(state: Words) -> float:
 @uncounted()
 def random_below(state: Words, bound: int) -> int:
     """A whole number from 0 to below `bound`, which is below 2**31."""
-    return np.int64(((next_word(state) >> _32) * np.uint64(bound)) >> _32)
+    # As int64: an `int` of Python would be unsigned in numba.
+    return np.int64(((next_word(state) >> _32) * np.uint64(bound)) >> _32)  # type: ignore[return-value]

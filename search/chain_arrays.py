@@ -10,7 +10,6 @@ import numpy as np
 
 from stratagem.search._anneal import NUM_ITEMS, NUM_NUMBERS, Arrays
 from stratagem.search._memory_tree import Tensors
-from stratagem.search._moves import Moves
 from stratagem.search._pipeline import CLOSED, ORDERED, QUEUED, Pipeline
 from stratagem.search._plays import (
     BASE,
@@ -160,9 +159,7 @@ def _idle(blocks: StageBlocks, block: Block) -> TaskGraph:
     return replace(idle, durations=nothing, resource_sets=nothing)
 
 
-def _touches(
-    block: Block, last: bool, pool: int, num_operators: int
-) -> tuple[IntArray, IntArray]:
+def _touches(block: Block, last: bool, pool: int, num_operators: int) -> tuple[IntArray, IntArray]:
     """By operator, the tasks whose look-up it takes part in: where they begin, and columns."""
     base = block.base if last else block.inner_base
     busy = np.flatnonzero(base > 0)
@@ -309,9 +306,7 @@ def _ancestors(macro: _Macro, order: IntArray) -> list[int]:
     return above
 
 
-def _bounds(
-    macro: MacroGraph, read: _Macro, column: IntArray, num_columns: int
-) -> IntArray:
+def _bounds(macro: MacroGraph, read: _Macro, column: IntArray, num_columns: int) -> IntArray:
     """Coefficients of lower bounds, two a rank, and a last row for the longest path.
 
     Everything that holds the rank; and a path through the graph along all actions of the rank.
@@ -339,9 +334,8 @@ def _path(next_of: Sequence[Sequence[int]], task: int) -> list[int]:
 
 def _held(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
     offsets, resources = graph.set_offsets.tolist(), graph.set_resources.tolist()
-    return tuple(
-        tuple(resources[offsets[held] : offsets[held + 1]]) for held in graph.resource_sets.tolist()
-    )
+    sets = graph.resource_sets.tolist()
+    return tuple(tuple(resources[offsets[held] : offsets[held + 1]]) for held in sets)
 
 
 def _after(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
