@@ -107,7 +107,7 @@ def play_pipeline(arrays: Arrays) -> int:
         return int(bound_of(pipeline))
     if pipeline.how[0] == ORDERED:
         return int(play_in_order(pipeline))
-    played: int = play_in_queue(
+    played: int = play_in_queue(  # type: ignore[call-arg]
         pipeline.proposed, num_items_of(arrays), *arrays.macro, arrays.macro_work
     )
     return played
@@ -116,9 +116,7 @@ def play_pipeline(arrays: Arrays) -> int:
 @uncounted(inline="always")
 def score_of(arrays: Arrays, ns: int) -> float:
     """The score of a step of `ns` under the memory as it was measured last."""
-    excess: float = excess_of(  # type: ignore[call-arg]
-        arrays.tensors.profiles, arrays.capacities, *arrays.ranks
-    )
+    excess: float = excess_of(arrays.tensors.profiles, arrays.capacities, *arrays.ranks)
     return ns * 1e-9 * (1.0 + OVER_MEMORY * excess)
 
 

@@ -237,8 +237,8 @@ def score(
             block_ns[kind, s] = play_block(block, inner, choice, *blocks)
         table[kind, s] = block_ns[kind, s]
     fill_crossings(flat, num_items, choice, blocks[0], crossings, arrivals)
-    played: int = play_in_queue(flat, num_items, *macro, macro_work)
-    excess: float = excess_of(profiles, capacities, *ranks)  # type: ignore[call-arg]
+    played: int = play_in_queue(flat, num_items, *macro, macro_work)  # type: ignore[call-arg]
+    excess: float = excess_of(profiles, capacities, *ranks)
     return played * 1e-9 * (1.0 + OVER_MEMORY * excess)
 
 

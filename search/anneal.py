@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 WIDE_EVALUATIONS = 10_000
 """Each of the first two phases of a chain lasts at most so long, and at most half of it."""
-PHASES = ((0.75, 0.02, 5e-4), (0.3, 5e-4, 1e-4), (0.02, 1e-4, 1e-5))
+PHASES = ((0.75, 0.05, 5e-4), (0.3, 5e-4, 1e-4), (0.02, 1e-4, 1e-5))
 """Of each phase the share of class moves, and the relative temperature at first and at last."""
 ROUND = 4000
 """Evaluations of each chain between two looks at the keyboard."""
