@@ -19,9 +19,9 @@ from stratagem.simulator.resharding import IntArray
 
 Floats = npt.NDArray[np.float64]
 
-WIDE_EVALUATIONS = 10_000
+WIDE_EVALUATIONS = 50_000
 """Each of the first two phases of a chain lasts at most so long, and at most half of it."""
-PHASES = ((0.75, 0.05, 5e-4), (0.3, 5e-4, 1e-4), (0.02, 1e-4, 1e-5))
+PHASES = ((0.75, 0.03, 5e-4), (0.3, 5e-4, 1e-4), (0.005, 1e-4, 1e-5))
 """Of each phase the share of class moves, and the relative temperature at first and at last."""
 ROUND = 4000
 """Evaluations of each chain between two looks at the keyboard."""
@@ -34,8 +34,8 @@ def course_of(total: int) -> Floats:
     many times cheaper to decide, and worth it when the rest has settled.
 
     Example:
-        >>> course_of(50_000)[:, 0].tolist()
-        [10000.0, 20000.0, 50000.0]
+        >>> course_of(200_000)[:, 0].tolist()
+        [50000.0, 100000.0, 200000.0]
     """
     ends = min(total / 2, WIDE_EVALUATIONS), min(total, 2 * WIDE_EVALUATIONS), total
     rows = [(end, *phase) for end, phase in zip(ends, PHASES, strict=True)]

@@ -82,6 +82,15 @@ class Problem:
         """What chains share; each works on its own copy of the rest."""
         return shared_arrays(self)
 
+    def stages_touched(self, i: int) -> list[int]:
+        """The stages whose blocks or memory the choice of operator i decides.
+
+        Beside its own these are those that keep what they receive from it.
+        """
+        tensors = self.arrays.tensors
+        found = tensors.touches[tensors.touch_starts[i] : tensors.touch_starts[i + 1]]
+        return sorted({int(self.stage_of[i]), *tensors.stage[found].tolist()})
+
     @property
     def num_stages(self) -> int:
         """Number of stages of the skeleton."""

@@ -120,6 +120,25 @@ def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: flo
     assert Chain(p, chain.best, 1, 0).scores[0] == chain.scores[1] <= chain.scores[0]
 
 
+def test_a_choice_may_decide_the_memory_of_the_stage_that_receives() -> None:
+    """Stages of one rank reshard: what a stage receives depends on how the one before made it."""
+    p = CASES["four stages on one rank"].problem()
+    choice = random_choice(p, 0)
+    chain = Chain(p, choice, 1, 0)
+    before = chain._arrays.tensors.profiles.copy()
+    found = 0
+    for i, options in enumerate(p.choices):
+        for number in range(len(options)):
+            other = choice.copy()
+            other[i] = number
+            chain.restart(other)
+            profiles = chain._arrays.tensors.profiles
+            stages = set(np.flatnonzero((profiles != before).any(axis=1)).tolist())
+            assert stages <= set(p.stages_touched(i))
+            found += bool(stages - {int(p.stage_of[i])})
+    assert found > 0
+
+
 def test_the_little_memory_is_between_that_of_plans() -> None:
     """Or the test above would not cross from plans that fit to plans that do not."""
     case = CASES["gpipe, little memory"]
