@@ -129,7 +129,7 @@ class WhatIf:
         for i, choice in places.items():
             self._choice[i] = self._problem.choices[i].index(choice)
         dirty = np.zeros(self._problem.num_stages, dtype=np.int64)
-        dirty[[int(self._problem.stage_of[i]) for i in places]] = _kernels.MEASURE
+        dirty[[s for i in places for s in self._problem.stages_touched(i)]] = _kernels.MEASURE
         played = self._play(places, dirty)
         outcome = self._outcome(dirty)
         self._pending = (*before, outcome, played)
