@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.ilp.instance import Device, Edge, Instance, Use
+from stratagem.search.ilp.explain import explain_infeasible
+from stratagem.search.ilp.instance import Device, Edge, Instance, Use, limits
 from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
 from stratagem.search.ilp.solve import Solution, Status, solve
 
@@ -146,3 +147,45 @@ def test_a_file_that_is_not_of_the_format_says_where(tmp_path, text, message) ->
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_iopddl(path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(instances())
+def test_no_solution_explains_itself(instance: Instance) -> None:
+    if np.isfinite(brute_force(instance)):
+        if instance.devices:
+            with pytest.raises(ValueError, match="there is a solution"):
+                explain_infeasible(instance)
+        return
+    explanation = explain_infeasible(instance)
+    unlimited = Instance(instance.costs, instance.edges)
+    if not np.isfinite(brute_force(unlimited)):
+        assert explanation.stuck is not None
+        return
+    assert explanation.proved
+    assert explanation.cost == brute_force(raised(instance, explanation.increase))
+    assert sum(explanation.increase) == least_increase(instance)
+    for shortage in explanation.shortages:
+        assert f"{shortage.held - shortage.limit:,} less" in str(explanation)
+
+
+def raised(instance: Instance, increase: tuple[int, ...]) -> Instance:
+    devices = tuple(
+        Device(device.label, device.limit + more)
+        for device, more in zip(instance.devices, increase, strict=True)
+    )
+    return Instance(instance.costs, instance.edges, instance.uses, devices)
+
+
+def least_increase(instance: Instance) -> int:
+    """The least sum of increases that lets some choice in, by trying all choices."""
+    best = None
+    for choice in itertools.product(*(range(len(costs)) for costs in instance.costs)):
+        if np.isfinite(instance.objective(choice)):
+            over = sum(
+                max(0, int((profile - limits(device, len(profile))).max(initial=0)))
+                for device, profile in zip(instance.devices, instance.memory(choice), strict=True)
+            )
+            best = over if best is None else min(best, over)
+    assert best is not None
+    return best

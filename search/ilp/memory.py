@@ -194,22 +194,27 @@ def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
     Raises:
         OverLimitError: a row is over its limit whatever is chosen.
     """
+    memory = gather(instance, roots, maps)
+    memory.tighten()
+    return memory
+
+
+def gather(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
+    """The same before it is tightened: limits may be below what is held at the least."""
     rows = _Rows(instance)
     left, changes = _changes(rows, roots, maps)
     devices, steps = rows.devices, rows.steps
     while True:
         taken = _worth_keeping(left, devices, changes)
-        if taken.sum() >= ENOUGH * len(taken):
-            break
         place = np.concatenate(([0], np.cumsum(taken)))
         changes = {node: _joined(place[at], by) for node, (at, by) in changes.items()}
         left, devices, steps = left[taken], devices[taken], steps[taken]
+        if taken.sum() >= ENOUGH * len(taken):
+            break
     windows = [EMPTY] * len(roots)
     for node, (at, by) in changes.items():
         windows[node] = _trimmed(_spread(at, by))
-    memory = Memory(left, devices, steps, windows)
-    memory.tighten()
-    return memory
+    return Memory(left, devices, steps, windows)
 
 
 ENOUGH = 0.9
@@ -291,7 +296,8 @@ class _Rows:
         for number, device in enumerate(instance.devices):
             used = [use for use in instance.uses if use.device == number and use.start < use.end]
             bounds = np.unique(np.array([[use.start, use.end] for use in used], np.int64))
-            per_step = limits(device, instance.num_steps[number])
+            end = int(bounds[-1]) if len(bounds) else 0
+            per_step = limits(device, end)
             starts = bounds[:-1]
             self.bounds.append(bounds)
             self.offsets.append(offset)
