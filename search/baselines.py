@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stratagem.search.partition import balanced_stages
@@ -43,8 +43,17 @@ class Situation:
         return simulate_plan(plan, self.graph, self.costs, memory=self.memory)
 
 
-def baseline_plans(situation: Situation, schedule: str = "1f1b") -> dict[str, Simulation]:
+Method = Callable[[Situation], Iterable[Plan]]
+"""What proposes plans for a situation."""
+
+
+def baseline_plans(
+    situation: Situation, schedule: str = "1f1b", methods: Mapping[str, Method] | None = None
+) -> dict[str, Simulation]:
     """The plan of each known strategy, simulated; a strategy that cannot be built is left out.
+
+    `methods` are further ones by name (see `literature.LITERATURE`), each with the plans that it
+    proposes.
 
     Pipelines come under GPipe, under 1F1B and under `schedule`.
 
@@ -66,6 +75,10 @@ def baseline_plans(situation: Situation, schedule: str = "1f1b") -> dict[str, Si
         simulated = [situation.simulate(plan) for plan in plans]
         if simulated and not any(simulation.fits for simulation in simulated):
             simulated += [situation.simulate(_recomputed(situation, plan)) for plan in plans]
+        if simulated:
+            found[name] = min(simulated, key=rank)
+    for name, method in (methods or {}).items():
+        simulated = [situation.simulate(plan) for plan in method(situation)]
         if simulated:
             found[name] = min(simulated, key=rank)
     return found

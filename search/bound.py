@@ -53,6 +53,7 @@ class Bound:
 
     Infinite where no plan fits at all. `choice` is the best plan met on the way and `score` what
     the annealer would score it. `binding` names what the bound is made of, in shares that sum to 1.
+    `is_full` says whether some choices met were over the memory, which then counts in the bound.
     """
 
     seconds: float
@@ -60,6 +61,7 @@ class Bound:
     score: float
     rounds: int
     binding: tuple[tuple[str, float], ...]
+    is_full: bool
 
 
 def lower_bound(
@@ -69,6 +71,7 @@ def lower_bound(
     rounds: int = 20,
     tolerance: float = 0.005,
     target: float = np.inf,
+    memory: bool = True,
 ) -> Bound:
     """Bound the simulated step of every plan of `problem` from below.
 
@@ -93,8 +96,10 @@ def lower_bound(
         rounds: how many cutting planes at most.
         tolerance: relative gap to the best plan met at which it stops.
         target: seconds; it stops as soon as the bound is above.
+        memory: False bounds plans that do not fit, too, and plans that recompute more: that only
+            adds tasks and time.
     """
-    relaxation = _Relaxation(problem)
+    relaxation = _Relaxation(problem, memory)
     relaxation.learn(choice)
     relaxation.span()
     for number in range(1, rounds + 1):
@@ -110,6 +115,7 @@ def lower_bound(
         score=relaxation.score,
         rounds=number,
         binding=relaxation.binding(),
+        is_full=relaxation.is_full,
     )
 
 
@@ -163,8 +169,8 @@ class _Multipliers:
 class _Relaxation:
     """The measures, the columns met so far, and the best bound."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, memory: bool) -> None:
+        self.problem, self._memory = problem, memory
         self.seconds, self.score = 0.0, np.inf
         self.choice = np.zeros(len(problem.choices), dtype=np.int64)
         self.has_converged = False
@@ -189,6 +195,11 @@ class _Relaxation:
         self._block_ns = np.zeros((6, stages), dtype=np.int64)
         self._profiles = np.zeros((stages, 6), dtype=np.int64)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether some choices met were over the memory."""
+        return bool(self._moments)
+
     # -- what a plan shows ---------------------------------------------------------------------
 
     def learn(self, choice: IntArray) -> None:
@@ -209,7 +220,8 @@ class _Relaxation:
         on_paths = {key for path in self._paths for key in path.times}
         for key in sorted(on_paths):
             self._learn_path(key, choice)
-        self._learn_moments(choice)
+        if self._memory:
+            self._learn_moments(choice)
         self._met.append(choice.copy())
 
     def _learn_macro(self) -> None:

@@ -12,7 +12,13 @@ from stratagem.search.literature.dims import logical_dims
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.parameters import trainable_weights
-from stratagem.simulator.placement import Config, Pin, Shard
+from stratagem.simulator.placement import (
+    Config,
+    Partial,
+    Pin,
+    Shard,
+    weight_gradient_placements,
+)
 from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import Simulation
 
@@ -83,13 +89,13 @@ class Constraints:
             if getattr(self, name) == ():
                 raise ValueError(f"constraints: {name} allows nothing; name at least one")
 
-    def bind(self, graph: OperatorGraph) -> Bound:
+    def bind(self, graph: OperatorGraph) -> BoundConstraints:
         """The constraints with the names of a model looked up.
 
         Raises:
             ValueError: an operator pattern or a dim that the model lacks; it names what is near.
         """
-        return Bound(self, graph)
+        return BoundConstraints(self, graph)
 
     @property
     def is_empty(self) -> bool:
@@ -97,7 +103,7 @@ class Constraints:
         return self == Constraints()
 
 
-class Bound:
+class BoundConstraints:
     """Constraints on plans for one model."""
 
     def __init__(self, constraints: Constraints, graph: OperatorGraph) -> None:
@@ -130,9 +136,8 @@ class Bound:
         for dim, axis in self._require.get(operator.name, ()):
             if axis in axes and mesh.shape[axes[axis]] > 1 and config[axes[axis]] != Shard(dim):
                 return False
-        if c.zero_stages is not None and trainable_weights(self._graph, operator):
-            summed = choice.zero or 0
-            if summed not in c.zero_stages and not (summed == 0 and 0 not in c.zero_stages):
+        if c.zero_stages is not None and choice.zero not in c.zero_stages:
+            if choice.zero or has_summed_gradients(self._graph, operator, config):
                 return False
         most = c.tensor or c.max_tensor
         return most is None or tensor_ways(operator, config, mesh.shape) <= most
@@ -173,6 +178,15 @@ class Bound:
             if c.headroom and rank.peak > rank.capacity * (1 - c.headroom)
         ]
         return found
+
+
+def has_summed_gradients(graph: OperatorGraph, operator: Operator, config: Config) -> bool:
+    """Whether some gradient of a parameter is a sum over an axis, which ZeRO would split."""
+    return any(
+        isinstance(placement, Partial)
+        for weight in trainable_weights(graph, operator)
+        for placement in weight_gradient_placements(weight, config)
+    )
 
 
 def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> int:

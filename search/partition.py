@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel, Direction
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
 
@@ -180,24 +183,21 @@ def _cut_seconds(graph: OperatorGraph, layers: Sequence[int], cluster: Cluster) 
 def _best_cuts(seconds: Sequence[float], sends: Sequence[float], num_stages: int) -> list[int]:
     """Cut positions that minimise the slowest stage (its time plus what it sends on)."""
     count = len(seconds)
-    until = [0.0]
-    for value in seconds:
-        until.append(until[-1] + value)
-    best = [until[k] + (sends[k - 1] if 0 < k < count else 0.0) for k in range(count + 1)]
-    origins: list[list[int]] = []
+    until = np.concatenate([[0.0], np.cumsum(seconds)])
+    tails = np.array([0.0, *sends[: count - 1], 0.0])
+    best = until + np.where(np.arange(count + 1) > 0, tails, 0.0)
+    origins: list[IntArray] = []
     for stage in range(1, num_stages):
-        after, origin = [math.inf] * (count + 1), [0] * (count + 1)
+        after, origin = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
         for end in range(stage + 1, count + 1):
-            tail = sends[end - 1] if end < count else 0.0
-            for cut in range(stage, end):
-                slowest = max(best[cut], until[end] - until[cut] + tail)
-                if slowest < after[end]:
-                    after[end], origin[end] = slowest, cut
+            slowest = np.maximum(best[stage:end], until[end] - until[stage:end] + tails[end])
+            cut = int(np.argmin(slowest))
+            after[end], origin[end] = slowest[cut], stage + cut
         best = after
         origins.append(origin)
     cuts: list[int] = []
     end = count
     for origin in reversed(origins):
-        end = origin[end]
+        end = int(origin[end])
         cuts.append(end)
     return cuts[::-1]

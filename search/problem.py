@@ -11,6 +11,7 @@ import numpy as np
 from stratagem.search._anneal import Arrays
 from stratagem.search._moves import Moves
 from stratagem.search.chain_arrays import shared_arrays
+from stratagem.search.constraints import BoundConstraints
 from stratagem.search.move_lists import make_moves
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.block import (
@@ -46,6 +47,10 @@ from stratagem.simulator.segments import recomputed_operators
 from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.taskgraph import contention_table
 from stratagem.simulator.training import Training
+
+
+class NoChoiceError(ValueError):
+    """Constraints leave an operator no choice on a mesh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +150,15 @@ def make_problem(
     memory: RowMemory | None = None,
     options: Options = Options(),  # noqa: B008 (frozen)
     include: Mapping[str, Choice] | None = None,
+    constraints: BoundConstraints | None = None,
 ) -> Problem:
     """Price every choice of every operator of a skeleton; `graph` is at its whole batch.
 
-    `include` are choices by operator that shall be among them even if the space lacks them.
+    `include` are choices by operator that shall be among them even if the space lacks them;
+    `constraints` leave out choices, and memory that must stay free.
+
+    Raises:
+        NoChoiceError: an operator has no choice that the constraints allow.
     """
     small = graph.microbatch(skeleton.num_microbatches)
     stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
@@ -163,6 +173,8 @@ def make_problem(
         TableBuilder(small, mesh, cluster, training, costs, memory) for mesh in skeleton.meshes
     ]
     choices = _all_choices(small, skeleton, stage_of, zero_stages, options, include or {})
+    if constraints is not None:
+        choices = _allowed(choices, small, skeleton, stage_of, constraints)
     tables: list[CostTable] = []
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
@@ -207,6 +219,8 @@ def make_problem(
     )
     graph_arrays = macro.graph.arrays()
     capacities, ranks = _flat_situations(schedule, skeleton, cluster)
+    if constraints is not None:
+        capacities = (capacities * (1.0 - constraints.constraints.headroom)).astype(np.int64)
     return Problem(
         graph=small,
         skeleton=skeleton,
@@ -278,6 +292,29 @@ def _all_choices(
             )
             lists[key] = listed if own is None or own in listed else (own, *listed)
         found.append(lists[key])
+    return tuple(found)
+
+
+def _allowed(
+    choices: Sequence[tuple[Choice, ...]],
+    graph: OperatorGraph,
+    skeleton: Skeleton,
+    stage_of: Mapping[str, int],
+    constraints: BoundConstraints,
+) -> tuple[tuple[Choice, ...], ...]:
+    """The choices that constraints leave; equal lists stay one object, which prices them once."""
+    lists: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+    found: list[tuple[Choice, ...]] = []
+    for operator, listed in zip(graph.operators, choices, strict=True):
+        mesh = skeleton.meshes[stage_of[operator.name]]
+        kept = tuple(c for c in listed if constraints.allows(operator, c, mesh))
+        if not kept:
+            raise NoChoiceError(
+                f"none of the {len(listed)} choices of operator {operator.name!r} on a mesh of "
+                f"{mesh.shape} meets the constraints"
+            )
+        kept = listed if len(kept) == len(listed) else kept
+        found.append(lists.setdefault(kept, kept))
     return tuple(found)
 
 

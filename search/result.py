@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stratagem.simulator.graph import OperatorGraph
+from stratagem.search.space import Skeleton
+from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.table import Table, Unit
 from stratagem.simulator.timeline import format_duration
 
 
@@ -19,6 +22,7 @@ class StopReason(enum.Enum):
     SECONDS = "the time of the budget was spent"
     INTERRUPTED = "it was interrupted; this is the best plan found until then"
     ONE_PLAN = "the space holds one plan only"
+    PROVED = "the lower bound proves that no plan of the space is better"
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,41 @@ class TracePoint:
     best: float
 
 
+class Fate(enum.Enum):
+    """What became of a skeleton."""
+
+    PRUNED = "pruned: its bound is above the best plan"
+    FORBIDDEN = "left out: the constraints do not allow it"
+    RANKED = "ranked: known strategies were simulated on it"
+    BOUNDED = "bounded: its lower bound was sharpened, no plan searched"
+    ANNEALED = "searched"
+    OPEN = "open: only its computing was bounded"
+
+
+@dataclass(frozen=True)
+class SkeletonRecord:
+    """A skeleton of the space, what became of it, and what is known of its plans.
+
+    `bound` is what none of its plans is under (s), `best` the best simulated plan that fits.
+    """
+
+    skeleton: Skeleton
+    fate: Fate
+    bound: float
+    best: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A plan that no other met in the search beats in time and memory on as few devices."""
+
+    step_time: float
+    peak_memory: int
+    num_devices: int
+    plan: Plan
+
+
 @dataclass(frozen=True, eq=False)
 class SearchResult:
     """The best plan found, beside every baseline on the same simulator.
@@ -59,9 +98,13 @@ class SearchResult:
         plan: the plan, its prediction in it.
         simulation: what the simulator says of it: step time, memory, timeline.
         baselines: the known strategies' plans, simulated.
+        bound: seconds under which no plan of the searched space is, or None if it was interrupted
+            before it was known (see `bound.lower_bound`).
+        space: every skeleton of the space and what became of it.
+        front: plans of which none is better in time, memory and devices at once.
         trace: how the best score fell.
         stop_reason: why the search ended.
-        evaluations: plans scored while annealing.
+        evaluations: plans scored while annealing and by windows.
         seconds: wall time of the search.
     """
 
@@ -69,16 +112,77 @@ class SearchResult:
     plan: Plan
     simulation: Simulation
     baselines: Mapping[str, Simulation]
+    bound: float | None
+    space: tuple[SkeletonRecord, ...]
+    front: tuple[FrontPoint, ...]
     trace: tuple[TracePoint, ...]
     stop_reason: StopReason
     evaluations: int
     seconds: float
 
     @property
+    def gap(self) -> float | None:
+        """How far the plan may be from the best of the space: (step − bound) / step."""
+        if self.bound is None or not self.simulation.fits:
+            return None
+        step = self.simulation.step_time
+        return max(0.0, (step - self.bound) / step)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that a second of training takes in; samples where the model embeds none."""
+        for operator in self.graph.operators:
+            if operator.kind == "embedding":
+                tokens = math.prod(shape_of(operator.inputs[0].layout, operator.sizes))
+                return tokens / self.simulation.step_time
+        return self.graph.batch / self.simulation.step_time
+
+    @property
+    def cost_per_step(self) -> float:
+        """Money that a step costs on the plan's cluster; 0 where its devices have no price."""
+        return self.plan.cluster.price_per_hour * self.simulation.step_time / 3600.0
+
+    @property
     def rows(self) -> list[tuple[str, float, int, bool]]:
         """(name, step seconds, peak bytes per device, fits): the plan, then the baselines."""
         found = {"found plan": self.simulation, **self.baselines}
         return [(name, s.step_time, s.peak_memory, s.fits) for name, s in found.items()]
+
+    @property
+    def space_table(self) -> Table:
+        """Every skeleton, what became of it, its bound and its best plan."""
+        columns = {
+            "skeleton": Unit.TEXT,
+            "fate": Unit.TEXT,
+            "bound": Unit.SECONDS,
+            "best plan": Unit.SECONDS,
+        }
+        rows = tuple(
+            (
+                str(r.skeleton),
+                r.fate.value + (f" ({r.why})" if r.why else ""),
+                r.bound,
+                r.best,
+            )
+            for r in sorted(self.space, key=lambda r: r.bound)
+        )
+        return Table(f"{len(rows)} skeletons of {self.graph.name}", columns, rows)
+
+    @property
+    def certificate(self) -> str:
+        """The bound and the gap in a sentence."""
+        if self.bound is None:
+            return "no bound: the search was interrupted"
+        step = self.simulation.step_time
+        if not self.simulation.fits:
+            return "no plan that fits was found"
+        gap = self.gap or 0.0
+        if gap < 5e-4:
+            return f"proved: no plan of the space takes less than {format_duration(step)}"
+        return (
+            f"no plan of the space takes less than {format_duration(self.bound)}: "
+            f"this one is at most {100 * gap:.1f} % from the best"
+        )
 
     def _repr_html_(self) -> str:
         body = "".join(
@@ -88,6 +192,6 @@ class SearchResult:
         )
         return (
             "<table><tr><th>strategy</th><th>step</th><th>GiB per device</th><th>fits</th></tr>"
-            f"{body}</table>{self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
-            f"{self.stop_reason.value}."
+            f"{body}</table>{self.certificate}. {self.evaluations:,} plans evaluated in "
+            f"{self.seconds:.1f} s; {self.stop_reason.value}."
         )

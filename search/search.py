@@ -1,33 +1,55 @@
-"""Searching a plan: baselines first, then annealing on the most promising skeletons."""
+"""Searching a plan: baselines, bounds on skeletons, then integer programs, chains and windows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Situation, baseline_plans, rank
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.result import Budget, SearchResult, StopReason, TracePoint
-from stratagem.search.space import ZERO_STAGES, Options, Skeleton, skeletons
-from stratagem.search.strategies import (
-    Choices,
-    data_parallel,
-    tensor_dims,
-    tensor_parallel,
-    with_recompute,
+import numpy as np
+
+from stratagem.search.anneal import Chain, run_chains
+from stratagem.search.baselines import Method, Situation, baseline_plans, rank
+from stratagem.search.bound import Bound, lower_bound
+from stratagem.search.checkpoint import Checkpoint, Searched, digest
+from stratagem.search.constraints import BoundConstraints, Constraints
+from stratagem.search.intra import IntraProgram
+from stratagem.search.literature import LITERATURE
+from stratagem.search.problem import NoChoiceError, Problem, make_problem
+from stratagem.search.result import (
+    Budget,
+    Fate,
+    FrontPoint,
+    SearchResult,
+    StopReason,
+    TracePoint,
 )
+from stratagem.search.space import ZERO_STAGES, Options, Skeleton, skeletons
+from stratagem.search.space_search import Entry, Space
+from stratagem.search.strategies import Choices
+from stratagem.search.windows import improve_by_windows
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.plan import Plan, Prediction, Stage
+from stratagem.simulator.plan import Plan, Prediction
+from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.training import Training
 
-BATCH = 500
-"""Proposals between two looks at the clock and at the keyboard."""
+QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
+"""Methods of the literature that every search is compared with unless told."""
+CHAINS = 4
+"""Chains on a skeleton: so many cores can help, and one core makes the same plan."""
+MOST_RANKED = 48
+"""Skeletons on which known strategies are simulated."""
+BOUND_ROUNDS = 12
+"""Cutting planes of a skeleton's bound."""
+PROGRAM_SECONDS = 10.0
+"""What an integer program over a whole skeleton may take."""
+WINDOWS = 24
+"""Windows that are solved on a skeleton."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +72,36 @@ def search(
     training: Training | None = None,
     budget: Budget | None = None,
     seed: int = 0,
-    schedule: str = "1f1b",
+    schedule: str | Sequence[str] = "1f1b",
     zero_stages: Sequence[int] = ZERO_STAGES,
     num_skeletons: int = 4,
+    num_bounded: int = 12,
     options: Options | None = None,
+    constraints: Constraints | None = None,
+    baselines: Sequence[str] | None = None,
+    start: Plan | None = None,
+    checkpoint: Path | None = None,
+    num_threads: int | None = None,
     progress: Report | None = None,
 ) -> SearchResult:
-    """Find a plan to train `graph` on `cluster`.
+    """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
 
-    First every baseline is simulated. Then skeletons (stages × meshes × microbatches) are ranked
-    by the best known strategy on each, and on the best `num_skeletons` Metropolis–Hastings chains
-    change the config of one operator or one class of repeated operators at a time, scored by the
-    event simulator (FlexFlow, Jia et al. 2019). The result is never worse than the best baseline.
-    Equal arguments give equal plans, unless the budget's time runs out.
+    Baselines are simulated first. Every skeleton of the space (stages × meshes × microbatches) is
+    bounded by what it computes; those that no bound excludes are ranked by known strategies. On
+    the best `num_skeletons` the lower bound is sharpened (`bound`), an integer program chooses for
+    all operators (`intra`), Metropolis–Hastings chains go on from the best plans under the event
+    simulator (FlexFlow, Jia et al. 2019), and windows of operators are solved anew along the
+    critical path (`windows`). The bounds of further skeletons are then sharpened, weakest first,
+    which makes the certificate. The result is never worse than the best baseline that meets the
+    constraints. Equal arguments give equal plans, unless the budget's time runs out.
 
     Example:
         >>> from stratagem.simulator.models import mlp
         >>> graph = mlp([256, 256, 256], batch=64)
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
-        >>> search(graph, cluster, budget=Budget(evaluations=200)).simulation.fits
-        True
+        >>> result = search(graph, cluster, budget=Budget(evaluations=200))
+        >>> result.simulation.fits, result.bound <= result.simulation.step_time
+        (True, True)
 
     Args:
         graph: the model at its whole batch.
@@ -78,33 +110,69 @@ def search(
         training: precision and optimizer; float32 and Adam when left out.
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number.
-        schedule: of the pipelines tried, ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zb-h1"``
-            (the last two are simulated only).
+        schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
+            ``"interleaved"`` and ``"zb-h1"`` (the last two are simulated only).
         zero_stages: the ZeRO stages that a choice may have.
-        num_skeletons: how many skeletons are annealed.
+        num_skeletons: how many skeletons are searched.
+        num_bounded: how many more have their bounds sharpened, those that limit the certificate.
         options: recomputing, pieces, fusion and buckets; see `Options`.
+        constraints: what every plan must meet; see `Constraints`.
+        baselines: names of methods of `literature.LITERATURE` to compare with, beside the simple
+            strategies; those of `QUICK_METHODS` when left out.
+        start: a plan for this model and cluster to go on from; its skeleton is searched too.
+        checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
+        num_threads: how many chains run at once; the cores of the process when left out. The plan
+            does not depend on it.
         progress: called often with a `Progress`.
 
     Returns:
-        The best plan that fits, with its baselines; where nothing fits, the plan closest to
-        fitting (`SearchResult.simulation.fits` is then False and its memory says by how much).
+        The best plan that fits, with its bound and baselines; where nothing fits, the plan closest
+        to fitting (`SearchResult.simulation.fits` is then False and its memory says by how much).
+
+    Raises:
+        ValueError: the constraints leave no plan, the checkpoint is another search's, or `start`
+            is a plan for another model or cluster.
     """
-    started = time.monotonic()
-    spend = budget or Budget()
-    report = progress or (lambda _: None)
-    situation = Situation(graph, cluster, training or Training(), costs or default_costs())
-    report(Progress("simulating baselines", 0.0, float("inf")))
-    baselines = baseline_plans(situation, schedule)
-    best = min(baselines.values(), key=rank)
     allowed = options or Options()
-    run = _Run(situation, spend, seed, tuple(zero_stages), allowed, report, started, best)
+    wishes = constraints or Constraints()
+    schedules = (schedule,) if isinstance(schedule, str) else tuple(schedule)
+    if wishes.schedules is not None:
+        schedules = wishes.schedules
+    zeros = tuple(zero_stages)
+    if wishes.zero_stages is not None:
+        zeros = wishes.zero_stages
+    methods = {name: _method(name) for name in baselines or QUICK_METHODS}
+    situation = Situation(graph, cluster, training or Training(), costs or default_costs())
+    run = _Run(
+        Space(situation, allowed, zeros, wishes.bind(graph)),
+        budget or Budget(),
+        seed,
+        num_threads,
+        progress or (lambda _: None),
+        Checkpoint(
+            checkpoint,
+            digest(
+                graph.fingerprint, cluster, situation.training, type(situation.costs).__name__,
+                (budget or Budget()).evaluations, seed, schedules, zeros, num_skeletons, allowed,
+                wishes, start.to_json() if start else None,
+            ),
+        ),
+    )  # fmt: skip
+    found: dict[str, Simulation] = {}
+    bound: float | None = None
     try:
-        ranked = run.rank_skeletons(skeletons(graph, cluster, schedule=schedule))
-        open_ones = [r for r in ranked if any(mesh.num_devices > 1 for mesh in r.skeleton.meshes)]
-        reason = run.anneal(open_ones[:num_skeletons])
+        run.report("simulating baselines", 0.0)
+        found = baseline_plans(situation, schedules[0], methods)
+        for simulation in found.values():
+            run.offer(simulation)
+        every = (s for name in schedules for s in skeletons(graph, cluster, schedule=name))
+        reason = run.go(every, start, num_skeletons, num_bounded)
+        bound = run.space.bound(run.best_time)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
-    best = run.finish()
+    best = run.best
+    if best is None:
+        raise ValueError(_no_plan(run, wishes))
     plan = replace(
         best.plan,
         name=f"{graph.name} on {cluster.name}",
@@ -117,21 +185,34 @@ def search(
         graph=graph,
         plan=plan,
         simulation=replace(best, plan=plan),
-        baselines=baselines,
+        baselines=found,
+        bound=bound if best.fits else None,
+        space=tuple(entry.record for entry in run.space.entries),
+        front=tuple(run.front),
         trace=tuple(run.trace),
         stop_reason=reason,
         evaluations=run.evaluations,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - run.started,
     )
 
 
-@dataclass(eq=False)
-class _Ranked:
-    """A skeleton, the strategies that start its chains (best first), and the best's simulation."""
+def _method(name: str) -> Method:
+    if name not in LITERATURE:
+        raise ValueError(
+            f"no method {name!r} of the literature; there are {', '.join(LITERATURE)}"
+        )
+    return LITERATURE[name]
 
-    skeleton: Skeleton
-    starts: list[Choices]
-    simulation: Simulation
+
+def _no_plan(run: _Run, wishes: Constraints) -> str:
+    entries = run.space.entries
+    forbidden = sum(entry.fate is Fate.FORBIDDEN for entry in entries)
+    reasons = sorted({entry.why for entry in entries if entry.why})
+    return (
+        f"no plan meets the constraints {wishes}: of {len(entries)} skeletons {forbidden} have "
+        f"degrees that they do not allow; {'; '.join(reasons[:3]) or 'none was searched'}. Loosen "
+        "one of them"
+    )
 
 
 class _Run:
@@ -139,140 +220,309 @@ class _Run:
 
     def __init__(
         self,
-        situation: Situation,
+        space: Space,
         budget: Budget,
         seed: int,
-        zero_stages: tuple[int, ...],
-        options: Options,
-        report: Report,
-        started: float,
-        best: Simulation,
+        num_threads: int | None,
+        show: Report,
+        checkpoint: Checkpoint,
     ) -> None:
-        self.situation, self.budget, self.seed = situation, budget, seed
-        self.zero_stages, self.report, self.started = zero_stages, report, started
-        self.best, self.options = best, options
+        self.space, self.budget, self.seed = space, budget, seed
+        self.num_threads, self._show, self._checkpoint = num_threads, show, checkpoint
+        self.started = time.monotonic()
+        self.best: Simulation | None = None
+        self.front: list[FrontPoint] = []
         self.trace: list[TracePoint] = []
         self.evaluations = 0
-        self._running: tuple[Problem, Chain] | None = None
 
-    def rank_skeletons(self, candidates: Iterator[Skeleton]) -> list[_Ranked]:
-        """Simulate the known strategies on every skeleton; best skeleton first."""
-        listed = list(candidates)
-        ranked: list[_Ranked] = []
-        for number, skeleton in enumerate(listed):
-            phase = f"ranking {len(listed)} skeletons"
-            self.report(Progress(phase, 0.2 * number / len(listed), self.best.step_time))
-            for policy in self.options.recompute:
-                ranked.append(self._rank(replace(skeleton, recompute=policy)))
-                self._offer(ranked[-1].simulation)
-                if ranked[-1].simulation.fits:
-                    break
-        ranked.sort(key=lambda r: rank(r.simulation))
-        return ranked
+    # -- the course ----------------------------------------------------------------------------
 
-    def _rank(self, skeleton: Skeleton) -> _Ranked:
-        tried = [
-            (self.situation.simulate(self._plan(skeleton, choices)), choices)
-            for choices in self._strategies(skeleton)
-        ]
-        tried.sort(key=lambda pair: rank(pair[0]))
-        return _Ranked(skeleton, [choices for _, choices in tried], tried[0][0])
-
-    def anneal(self, ranked: Sequence[_Ranked]) -> StopReason:
-        """Share the budget among the skeletons, and each share among the best two strategies."""
-        starts = [(r.skeleton, choices) for r in ranked for choices in r.starts[:2]]
-        share, rest = divmod(self.budget.evaluations, max(1, len(starts)))
-        problem: Problem | None = None
-        for number, (skeleton, choices) in enumerate(starts):
-            if problem is None or problem.skeleton is not skeleton:
-                problem = self._problem(skeleton)
-            total = share + (number < rest)
-            chain = Chain(problem, problem.encode(choices), total, self.seed * 7919 + number)
-            if self._run_chain(problem, chain):
+    def go(
+        self,
+        candidates: Iterable[Skeleton],
+        start: Plan | None,
+        num_skeletons: int,
+        num_bounded: int,
+    ) -> StopReason:
+        """Bound, rank, search and certify."""
+        space = self.space
+        space.add(candidates, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-3)))
+        ranked = space.rank(
+            self.offer,
+            lambda: self.best_time,
+            MOST_RANKED,
+            lambda n: self.report("ranking skeletons", 0.1 + 0.15 * n / MOST_RANKED),
+        )
+        chosen = self._open(ranked)[:num_skeletons]
+        if start is not None:
+            chosen = [self._entry_of(start), *chosen]
+        share, rest = divmod(self.budget.evaluations, max(1, len(chosen)))
+        for number, entry in enumerate(chosen):
+            self._search_entry(entry, share + (number < rest), number, len(chosen))
+            if self._time_is_up():
                 return StopReason.SECONDS
+        self._certify(num_bounded)
+        if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
+            return StopReason.PROVED
+        if self._time_is_up():
+            return StopReason.SECONDS
         return StopReason.EVALUATIONS if self.evaluations else StopReason.ONE_PLAN
 
-    def finish(self) -> Simulation:
-        """The best plan of all, with that of a chain that was cut short."""
-        self._collect()
-        return self.best
+    def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
+        """Skeletons with something to choose; of several policies that do not fit the last."""
+        last: dict[Skeleton, Entry] = {}
+        for entry in ranked:
+            base = replace(entry.skeleton, recompute="none")
+            fits = entry.simulation is not None and entry.simulation.fits
+            if base not in last or fits:
+                last.setdefault(base, entry)
+        many = [e for e in last.values() if any(m.num_devices > 1 for m in e.skeleton.meshes)]
+        return many
 
-    def _run_chain(self, problem: Problem, chain: Chain) -> bool:
-        """Run a chain to its end; True when the time is up."""
-        self._running = (problem, chain)
-        while chain.done < chain.total:
-            before = chain.done
-            chain.advance(BATCH)
-            self.evaluations += chain.done - before
-            best = min(float(chain.scores[1]), self.best.step_time)
-            self.trace.append(TracePoint(self.evaluations, str(problem.skeleton), best))
-            fraction = 0.2 + 0.8 * self.evaluations / self.budget.evaluations
-            self.report(Progress(f"annealing {problem.skeleton}", fraction, best))
-            if self._time_is_up():
-                break
-        self._collect()
+    def _entry_of(self, start: Plan) -> Entry:
+        """The skeleton of a plan that somebody gave, with the plan as its start."""
+        graph = self.space.situation.graph
+        start.check(graph)
+        if start.cluster != self.space.situation.cluster:
+            raise ValueError(
+                f"the plan to start from is for cluster {start.cluster.name!r} as it was then, "
+                f"not for the {self.space.situation.cluster.name!r} given: search anew"
+            )
+        simulation = self.space.situation.simulate(start)
+        self.offer(simulation)
+        skeleton = Skeleton(
+            tuple(stage.operators for stage in start.stages),
+            tuple(stage.mesh for stage in start.stages),
+            start.num_microbatches,
+            start.schedule,
+        )
+        choices = {name: c for stage in start.stages for name, c in stage.choices.items()}
+        entry = Entry(skeleton, 0.0, Fate.RANKED, [choices], simulation, "a plan to start from")
+        self.space.entries.append(entry)
+        return entry
+
+    def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
+        """Bound, integer program, chains and windows on one skeleton."""
+        if entry.bound >= self.best_time:
+            entry.fate = Fate.PRUNED
+            return
+        low, high = 0.25 + 0.6 * number / count, 0.25 + 0.6 * (number + 1) / count
+        self._phase = (f"searching {entry.skeleton}", low, high)
+        self.report(self._phase[0], low)
+        key = digest(entry.skeleton, entry.starts[:1])
+        known = self._checkpoint.get(key)
+        if known is not None:
+            self.offer(self.space.situation.simulate(known.plan))
+            self.evaluations += known.evaluations
+            entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
+            return
+        try:
+            problem = self._problem(entry)
+        except NoChoiceError as error:
+            entry.fate, entry.why = Fate.FORBIDDEN, str(error)
+            return
+        before = self.evaluations
+        starts = [problem.encode(choices) for choices in entry.starts[:2]]
+        first = starts[0] if starts else np.zeros(len(problem.choices), dtype=np.int64)
+        bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
+        entry.fate = Fate.ANNEALED
+        if np.isfinite(bound.score):
+            starts.append(bound.choice)
+        starts += self._programmed(problem)
+        best, score = self._chains(problem, starts, evaluations, number)
+        if not self._time_is_up():
+            best, score, spent = improve_by_windows(
+                problem, best, max_windows=WINDOWS, stop=self._time_is_up
+            )
+            self.evaluations += spent
+        simulation = self._simulate(problem, best)
+        self.offer(simulation)
+        if simulation.fits and (
+            entry.simulation is None or rank(simulation) < rank(entry.simulation)
+        ):
+            entry.simulation = simulation
+        if not self._time_is_up():
+            spent = self.evaluations - before
+            self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound))
+
+    def _sharpen(self, entry: Entry, problem: Problem, first: IntArray, rounds: int) -> Bound:
+        bound = lower_bound(problem, first, rounds=rounds, target=self.best_time)
+        entry.bound = max(entry.bound, bound.seconds)
+        self._spread(entry, bound, problem, first, rounds)
+        return bound
+
+    def _spread(
+        self, entry: Entry, bound: Bound, problem: Problem, first: IntArray, rounds: int
+    ) -> None:
+        """What a bound says of the same skeleton under policies that recompute more."""
+        policies = self.space.policies
+        if entry.skeleton.recompute != policies[0] or len(policies) == 1:
+            return
+        seconds = bound.seconds
+        if bound.is_full:
+            free = lower_bound(problem, first, rounds=rounds, target=self.best_time, memory=False)
+            seconds = free.seconds
+        for other in self.space.entries:
+            if replace(other.skeleton, recompute=policies[0]) == entry.skeleton:
+                other.bound = max(other.bound, seconds)
+
+    def _programmed(self, problem: Problem) -> list[IntArray]:
+        """The best choices under a sum of costs, as OptCNN and Alpa have it."""
+        program = IntraProgram(problem)
+        seconds = PROGRAM_SECONDS if self.budget.seconds is not None else None
+        if len(problem.choices) * max(map(len, problem.choices)) > LARGE_PROGRAM:
+            return []
+        solution = program.solve(
+            program.sum_weights(), memory=True, seconds=seconds, tolerance=1e-3
+        )
+        return [solution.choice] if solution.choice is not None else []
+
+    def _chains(
+        self, problem: Problem, starts: list[IntArray], evaluations: int, number: int
+    ) -> tuple[IntArray, float]:
+        """Chains from the best starts; each start twice if there are few."""
+        ranked = sorted(
+            (Chain(problem, start, 1, 0) for start in starts),
+            key=lambda chain: float(chain.scores[0]),
+        )
+        share, rest = divmod(evaluations, CHAINS)
+        chains = [
+            Chain(
+                problem,
+                ranked[k % min(2, len(ranked))].choice,
+                share + (k < rest),
+                self.seed * 7919 + number * CHAINS + k,
+            )
+            for k in range(CHAINS)
+        ]
+        try:
+            run_chains(
+                chains,
+                num_threads=self.num_threads,
+                after_round=lambda: self._after_round(chains),
+            )
+        except KeyboardInterrupt:
+            best = min(chains, key=lambda chain: float(chain.scores[1]))
+            self.offer(self._simulate(problem, best.best))
+            raise
+        self.evaluations += sum(chain.done for chain in chains)
+        best = min([*chains, *ranked], key=lambda chain: float(chain.scores[1]))
+        return best.best, float(best.scores[1])
+
+    def _after_round(self, chains: list[Chain]) -> bool:
+        done = sum(chain.done for chain in chains)
+        best = min(float(chain.scores[1]) for chain in chains)
+        name, low, high = self._phase
+        total = max(1, sum(chain.total for chain in chains))
+        self.trace.append(TracePoint(self.evaluations + done, name, min(best, self.best_time)))
+        self.report(name, low + (high - low) * done / total, min(best, self.best_time))
         return self._time_is_up()
 
-    def _collect(self) -> None:
-        if self._running is not None:
-            problem, chain = self._running
-            self._running = None
-            plan = problem.plan(
-                chain.best,
-                name="annealed",
-                seed=self.seed,
-                fingerprint=self.situation.graph.fingerprint,
-            )
-            self._offer(self.situation.simulate(plan))
+    def _certify(self, most: int) -> None:
+        """Sharpen the bounds that limit the certificate, weakest first."""
+        for number in range(most):
+            weak = [
+                entry
+                for entry in self.space.entries
+                if entry.bound < self.best_time and entry.fate in (Fate.OPEN, Fate.RANKED)
+            ]
+            if not weak or self._time_is_up():
+                return
+            self.report("certifying", 0.85 + 0.15 * number / most)
+            entry = min(weak, key=lambda e: e.bound)
+            try:
+                problem = self._problem(entry)
+            except NoChoiceError as error:
+                entry.fate, entry.why = Fate.FORBIDDEN, str(error)
+                continue
+            entry.fate = Fate.BOUNDED
+            first = np.zeros(len(problem.choices), dtype=np.int64)
+            if entry.starts:
+                first = problem.encode(entry.starts[0])
+            bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
+            if bound.score < self.best_time:
+                self.offer(self._simulate(problem, bound.choice))
 
-    def _offer(self, simulation: Simulation) -> None:
-        if rank(simulation) < rank(self.best):
+    # -- what is known -------------------------------------------------------------------------
+
+    @property
+    def best_time(self) -> float:
+        """Seconds of the best plan that fits; infinite if none does."""
+        return self.best.step_time if self.best is not None and self.best.fits else float("inf")
+
+    def offer(self, simulation: Simulation) -> bool:
+        """Take a simulated plan; whether the constraints allow it."""
+        ranks = len({frozenset(stage.mesh.devices) for stage in simulation.plan.stages})
+        if self.space.constraints.violations(simulation, ranks) or not self._is_option(
+            simulation.plan
+        ):
+            return False
+        if self.best is None or rank(simulation) < rank(self.best):
             self.best = simulation
+        if simulation.fits:
+            self._extend_front(simulation)
+        return True
+
+    def _is_option(self, plan: Plan) -> bool:
+        """Whether a plan only does what the options of the search allow."""
+        options = self.space.options
+        regathers = any(c.regather for stage in plan.stages for c in stage.choices.values())
+        return (options.inputs_first or not plan.inputs_first) and (
+            options.regather or not regathers
+        )
+
+    def _extend_front(self, simulation: Simulation) -> None:
+        devices = simulation.plan.num_devices
+        point = FrontPoint(
+            simulation.step_time, simulation.peak_memory, devices, simulation.plan
+        )
+        if any(_is_as_good(other, point) for other in self.front):
+            return
+        self.front = [other for other in self.front if not _is_as_good(point, other)]
+        self.front.append(point)
+        self.front.sort(key=lambda p: p.step_time)
+
+    def report(self, phase: str, fraction: float, best: float | None = None) -> None:
+        """Tell whoever watches."""
+        self._show(Progress(phase, fraction, self.best_time if best is None else best))
 
     def _time_is_up(self) -> bool:
         limit = self.budget.seconds
         return limit is not None and time.monotonic() - self.started > limit
 
-    def _problem(self, skeleton: Skeleton) -> Problem:
-        s = self.situation
+    def _simulate(self, problem: Problem, choice: IntArray) -> Simulation:
+        plan = problem.plan(
+            choice,
+            name="searched",
+            seed=self.seed,
+            fingerprint=self.space.situation.graph.fingerprint,
+        )
+        return self.space.situation.simulate(plan)
+
+    def _problem(self, entry: Entry) -> Problem:
+        s = self.space.situation
+        include: Choices = entry.starts[0] if entry.why == "a plan to start from" else {}
         return make_problem(
             s.graph,
-            skeleton,
+            entry.skeleton,
             s.cluster,
             s.training,
             s.costs,
-            self.zero_stages,
+            self.space.zero_stages,
             s.memory,
-            self.options,
+            self.space.options,
+            include=include,
+            constraints=self.space.constraints,
         )
 
-    def _strategies(self, skeleton: Skeleton) -> list[Choices]:
-        """Data parallel with each ZeRO stage, and tensor parallel along the last axis."""
-        small = self.situation.graph.microbatch(skeleton.num_microbatches)
-        shape = skeleton.meshes[0].shape
-        made = [data_parallel(small, shape, zero=zero) for zero in self.zero_stages]
-        axis = len(shape) - 1
-        if shape[axis] > 1 and tensor_dims(small, shape[axis]):
-            made += [
-                tensor_parallel(small, shape, axis, sequence_parallel=sequence)
-                for sequence in (False, True)
-            ]
-        return [with_recompute(small, choices, skeleton.recompute) for choices in made]
 
-    def _plan(self, skeleton: Skeleton, choices: Choices) -> Plan:
-        s = self.situation
-        return Plan(
-            name="strategy",
-            model=s.graph.name,
-            fingerprint=s.graph.fingerprint,
-            cluster=s.cluster,
-            training=s.training,
-            stages=tuple(
-                Stage(names, mesh, {n: choices[n] for n in names})
-                for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True)
-            ),
-            num_microbatches=skeleton.num_microbatches,
-            schedule=skeleton.schedule,
-            bucket_bytes=self.options.bucket_bytes,
-            inputs_first=self.options.inputs_first,
-        )
+LARGE_PROGRAM = 400_000
+"""Operators times choices above which no integer program over a whole skeleton is tried."""
+
+
+def _is_as_good(one: FrontPoint, other: FrontPoint) -> bool:
+    return (
+        one.step_time <= other.step_time
+        and one.peak_memory <= other.peak_memory
+        and one.num_devices <= other.num_devices
+    )

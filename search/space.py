@@ -36,6 +36,12 @@ VIRTUAL_STAGES = 2
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""
 
+MAX_STAGES, MAX_MICROBATCHES = 64, 512
+"""Pipeline ranks and cuts of the batch that the search tries at most."""
+
+SMALL_CLUSTER = 64
+"""Up to so many devices meshes have three axes, which make many times more choices."""
+
 ZERO_STAGES = (0, 2, 3)
 """ZeRO stages that the search tries; stage 1 moves the same bytes as stage 2 and keeps more."""
 
@@ -55,6 +61,8 @@ class Options:
         bucket_bytes: gradients are reduced in buckets of at least so many bytes.
         inputs_first: gradients of weights run beside the conversion of those of inputs (see
             `Plan`).
+        regather: whether layers may keep a shard of their gathered inputs only and gather again
+            in backward (see `Choice`).
 
     Raises:
         ValueError: on an unknown policy, none at all, chunks below 1 or a negative size.
@@ -65,6 +73,7 @@ class Options:
     fuse: bool = False
     bucket_bytes: int = 0
     inputs_first: bool = False
+    regather: bool = False
 
     def __post_init__(self) -> None:
         for policy in self.recompute:
@@ -127,11 +136,13 @@ def operator_choices(
         )
         sizes = local_sizes(operator, config, shape)
         pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
+        again = options.regather and bool(operator.weights) and not recompute
         choices += [
-            Choice(config, zero, recompute, chunks, fused)
+            Choice(config, zero, recompute, chunks, fused, regather)
             for zero in (zero_stages if summed else (0,))
             for chunks in pieces or [1]
             for fused in ((False, True) if fusible else (False,))
+            for regather in ((False, True) if again else (False,))
         ]
     return tuple(choices)
 
@@ -163,9 +174,15 @@ def stage_meshes(
 ) -> list[DeviceMesh]:
     """Logical shapes for a stage's consecutive devices: nodes apart, a node whole or cut in two.
 
+    Where there are several nodes all devices may be one axis too. With two axes only, those that would be cut in two have the nodes in their first axis: data
+    parallel ways over all nodes, tensor parallel ways inside one.
+
     Example:
-        >>> [m.shape for m in stage_meshes(range(16), Cluster.preset("dgx-a100"))]
-        [(2, 8), (2, 2, 4), (2, 4, 2)]
+        >>> cluster = Cluster.preset("dgx-a100")
+        >>> [m.shape for m in stage_meshes(range(16), cluster)]
+        [(2, 8), (2, 2, 4), (2, 4, 2), (16,)]
+        >>> [m.shape for m in stage_meshes(range(16), cluster, max_axes=2)]
+        [(2, 8), (16,), (8, 2), (4, 4)]
     """
     nodes = len({cluster.node_of(device) for device in devices})
     if len(devices) % nodes:
@@ -173,13 +190,20 @@ def stage_meshes(
     inside = len(devices) // nodes
     outer = [MeshAxis("node", nodes)] if nodes > 1 else []
     shapes = [[MeshAxis("device", inside)] if inside > 1 or not outer else []]
+    cuts = [ways for ways in range(2, inside) if inside % ways == 0]
     if len(outer) + 2 <= max_axes:
-        shapes += [
-            [MeshAxis("outer", ways), MeshAxis("inner", inside // ways)]
-            for ways in range(2, inside)
-            if inside % ways == 0
+        shapes += [[MeshAxis("outer", ways), MeshAxis("inner", inside // ways)] for ways in cuts]
+    meshes = [DeviceMesh((*outer, *axes), tuple(devices)) for axes in shapes]
+    if outer:
+        meshes.append(DeviceMesh((MeshAxis("data", len(devices)),), tuple(devices)))
+    if outer and max_axes == 2:
+        meshes += [
+            DeviceMesh(
+                (MeshAxis("data", len(devices) // ways), MeshAxis("tensor", ways)), tuple(devices)
+            )
+            for ways in cuts
         ]
-    return [DeviceMesh((*outer, *axes), tuple(devices)) for axes in shapes]
+    return meshes
 
 
 def skeletons(
@@ -187,13 +211,23 @@ def skeletons(
     cluster: Cluster,
     *,
     schedule: str = "1f1b",
-    max_stages: int = 8,
-    max_microbatches: int = 64,
+    max_stages: int = MAX_STAGES,
+    max_microbatches: int = MAX_MICROBATCHES,
+    max_axes: int | None = None,
 ) -> Iterator[Skeleton]:
     """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
 
     Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in
-    order, all of them `VIRTUAL_STAGES` times over if the schedule is interleaved.
+    order, all of them `VIRTUAL_STAGES` times over if the schedule is interleaved. A microbatch has
+    at least a sample for every `devices_per_node` devices of a stage.
+
+    Args:
+        graph: the model at its whole batch.
+        cluster: where it is to run.
+        schedule: of pipelines.
+        max_stages: pipeline ranks at most.
+        max_microbatches: cuts of the batch at most.
+        max_axes: of a mesh; 3 up to `SMALL_CLUSTER` devices, 2 beyond when left out.
 
     Raises:
         ValueError: if the schedule is none of `SCHEDULES`.
@@ -204,23 +238,31 @@ def skeletons(
             "plan of your own may have others"
         )
     total = cluster.num_devices
+    axes = max_axes or (3 if total <= SMALL_CLUSTER else 2)
     num_layers = sum(op.kind != "source" for op in graph.operators)
     for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
         rounds = VIRTUAL_STAGES if schedule == "interleaved" and num_ranks > 1 else 1
         if total % num_ranks or num_ranks * rounds > num_layers:
             continue
-        stages = balanced_stages(graph, cluster, num_ranks * rounds)
         share = total // num_ranks
+        least = -(-share // cluster.devices_per_node)
+        counts = [
+            parts
+            for parts in _microbatch_counts(graph.batch, num_ranks, max_microbatches)
+            if (rounds == 1 or parts % num_ranks == 0)
+            and (graph.batch // parts >= least or parts <= 2)
+        ]
+        if not counts:
+            continue
+        stages = balanced_stages(graph, cluster, num_ranks * rounds)
         groups = [range(r * share, (r + 1) * share) for r in range(num_ranks)]
-        options = [stage_meshes(group, cluster) for group in groups]
+        options = [stage_meshes(group, cluster, max_axes=axes) for group in groups]
         for meshes in zip(*options, strict=True):
-            for parts in _microbatch_counts(graph.batch, num_ranks, max_microbatches):
-                if rounds == 1 or parts % num_ranks == 0:
-                    yield Skeleton(stages, meshes * rounds, parts, schedule)
+            for parts in counts:
+                yield Skeleton(stages, meshes * rounds, parts, schedule)
 
 
 def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:
     """Powers of two that divide the batch; a pipeline needs at least two microbatches."""
     least = 1 if num_stages == 1 else 2
-    counts = [n for n in (2**k for k in range(20)) if least <= n <= most and batch % n == 0]
-    return counts if num_stages > 1 else [n for n in counts if n <= 4]
+    return [n for n in (2**k for k in range(20)) if least <= n <= most and batch % n == 0]

@@ -153,7 +153,8 @@ class Cluster:
     `node_devices` names the device type of each node, so one cluster may mix several.
     `calibration` says how kernels in training differ from kernels alone. While a device takes part
     in a collective, its computing takes `compute_slowdown` longer (0.13: 1.13 times as long),
-    because both use its memory and its processors.
+    because both use its memory and its processors. `node_price_per_hour` is what renting a node
+    costs, in any currency.
 
     Raises:
         ValueError: on sizes below 1, a slow-down below 0, or a node whose device type is not
@@ -168,8 +169,14 @@ class Cluster:
     inter_node: Link
     compute_slowdown: float = 0.0
     calibration: Calibration = field(default_factory=Calibration)
+    node_price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.node_price_per_hour < math.inf:
+            raise ValueError(
+                f"cluster {self.name!r}: node_price_per_hour is {self.node_price_per_hour}; it "
+                "must be 0 (not priced) or more, in any currency"
+            )
         if not 0 <= self.compute_slowdown < math.inf:
             raise ValueError(
                 f"cluster {self.name!r}: compute_slowdown is {self.compute_slowdown}; it must be "
@@ -194,6 +201,11 @@ class Cluster:
     def num_nodes(self) -> int:
         """Number of nodes."""
         return len(self.node_devices)
+
+    @property
+    def price_per_hour(self) -> float:
+        """What all nodes cost an hour; 0 where they have no price."""
+        return self.num_nodes * self.node_price_per_hour
 
     @property
     def num_devices(self) -> int:

@@ -183,6 +183,15 @@ class TableBuilder:
             tie_rows=tuple(self._tie_row(*tie, choices) for tie in ties),
         )
 
+    def pass_seconds(self, i: int, choice: Choice) -> float:
+        """Forward and backward pass of an operator, all pieces; what is fused elsewhere is not.
+
+        Args:
+            i: index of the operator in the graph.
+            choice: one that it can have on the builder's mesh.
+        """
+        return self._pricer.pass_seconds(i, choice)
+
     def _is_priced(self, edge: Edge, inside: set[int]) -> bool:
         """Edges from sources are slices of what every rank has: free."""
         return (

@@ -103,6 +103,11 @@ class OperatorPricer:
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
         return self._slowest(operator, sizes, Direction.FORWARD)[0]
 
+    def pass_seconds(self, i: int, choice: Choice) -> float:
+        """Forward and backward pass, all pieces."""
+        passes = self._passes(i, choice)
+        return choice.chunks * (passes.forward[0] + passes.backward[0])
+
     def _passes(self, i: int, choice: Choice) -> _Passes:
         operator = self.graph.operators[i]
         if operator.kind == "source":

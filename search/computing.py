@@ -1,0 +1,100 @@
+"""The quickest bound on a skeleton: computing alone, every operator sharded as suits it best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem.search.baselines import Situation
+from stratagem.search.space import Options, Skeleton, operator_choices
+from stratagem.simulator.cost_table import TableBuilder
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.placement import local_sizes
+from stratagem.simulator.schedules import schedule_by_name
+
+
+class ComputingBounds:
+    """Bounds steps of a skeleton from below without pricing any communication.
+
+    A rank computes all microbatches of its stages, one after the other, and each operator at
+    least as long as under its fastest choice. Before a rank's first block, the first microbatch
+    goes through the stages before; behind its last one, where backward is not split, gradients of
+    the last one go back through them:
+
+        step ≥ max over ranks r of  M · Σ_{s of r} (Fₛ + Bₛ) + Σ_{s before r's first} (Fₛ + Bₛ)
+
+    Equal operators on equal meshes are priced once for all skeletons.
+
+    Example:
+        >>> from stratagem.search.space import skeletons
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> graph = mlp([64, 64], batch=32)
+        >>> bounds = ComputingBounds(Situation(graph, cluster, Training(), default_costs()))
+        >>> bounds.seconds(next(skeletons(graph, cluster))) > 0
+        True
+    """
+
+    def __init__(self, situation: Situation, options: Options = Options()) -> None:  # noqa: B008
+        self._situation, self._options = situation, options
+        self._known: dict[Any, float] = {}
+        self._graphs: dict[int, OperatorGraph] = {}
+        self._stages: dict[Any, float] = {}
+
+    def seconds(self, skeleton: Skeleton) -> float:
+        """No plan of the skeleton takes less than so many seconds a step."""
+        times = [
+            self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)
+        ]
+        num_ranks = len({frozenset(mesh.devices) for mesh in skeleton.meshes})
+        schedule = schedule_by_name(
+            skeleton.schedule, len(times), skeleton.num_microbatches, num_ranks=num_ranks
+        )
+        found = 0.0
+        for order in schedule.orders:
+            mine = {action.stage for action in order}
+            before = sum(times[: min(mine)])
+            # Gradients of parameters that are made apart need not come before those of inputs.
+            back = before if len(mine) == 1 and not schedule.splits_backward else 0.0
+            work = skeleton.num_microbatches * sum(times[s] for s in mine)
+            found = max(found, work + back)
+        return found
+
+    def _stage(self, names: tuple[str, ...], k: int, skeleton: Skeleton) -> float:
+        s, mesh = self._situation, skeleton.meshes[k]
+        parts = skeleton.num_microbatches
+        types = tuple({s.cluster.device_type(d).name for d in mesh.devices})
+        alike = (mesh.shape, tuple(mesh.link(a, s.cluster) for a in range(len(mesh.axes))), types)
+        key = (names, alike, parts)
+        if key in self._stages:
+            return self._stages[key]
+        graph = self._graphs.setdefault(parts, s.graph.microbatch(parts))
+        builder = TableBuilder(graph, mesh, s.cluster, s.training, s.costs, s.memory)
+        total = 0.0
+        for name in names:
+            i = graph.index[name]
+            operator = graph.operators[i]
+            trained = bool(trainable_weights(graph, operator))
+            flows = tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs)
+            row = (s.memory.number(operator.signature), trained, flows, alike, parts)
+            if row not in self._known:
+                self._known[row] = self._fastest(builder, graph, i)
+            total += self._known[row]
+        self._stages[key] = total
+        return total
+
+    def _fastest(self, builder: TableBuilder, graph: OperatorGraph, i: int) -> float:
+        operator, shape = graph.operators[i], builder.mesh.shape
+        priced: dict[tuple[Mapping[str, int] | int | bool | str, ...], float] = {}
+        best = float("inf")
+        for choice in operator_choices(graph, operator, shape, (0,), self._options):
+            sizes = local_sizes(operator, choice.config, shape)
+            same = (*sorted(sizes.items()), choice.chunks, choice.fused)  # type: ignore[type-var]
+            if same not in priced:
+                priced[same] = builder.pass_seconds(i, choice)
+            best = min(best, priced[same])
+        return best

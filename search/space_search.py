@@ -1,0 +1,203 @@
+"""Which skeletons a search looks at: bounded first, then ranked by known strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from stratagem.search.baselines import Situation, rank
+from stratagem.search.computing import ComputingBounds
+from stratagem.search.constraints import BoundConstraints
+from stratagem.search.result import Fate, SkeletonRecord
+from stratagem.search.space import Options, Skeleton
+from stratagem.search.strategies import (
+    Choices,
+    data_parallel,
+    expert_dims,
+    expert_parallel,
+    tensor_dims,
+    tensor_parallel,
+    with_recompute,
+)
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.simulation import Simulation
+
+
+@dataclass(eq=False)
+class Entry:
+    """A skeleton of the space and what is known of it.
+
+    `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
+    `simulation` the best one's.
+    """
+
+    skeleton: Skeleton
+    bound: float
+    fate: Fate = Fate.OPEN
+    starts: list[Choices] = field(default_factory=list)
+    simulation: Simulation | None = None
+    why: str = ""
+
+    @property
+    def record(self) -> SkeletonRecord:
+        """What the result says of it."""
+        best = self.simulation
+        fits = best is not None and best.fits
+        return SkeletonRecord(
+            self.skeleton,
+            self.fate,
+            self.bound,
+            best.step_time if best is not None and fits else None,
+            self.why,
+        )
+
+
+class Space:
+    """All skeletons of a search, one entry for each recompute policy.
+
+    Args:
+        situation: model, cluster, training and prices.
+        options: of choices; its policies are tried one after the other.
+        zero_stages: of choices.
+        constraints: what plans may do.
+    """
+
+    def __init__(
+        self,
+        situation: Situation,
+        options: Options,
+        zero_stages: tuple[int, ...],
+        constraints: BoundConstraints,
+    ) -> None:
+        self.situation, self.options = situation, options
+        self.zero_stages, self.constraints = zero_stages, constraints
+        allowed = constraints.constraints.recompute
+        self.policies = tuple(p for p in options.recompute if allowed is None or p in allowed)
+        if not self.policies:
+            raise ValueError(
+                f"constraints allow the recompute policies {', '.join(allowed or ())}, but the "
+                f"options try {', '.join(options.recompute)}: name one of these"
+            )
+        self.entries: list[Entry] = []
+        self._graphs: dict[int, OperatorGraph] = {}
+
+    def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:
+        """Take skeletons in, bounded by what they compute."""
+        computing = ComputingBounds(self.situation, self.options)
+        known = {entry.skeleton for entry in self.entries}
+        for number, skeleton in enumerate(skeletons):
+            tick(number)
+            ranks = len({frozenset(mesh.devices) for mesh in skeleton.meshes})
+            fine = self.constraints.allows_skeleton(
+                ranks, skeleton.num_microbatches, skeleton.schedule, skeleton.meshes
+            )
+            bound = computing.seconds(skeleton) if fine else float("inf")
+            for policy in self.policies:
+                entry = Entry(replace(skeleton, recompute=policy), bound)
+                if entry.skeleton in known:
+                    continue
+                if not fine:
+                    entry.fate = Fate.FORBIDDEN
+                self.entries.append(entry)
+        self.entries.sort(key=lambda entry: entry.bound)
+
+    def rank(
+        self,
+        offer: Callable[[Simulation], bool],
+        best: Callable[[], float],
+        most: int,
+        tick: Callable[[int], None],
+    ) -> list[Entry]:
+        """Simulate known strategies on skeletons, least bound first; the best skeleton first.
+
+        A policy that recomputes more is tried where those before it leave nothing that fits.
+
+        Args:
+            offer: takes every simulation; whether the constraints allow it.
+            best: seconds of the best plan until now.
+            most: how many skeletons to simulate.
+            tick: called with the number of each.
+        """
+        fitting: set[Skeleton] = set()
+        ranked: list[Entry] = []
+        for entry in self.entries:
+            base = replace(entry.skeleton, recompute=self.policies[0])
+            if entry.fate is not Fate.OPEN or base in fitting:
+                continue
+            if entry.bound >= best():
+                entry.fate = Fate.PRUNED
+                continue
+            if len(ranked) >= most:
+                continue
+            tick(len(ranked))
+            self._try_strategies(entry, offer)
+            ranked.append(entry)
+            if entry.simulation is not None and entry.simulation.fits:
+                fitting.add(base)
+        worst = (float("inf"), 0.0)
+        return sorted(
+            ranked, key=lambda e: rank(e.simulation) if e.simulation is not None else worst
+        )
+
+    def _try_strategies(self, entry: Entry, offer: Callable[[Simulation], bool]) -> None:
+        entry.fate = Fate.RANKED
+        tried: list[tuple[Simulation, Choices]] = []
+        for choices in self._strategies(entry.skeleton):
+            simulation = self.situation.simulate(self.plan(entry.skeleton, choices))
+            if offer(simulation):
+                tried.append((simulation, choices))
+        tried.sort(key=lambda pair: rank(pair[0]))
+        entry.starts = [choices for _, choices in tried]
+        if tried:
+            entry.simulation = tried[0][0]
+        else:
+            entry.why = "no known strategy meets the constraints"
+
+    def small_graph(self, num_microbatches: int) -> OperatorGraph:
+        """The model at the batch of one microbatch."""
+        if num_microbatches not in self._graphs:
+            self._graphs[num_microbatches] = self.situation.graph.microbatch(num_microbatches)
+        return self._graphs[num_microbatches]
+
+    def _strategies(self, skeleton: Skeleton) -> list[Choices]:
+        """Data parallel with each ZeRO stage; tensor and expert parallel along the last axis."""
+        small = self.small_graph(skeleton.num_microbatches)
+        shape = skeleton.meshes[0].shape
+        if any(mesh.shape != shape for mesh in skeleton.meshes):
+            return []
+        made = [data_parallel(small, shape, zero=zero) for zero in self.zero_stages]
+        axis = len(shape) - 1
+        if shape[axis] > 1 and tensor_dims(small, shape[axis]):
+            made += [
+                tensor_parallel(small, shape, axis, sequence_parallel=sequence, zero=zero)
+                for sequence in (False, True)
+                for zero in self.zero_stages[:2]
+            ]
+        if expert_dims(small):
+            made += [expert_parallel(small, shape, zero=zero) for zero in self.zero_stages[:2]]
+        return [with_recompute(small, choices, skeleton.recompute) for choices in made]
+
+    def plan(self, skeleton: Skeleton, choices: Choices) -> Plan:
+        """A strategy on a skeleton."""
+        s = self.situation
+        return Plan(
+            name="strategy",
+            model=s.graph.name,
+            fingerprint=s.graph.fingerprint,
+            cluster=s.cluster,
+            training=s.training,
+            stages=tuple(
+                Stage(names, mesh, {n: choices[n] for n in names})
+                for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True)
+            ),
+            num_microbatches=skeleton.num_microbatches,
+            schedule=skeleton.schedule,
+            bucket_bytes=self.options.bucket_bytes,
+            inputs_first=self.options.inputs_first,
+        )
+
+    def bound(self, best: float) -> float:
+        """What no plan of the space is under."""
+        open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
+        return min([best, *open_ones])

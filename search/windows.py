@@ -1,0 +1,78 @@
+"""Windows: some operators chosen anew by integer programming, the rest fixed, judged by simulation.
+
+Costs are weighted by what the simulated step waits for, so the program moves work off the critical
+path instead of making sums small. The simulator decides whether a solution is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from stratagem.search.anneal import Chain
+from stratagem.search.intra import IntraProgram
+from stratagem.search.problem import Problem
+from stratagem.simulator.resharding import IntArray
+
+SIZES = (24, 8)
+"""Operators in a window, pass after pass."""
+
+
+def improve_by_windows(
+    problem: Problem,
+    choice: IntArray,
+    *,
+    max_windows: int = 40,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[IntArray, float, int]:
+    """Solve windows of operators one after the other and keep what the simulator likes better.
+
+    The solution of a window is tried for all stretches of equal operators too: layers repeat.
+
+    Args:
+        problem: what to choose for.
+        choice: where to start.
+        max_windows: how many windows to solve at most.
+        stop: asked between windows.
+
+    Returns:
+        Choices, their score (see `anneal.Chain`), and how many plans were simulated.
+    """
+    judge = Chain(problem, choice, total=1, seed=0)
+    best, score, simulated, solved = choice.copy(), float(judge.scores[0]), 1, 0
+    program = IntraProgram(problem)
+    for size in SIZES:
+        for window in _windows(problem, size):
+            if solved >= max_windows or stop():
+                return best, score, simulated
+            solved += 1
+            found = program.solve(program.path_weights(best), fixed=best, window=window).choice
+            if found is None or np.array_equal(found, best):
+                continue
+            for candidate in (found, _everywhere(problem, best, found, window)):
+                judge.restart(candidate)
+                simulated += 1
+                if judge.scores[0] < score:
+                    best, score = candidate.copy(), float(judge.scores[0])
+    return best, score, simulated
+
+
+def _windows(problem: Problem, size: int) -> Iterator[list[int]]:
+    """Neighbouring operators with a choice, windows overlapping by half, stage after stage."""
+    open_ones = [i for i, options in enumerate(problem.choices) if len(options) > 1]
+    for begin in range(0, max(1, len(open_ones) - size // 2), size // 2):
+        yield open_ones[begin : begin + size]
+
+
+def _everywhere(
+    problem: Problem, best: IntArray, found: IntArray, window: list[int]
+) -> IntArray:
+    """What changed in a window, done to all operators of the same class too."""
+    classes = problem.moves.class_of
+    changed = {int(classes[i]): int(found[i]) for i in window if found[i] != best[i]}
+    wide = found.copy()
+    for i, kind in enumerate(classes.tolist()):
+        if kind in changed and best[i] != changed[kind]:
+            wide[i] = changed[kind]
+    return wide
