@@ -104,7 +104,7 @@ class SearchResult:
         front: plans of which none is better in time, memory and devices at once.
         trace: how the best score fell.
         stop_reason: why the search ended.
-        evaluations: plans scored while annealing and by windows.
+        evaluations: plans that chains decided on.
         seconds: wall time of the search.
     """
 

@@ -42,8 +42,8 @@ QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 """Methods of the literature that every search is compared with unless told."""
 CHAINS = 4
 """Chains on a skeleton: so many cores can help, and one core makes the same plan."""
-MOST_RANKED = 48
-"""Skeletons on which known strategies are simulated."""
+MOST_RANKED, RANKED_OPERATORS = 48, 16_000
+"""Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
 PROGRAM_SECONDS = 10.0
@@ -247,11 +247,13 @@ class _Run:
         """Bound, rank, search and certify."""
         space = self.space
         space.add(candidates, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-3)))
+        operators = len(space.situation.graph.operators)
+        most = max(8, min(MOST_RANKED, RANKED_OPERATORS // operators))
         ranked = space.rank(
             self.offer,
             lambda: self.best_time,
-            MOST_RANKED,
-            lambda n: self.report("ranking skeletons", 0.1 + 0.15 * n / MOST_RANKED),
+            most,
+            lambda n: self.report("ranking skeletons", 0.1 + 0.15 * n / most),
         )
         chosen = self._open(ranked)[:num_skeletons]
         if start is not None:
@@ -329,12 +331,11 @@ class _Run:
         if np.isfinite(bound.score):
             starts.append(bound.choice)
         starts += self._programmed(problem)
-        best, score = self._chains(problem, starts, evaluations, number)
+        best = self._chains(problem, starts, evaluations, number)
         if not self._time_is_up():
-            best, score, spent = improve_by_windows(
+            best = improve_by_windows(
                 problem, best, max_windows=WINDOWS, stop=self._time_is_up
             )
-            self.evaluations += spent
         simulation = self._simulate(problem, best)
         self.offer(simulation)
         if simulation.fits and (
@@ -379,8 +380,8 @@ class _Run:
 
     def _chains(
         self, problem: Problem, starts: list[IntArray], evaluations: int, number: int
-    ) -> tuple[IntArray, float]:
-        """Chains from the best starts; each start twice if there are few."""
+    ) -> IntArray:
+        """The best choices that chains from the two best starts come to."""
         ranked = sorted(
             (Chain(problem, start, 1, 0) for start in starts),
             key=lambda chain: float(chain.scores[0]),
@@ -406,8 +407,7 @@ class _Run:
             self.offer(self._simulate(problem, best.best))
             raise
         self.evaluations += sum(chain.done for chain in chains)
-        best = min([*chains, *ranked], key=lambda chain: float(chain.scores[1]))
-        return best.best, float(best.scores[1])
+        return min([*chains, *ranked], key=lambda chain: float(chain.scores[1])).best
 
     def _after_round(self, chains: list[Chain]) -> bool:
         done = sum(chain.done for chain in chains)

@@ -81,6 +81,7 @@ class Space:
             )
         self.entries: list[Entry] = []
         self._graphs: dict[int, OperatorGraph] = {}
+        self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:
         """Take skeletons in, bounded by what they compute."""
@@ -111,7 +112,8 @@ class Space:
     ) -> list[Entry]:
         """Simulate known strategies on skeletons, least bound first; the best skeleton first.
 
-        A policy that recomputes more is tried where those before it leave nothing that fits.
+        A policy that recomputes more is tried where those before it leave nothing that fits, with
+        the two strategies that came closest to fitting and the one that needs the least memory.
 
         Args:
             offer: takes every simulation; whether the constraints allow it.
@@ -143,11 +145,19 @@ class Space:
     def _try_strategies(self, entry: Entry, offer: Callable[[Simulation], bool]) -> None:
         entry.fate = Fate.RANKED
         tried: list[tuple[Simulation, Choices]] = []
-        for choices in self._strategies(entry.skeleton):
+        base = replace(entry.skeleton, recompute=self.policies[0])
+        strategies = self._strategies(entry.skeleton)
+        if base in self._promising:
+            strategies = [strategies[k] for k in self._promising[base]]
+        for choices in strategies:
             simulation = self.situation.simulate(self.plan(entry.skeleton, choices))
             if offer(simulation):
                 tried.append((simulation, choices))
-        tried.sort(key=lambda pair: rank(pair[0]))
+        order = sorted(range(len(tried)), key=lambda k: rank(tried[k][0]))
+        if len(tried) == len(strategies):
+            lean = sorted(range(len(tried)), key=lambda k: tried[k][0].peak_memory)
+            self._promising.setdefault(base, tuple(dict.fromkeys([*order[:2], lean[0]])))
+        tried = [tried[k] for k in order]
         entry.starts = [choices for _, choices in tried]
         if tried:
             entry.simulation = tried[0][0]

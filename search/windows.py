@@ -25,7 +25,7 @@ def improve_by_windows(
     *,
     max_windows: int = 40,
     stop: Callable[[], bool] = lambda: False,
-) -> tuple[IntArray, float, int]:
+) -> IntArray:
     """Solve windows of operators one after the other and keep what the simulator likes better.
 
     The solution of a window is tried for all stretches of equal operators too: layers repeat.
@@ -37,25 +37,24 @@ def improve_by_windows(
         stop: asked between windows.
 
     Returns:
-        Choices, their score (see `anneal.Chain`), and how many plans were simulated.
+        The best choices met.
     """
     judge = Chain(problem, choice, total=1, seed=0)
-    best, score, simulated, solved = choice.copy(), float(judge.scores[0]), 1, 0
+    best, score, solved = choice.copy(), float(judge.scores[0]), 0
     program = IntraProgram(problem)
     for size in SIZES:
         for window in _windows(problem, size):
             if solved >= max_windows or stop():
-                return best, score, simulated
+                return best
             solved += 1
             found = program.solve(program.path_weights(best), fixed=best, window=window).choice
             if found is None or np.array_equal(found, best):
                 continue
             for candidate in (found, _everywhere(problem, best, found, window)):
                 judge.restart(candidate)
-                simulated += 1
                 if judge.scores[0] < score:
                     best, score = candidate.copy(), float(judge.scores[0])
-    return best, score, simulated
+    return best
 
 
 def _windows(problem: Problem, size: int) -> Iterator[list[int]]:

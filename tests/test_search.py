@@ -183,8 +183,8 @@ def test_never_worse_than_the_best_baseline() -> None:
     assert rank(result.simulation) <= rank(best)
     more = search(graph, CLUSTER, budget=Budget(evaluations=8000))
     assert more.simulation.step_time <= result.simulation.step_time
-    assert more.evaluations == 8000
-    assert more.stop_reason is StopReason.EVALUATIONS
+    assert 0 < more.evaluations <= 8000
+    assert more.stop_reason in (StopReason.EVALUATIONS, StopReason.PROVED)
     assert [p.best for p in more.trace] == sorted((p.best for p in more.trace), reverse=True)
 
 
@@ -225,7 +225,7 @@ def test_where_nothing_fits_the_closest_plan_says_so() -> None:
 
 def test_ctrl_c_returns_the_best_so_far() -> None:
     def interrupt(progress: Progress) -> None:
-        if progress.phase.startswith("annealing") and progress.fraction > 0.3:
+        if progress.phase.startswith("searching") and progress.fraction > 0.3:
             raise KeyboardInterrupt
 
     result = search(tiny_gpt(), CLUSTER, budget=Budget(evaluations=10_000), progress=interrupt)

@@ -1,0 +1,190 @@
+"""The search as a whole: certificates, constraints, fronts, resuming, threads, going on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search.constraints import Constraints, most_tensor_ways
+from stratagem.search.result import Budget, Fate, SearchResult, StopReason
+from stratagem.search.search import Progress, search
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.placement import REPLICATE, Shard
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+
+
+def tiny_gpt() -> OperatorGraph:
+    return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+
+
+def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
+    settings_of = {"budget": Budget(evaluations=600), "num_skeletons": 2, "num_bounded": 2}
+    return search(graph, CLUSTER, **{**settings_of, **changed})  # type: ignore[arg-type]
+
+
+def test_the_certificate_holds_for_everything_that_was_met() -> None:
+    result = quick(tiny_gpt())
+    assert result.bound is not None and result.gap is not None
+    assert 0 < result.bound <= result.simulation.step_time
+    for simulation in result.baselines.values():
+        if simulation.fits:
+            assert result.bound <= simulation.step_time
+    for record in result.space:
+        if record.best is not None:
+            assert record.bound <= record.best * (1 + 1e-9)
+        if record.fate is Fate.PRUNED:
+            assert record.bound >= result.simulation.step_time * (1 - 1e-9)
+    assert "no plan of the space" in result.certificate
+    assert len(result.space_table.rows) == len(result.space)
+
+
+def test_the_front_holds_no_plan_that_another_beats() -> None:
+    front = quick(tiny_gpt()).front
+    assert front[0].step_time == min(p.step_time for p in front)
+    for one in front:
+        for other in front:
+            if one is not other:
+                assert (
+                    one.step_time < other.step_time
+                    or one.peak_memory < other.peak_memory
+                    or one.num_devices < other.num_devices
+                )
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    tensor=st.sampled_from([None, 1, 2]),
+    pipeline=st.sampled_from([None, 1, 2]),
+    zero=st.sampled_from([None, (0,), (3,), (0, 2)]),
+    microbatches=st.sampled_from([None, (2, 4)]),
+    forbid=st.sampled_from([(), (("heads", "device"),), (("vocab", "device"),)]),
+    require=st.sampled_from([(), (("batch", "device"),)]),
+    headroom=st.sampled_from([0.0, 0.5]),
+)
+def test_constraints_are_never_ignored(
+    tensor: int | None,
+    pipeline: int | None,
+    zero: tuple[int, ...] | None,
+    microbatches: tuple[int, ...] | None,
+    forbid: tuple[tuple[str, str], ...],
+    require: tuple[tuple[str, str], ...],
+    headroom: float,
+) -> None:
+    wishes = Constraints(
+        max_tensor=tensor,
+        pipeline=pipeline,
+        zero_stages=zero,
+        microbatches=microbatches,
+        forbid=forbid,
+        require=require,
+        headroom=headroom,
+    )
+    graph = tiny_gpt()
+    result = quick(graph, constraints=wishes, budget=Budget(evaluations=200))
+    plan = result.plan
+    assert wishes.bind(graph).violations(result.simulation, plan.num_ranks) == []
+    if tensor is not None:
+        assert most_tensor_ways(plan, graph) <= tensor
+    if pipeline is not None:
+        assert plan.num_ranks == pipeline
+    if microbatches is not None:
+        assert plan.num_microbatches in microbatches
+    assert all(m.peak <= (1 - headroom) * m.capacity for m in result.simulation.memory)
+    for stage in plan.stages:
+        axes = [axis.name for axis in stage.mesh.axes]
+        for name, choice in stage.choices.items():
+            if zero == (3,) and choice.zero:
+                assert choice.zero == 3
+            if require and "device" in axes and stage.mesh.num_devices > 1:
+                operator = graph.operator(name)
+                if any(d.name == "batch" and not d.whole for d in operator.dims):
+                    assert choice.config[axes.index("device")] == Shard("batch")
+
+
+def test_pinned_operators_have_the_config_asked_for() -> None:
+    graph = mlp([64, 64, 64], batch=32)
+    name = next(op.name for op in graph.operators if op.kind == "linear")
+    result = quick(graph, constraints=Constraints(pin={name: (REPLICATE,)}))
+    stage = next(s for s in result.plan.stages if name in s.choices)
+    assert stage.choices[name].config == (REPLICATE,)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"pin": {"layer.0": (REPLICATE,)}}, "no operator of 'mlp' is called 'layer.0'; near are"),
+        ({"forbid": (("head", "device"),)}, "has no dim 'head' that can be sharded"),
+        ({"pipeline": 3}, "no plan meets the constraints"),
+        ({"pipeline": 4, "max_pipeline": 2}, "pipeline is 4, but max_pipeline is 2"),
+        ({"headroom": 1.5}, "headroom is 1.5"),
+        ({"zero_stages": ()}, "zero_stages allows nothing"),
+    ],
+)
+def test_impossible_constraints_say_what_is_wrong(wishes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quick(mlp([64, 64, 64], batch=32), constraints=Constraints(**wishes))  # type: ignore[arg-type]
+
+
+def test_one_thread_and_two_find_the_same_plan() -> None:
+    graph = tiny_gpt()
+    plans = {
+        quick(graph, num_threads=threads, seed=3).plan.to_json().encode() for threads in (1, 2)
+    }
+    assert len(plans) == 1
+
+
+def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    graph, path = tiny_gpt(), tmp_path / "search.json"
+    whole = quick(graph)
+
+    def interrupt(progress: Progress) -> None:
+        if progress.phase.startswith("searching") and progress.fraction > 0.56:
+            raise KeyboardInterrupt
+
+    first = quick(graph, checkpoint=path, progress=interrupt)
+    assert first.stop_reason is StopReason.INTERRUPTED
+    assert path.exists()
+    second = quick(graph, checkpoint=path)
+    assert second.plan.to_json() == whole.plan.to_json()
+    assert second.evaluations == whole.evaluations
+    with pytest.raises(ValueError, match="is of a search with other arguments"):
+        quick(graph, checkpoint=path, seed=1)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"search\.json"):
+        quick(graph, checkpoint=path)
+
+
+def test_a_search_goes_on_from_an_edited_plan() -> None:
+    graph = tiny_gpt()
+    result = quick(graph, budget=Budget(evaluations=0))
+    found = quick(graph, start=result.plan, budget=Budget(evaluations=500))
+    assert found.simulation.step_time <= result.simulation.step_time
+    other = replace(CLUSTER, name="elsewhere")
+    with pytest.raises(ValueError, match="plan to start from is for cluster"):
+        search(graph, other, start=result.plan, budget=Budget(evaluations=0))
+
+
+def test_methods_of_the_literature_are_rows() -> None:
+    result = quick(tiny_gpt(), baselines=["Tofu", "Mesh-TensorFlow", "random"])
+    assert {"Tofu", "Mesh-TensorFlow", "random"} <= set(result.baselines)
+    best = min(s.step_time for s in result.baselines.values() if s.fits)
+    assert result.simulation.step_time <= best
+    with pytest.raises(ValueError, match="no method 'Tofoo' of the literature; there are"):
+        quick(tiny_gpt(), baselines=["Tofoo"])
+
+
+def test_figures_of_a_result() -> None:
+    priced = replace(CLUSTER, node_price_per_hour=36.0)
+    result = search(tiny_gpt(), priced, budget=Budget(evaluations=0), num_bounded=0)
+    step = result.simulation.step_time
+    assert result.tokens_per_second == pytest.approx(16 * 32 / step)
+    assert result.cost_per_step == pytest.approx(36.0 * step / 3600)
+    assert np.isfinite(result.gap or 0.0)
