@@ -257,7 +257,7 @@ class _Run:
                 tensor_parallel(small, shape, axis, sequence_parallel=sequence)
                 for sequence in (False, True)
             ]
-        return [with_recompute(small, choices, skeleton.recompute) for choices in made]
+        return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
     def _plan(self, skeleton: Skeleton, choices: Choices) -> Plan:
         s = self.situation
