@@ -38,7 +38,7 @@ def balanced_stages(
     cuts = _best_cuts(seconds, sends, num_stages)
     bounds = [0, *cuts, len(layers)]
     stage_of = {layers[k]: s for s in range(num_stages) for k in range(bounds[s], bounds[s + 1])}
-    return _by_stage(graph, stage_of, num_stages)
+    return by_stage(graph, stage_of, num_stages)
 
 
 def layer_stages(
@@ -78,7 +78,7 @@ def layer_stages(
             f"{graph.name!r} has {num_blocks} repeated blocks, too few for {num_stages} stages"
         )
     stage_of = {i: s for unit, s in zip(units, stages, strict=True) for i in unit}
-    return _by_stage(graph, stage_of, num_stages)
+    return by_stage(graph, stage_of, num_stages)
 
 
 def _units(graph: OperatorGraph) -> list[list[int]]:
@@ -132,7 +132,7 @@ def _by_threshold(weights: Sequence[int], num_stages: int) -> list[int]:
     return stages
 
 
-def _by_stage(
+def by_stage(
     graph: OperatorGraph, stage_of: dict[int, int], num_stages: int
 ) -> tuple[tuple[str, ...], ...]:
     """Names by stage; what has none yet (sources) goes to the stage of its first reader."""

@@ -278,13 +278,14 @@ def _all_choices(
     include: Mapping[str, Choice],
 ) -> tuple[tuple[Choice, ...], ...]:
     """The choices of every operator; equal operators on equal meshes share one list."""
-    recomputed = recomputed_operators(graph, skeleton.recompute)
+    recomputed = {p: recomputed_operators(graph, p) for p in dict.fromkeys(skeleton.policies)}
     lists: dict[object, tuple[Choice, ...]] = {}
     found: list[tuple[Choice, ...]] = []
     for operator in graph.operators:
         shape = skeleton.meshes[stage_of[operator.name]].shape
         trained = tuple(graph.parameter_index[w.parameter].trainable for w in operator.weights)
-        again, own = operator.name in recomputed, include.get(operator.name)
+        again = operator.name in recomputed[skeleton.policies[stage_of[operator.name]]]
+        own = include.get(operator.name)
         key = (operator.signature, trained, shape, again, own)
         if key not in lists:
             listed = operator_choices(

@@ -88,19 +88,41 @@ class Options:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Stages (names of operators), one mesh each, number of microbatches, schedule, recompute."""
+    """Stages (names of operators), one mesh each, number of microbatches, schedule, recompute.
+
+    `recompute` is a policy for all stages, or one policy for each.
+
+    Raises:
+        ValueError: if there are not as many policies as stages.
+    """
 
     stages: tuple[tuple[str, ...], ...]
     meshes: tuple[DeviceMesh, ...]
     num_microbatches: int
     schedule: str
-    recompute: str = "none"
+    recompute: str | tuple[str, ...] = "none"
+
+    def __post_init__(self) -> None:
+        if len(self.policies) != len(self.stages):
+            raise ValueError(
+                f"{len(self.policies)} recompute policies for {len(self.stages)} stages: give one "
+                "for all, or one for each"
+            )
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The recompute policy of each stage."""
+        if isinstance(self.recompute, str):
+            return (self.recompute,) * len(self.stages)
+        return self.recompute
 
     def __str__(self) -> str:
-        shape = "×".join(str(n) for n in self.meshes[0].shape)
+        shapes = dict.fromkeys("×".join(str(n) for n in mesh.shape) for mesh in self.meshes)
+        shape = " and ".join(shapes)
         parts = self.num_microbatches
         cut = f"{parts} microbatches" if parts > 1 else "whole batch"
-        again = f", {self.recompute} recompute" if self.recompute != "none" else ""
+        policies = dict.fromkeys(policy for policy in self.policies if policy != "none")
+        again = f", {' and '.join(policies)} recompute" if policies else ""
         if len(self.stages) == 1:
             return f"1 stage on {shape}, {cut}{again}"
         return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"

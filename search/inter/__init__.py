@@ -1,0 +1,1 @@
+"""The inter-operator planner: stages, sub-meshes and microbatches by dynamic programming."""

@@ -1,0 +1,365 @@
+"""The dynamic program over stages, in numba: what ranges of operators cost, and the best chains.
+
+All kernels of the package are in this file. Times are integer nanoseconds; values of the objective
+are floats, because they weigh times.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+NUM_COLUMNS = 12
+(
+    FORWARD,
+    LAUNCH,
+    GATHER,
+    BACKWARD,
+    LAUNCH_BACK,
+    WEIGHT,
+    EACH_SYNC,
+    SYNC,
+    UPDATE,
+    STATE,
+    HELD,
+    WORKING,
+) = range(NUM_COLUMNS)
+"""Rows of a profile, by operator: passes, host launches, ZeRO-3's gather (each way), the part of
+backward that makes gradients of weights, what every microbatch and what the last one reduces (with
+ZeRO's publish), the update; bytes of state, held per microbatch, and on top while it runs."""
+
+NUM_COSTS = 7
+STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT, STAGE_LAST, STAGE_STATE, STAGE_HELD, STAGE_PEAK = (
+    range(NUM_COSTS)
+)
+"""Rows of `range_costs`: passes, the part of backward for weights, what the last microbatch adds;
+bytes of state, held per waiting microbatch, and of the running one at its peak."""
+
+NUM_OPTION = 4 + NUM_COSTS
+"""Columns of an option of a stage: sum, period, in flight, variant, and its costs."""
+
+NO_RANGE = np.iinfo(np.int64).max
+"""Bytes over the memory of a range that no variant was offered for."""
+
+UNLIMITED = 1 << 40
+"""Microbatches that fit where none holds anything."""
+
+
+@numba.njit(cache=True)
+def range_costs(
+    columns: Ints,
+    cuts: Ints,
+    edge_offsets: Ints,
+    edge_ends: Ints,
+    there: Ints,
+    back: Ints,
+    again: Ints,
+    ties: Ints,
+    shares_link: bool,
+    costs: Ints,
+) -> None:
+    """Fill ``costs[:, a, b]`` with what the operators from cut a to cut b cost as one stage.
+
+    For a fixed end the start moves down, as backward runs. Computing and conversions are one
+    chain; gathers and gradient syncs run beside it on a link of their own, where a sync starts
+    when the operator's gradient is there:
+
+        chain     B₃ ─▶ B₂ ─▶ B₁ ─▶ updates
+        link         S₃ ─▶ ┄ S₂ ─▶ S₁              finish = max(chain + updates, link + update)
+
+    The running microbatch needs max over i of (held by a … i) + working(i) bytes.
+    """
+    for last in range(1, cuts.size):
+        end, first = cuts[last], last - 1
+        chain, chain_back, convert, convert_back, repeat = 0, 0, 0, 0, 0
+        gather, launch, launch_back, weight, each, link, update = 0, 0, 0, 0, 0, 0, 0
+        state, held, peak = 0, 0, 0
+        for a in range(end - 1, -1, -1):
+            chain += columns[FORWARD, a]
+            chain_back += columns[BACKWARD, a]
+            for e in range(edge_offsets[a], edge_offsets[a + 1]):
+                if edge_ends[e] < end:
+                    convert += there[e]
+                    convert_back += back[e]
+                    repeat += again[e]
+                    chain_back += back[e]
+            launch += columns[LAUNCH, a]
+            launch_back += columns[LAUNCH_BACK, a]
+            gather += columns[GATHER, a]
+            weight += columns[WEIGHT, a]
+            each += columns[EACH_SYNC, a]
+            link = max(link, chain_back) + columns[SYNC, a]
+            update += columns[UPDATE, a]
+            state += columns[STATE, a]
+            held += columns[HELD, a]
+            peak = max(peak, columns[WORKING, a]) + columns[HELD, a]
+            if a != cuts[first]:
+                continue
+            beside = convert if shares_link else 0
+            beside_back = convert_back + repeat if shares_link else 0
+            forward = max(chain + convert, gather + beside, launch)
+            backward = max(
+                chain_back, gather + each + beside_back, convert_back + repeat, launch_back
+            )
+            finish = max(chain_back + update, link + columns[UPDATE, a], backward)
+            tied = 0
+            for t in range(ties.shape[0]):
+                if ties[t, 0] >= a and ties[t, 1] < end:
+                    tied += ties[t, 2]
+            costs[STAGE_FORWARD, first, last] = forward
+            costs[STAGE_BACKWARD, first, last] = backward
+            costs[STAGE_WEIGHT, first, last] = min(weight, backward)
+            costs[STAGE_LAST, first, last] = finish - backward
+            costs[STAGE_STATE, first, last] = state - tied
+            costs[STAGE_HELD, first, last] = held
+            costs[STAGE_PEAK, first, last] = peak
+            first -= 1
+
+
+@numba.njit(cache=True)
+def offer(
+    costs: Ints,
+    sends: Ints,
+    capacity: int,
+    copies: int,
+    late_weights: bool,
+    variant: int,
+    options: Ints,
+    counts: Ints,
+    over: Ints,
+) -> bool:
+    """Offer a variant for every range; keep those that no other beats. False if room is lacking.
+
+    ``options[a, b]`` are rows of `NUM_OPTION` columns: what a stage adds to the sum of a step, to
+    its slowest stage, how many microbatches it can hold, the variant, and its `range_costs`. A
+    variant is beaten by one that is no worse in the first three. `over` is by how many bytes the
+    best variant exceeds the capacity with one microbatch.
+    """
+    for a in range(counts.shape[0]):
+        for b in range(a + 1, counts.shape[0]):
+            period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + sends[b]
+            total = period + costs[STAGE_LAST, a, b]
+            if late_weights:
+                total -= 2 * costs[STAGE_WEIGHT, a, b]
+            room = capacity - copies * costs[STAGE_STATE, a, b] - costs[STAGE_PEAK, a, b]
+            over[a, b] = min(over[a, b], -room)
+            if room < 0:
+                continue
+            held = costs[STAGE_HELD, a, b]
+            flight = UNLIMITED if held == 0 else room // held + 1
+            count, kept, beaten = counts[a, b], 0, False
+            for r in range(count):
+                row = options[a, b, r]
+                if row[0] <= total and row[1] <= period and row[2] >= flight:
+                    beaten = True
+                    break
+            if beaten:
+                continue
+            for r in range(count):
+                row = options[a, b, r]
+                if not (total <= row[0] and period <= row[1] and flight >= row[2]):
+                    options[a, b, kept] = row
+                    kept += 1
+            if kept == options.shape[2]:
+                return False
+            options[a, b, kept, 0] = total
+            options[a, b, kept, 1] = period
+            options[a, b, kept, 2] = flight
+            options[a, b, kept, 3] = variant
+            options[a, b, kept, 4:] = costs[:, a, b]
+            counts[a, b] = kept + 1
+    return True
+
+
+@numba.njit(cache=True)
+def least_rest(
+    options: Ints, counts: Ints, table_sizes: Ints, least_sum: Floats, least_work: Floats
+) -> None:
+    """For the operators before each cut the least sum of stages, and of period × device units.
+
+    Both leave out how the devices lie and how much memory there is: bounds from below.
+    """
+    least_sum[:] = np.inf
+    least_work[:] = np.inf
+    least_sum[0] = least_work[0] = 0.0
+    for b in range(1, least_sum.size):
+        for a in range(b):
+            for t in range(counts.shape[0]):
+                for r in range(counts[t, a, b]):
+                    row = options[t, a, b, r]
+                    least_sum[b] = min(least_sum[b], least_sum[a] + row[0])
+                    work = row[1] * table_sizes[t]
+                    least_work[b] = min(least_work[b], least_work[a] + work)
+
+
+@numba.njit(cache=True)
+def _insert(front: Floats, links: Ints, count: int, new: Floats, option: int, after: int) -> int:
+    """Add (sum, largest) to a Pareto front unless it is beaten; −1 if there is no room."""
+    for k in range(count):
+        if front[k, 0] <= new[0] and front[k, 1] <= new[1]:
+            return count
+    kept = 0
+    for k in range(count):
+        if not (new[0] <= front[k, 0] and new[1] <= front[k, 1]):
+            front[kept] = front[k]
+            links[kept] = links[k]
+            kept += 1
+    if kept == front.shape[0]:
+        return -1
+    front[kept] = new
+    links[kept, 0] = option
+    links[kept, 1] = after
+    return kept + 1
+
+
+@numba.njit(cache=True)
+def best_chains(
+    options: Ints,
+    counts: Ints,
+    table_of: Ints,
+    sizes: Ints,
+    need: Ints,
+    weights: Floats,
+    bound: float,
+    only_best: bool,
+    least_sum: Floats,
+    least_work: Floats,
+    labels: Floats,
+    links: Ints,
+    starts: Ints,
+    front: Floats,
+    front_links: Ints,
+) -> int:
+    """Fill the Pareto labels of every suffix of a chain of stages; −1 where memory is lacking.
+
+    A state is (stages so far s, first cut a, first device unit d) of a suffix, counted from the
+    end, so that the number of microbatches in flight, ``need[s]``, is known. A label is (sum,
+    largest period); the value of a plan is ``weights[0]·sum + weights[1]·largest``. Labels that
+    cannot lead below `bound` are dropped, all but the best of each state if `only_best`. Alpa
+    enumerates slowest stages and solves one program for each (Zheng et al. 2022, arXiv 2201.12023,
+    section 5.2); a front of labels is all of them at once.
+
+    Args:
+        options: [tables, cuts, cuts, rows, NUM_OPTION], see `offer`.
+        counts: [tables, cuts, cuts].
+        table_of: [sizes, units], the table of a stage of a size that begins at a unit; −1: none.
+        sizes: device units of a stage.
+        need: [stages + 1], microbatches in flight s stages before the end.
+        weights: of the sum and of the slowest stage.
+        bound: values above it are of no interest.
+        only_best: whether to keep one label a state, for a first bound.
+        least_sum: see `least_rest`.
+        least_work: see `least_rest`.
+        labels: [room, 2], result.
+        links: [room, 2], result: table · cuts² · rows + … of the first stage, and next label.
+        starts: [stages + 1, cuts, units + 1, 2], result: first label of a state and one behind.
+        front: [room, 2], scratch.
+        front_links: [room, 2], scratch.
+    """
+    num_cuts, units = counts.shape[1], table_of.shape[1]
+    most = need.size - 1
+    rows = options.shape[3]
+    new = np.zeros(2)
+    starts[:] = 0
+    labels[0, 0] = labels[0, 1] = 0.0
+    links[0] = -1
+    starts[0, num_cuts - 1, units, 1] = 1
+    size = 1
+    for s in range(1, most + 1):
+        for a in range(num_cuts - 1):
+            for d in range(units):
+                starts[s, a, d] = size
+                if (a == 0) != (d == 0):
+                    continue
+                count = 0
+                for z in range(sizes.size):
+                    table = table_of[z, d]
+                    if table < 0 or d + sizes[z] > units:
+                        continue
+                    for b in range(a + 1, num_cuts):
+                        begin, behind = starts[s - 1, b, d + sizes[z]]
+                        if begin == behind:
+                            continue
+                        for r in range(counts[table, a, b]):
+                            row = options[table, a, b, r]
+                            if row[2] < need[s]:
+                                continue
+                            for k in range(begin, behind):
+                                new[0] = labels[k, 0] + row[0]
+                                new[1] = max(labels[k, 1], row[1])
+                                rest = max(new[1], least_work[a] / d) if d else new[1]
+                                value = weights[0] * (new[0] + least_sum[a]) + weights[1] * rest
+                                if value > bound:
+                                    continue
+                                if only_best and count and value >= front[0, 1]:
+                                    continue
+                                option = ((table * num_cuts + a) * num_cuts + b) * rows + r
+                                if only_best:
+                                    front[0, 0], front[0, 1] = new[0], value
+                                    front[1, 1] = new[1]
+                                    front_links[0, 0], front_links[0, 1] = option, k
+                                    count = 1
+                                    continue
+                                count = _insert(front, front_links, count, new, option, k)
+                                if count < 0:
+                                    return -1
+                if size + count > labels.shape[0]:
+                    return -1
+                if only_best and count:
+                    front[0, 1] = front[1, 1]
+                for k in range(count):
+                    labels[size + k] = front[k]
+                    links[size + k] = front_links[k]
+                size += count
+                starts[s, a, d, 1] = size
+    return size
+
+
+
+
+
+
+@numba.njit(cache=True)
+def least_over(over: Ints, table_of: Ints, sizes: Ints, count: int) -> tuple[int, Ints]:
+    """The chain of `count` stages whose worst stage is over the memory by least.
+
+    Args:
+        over: [tables, cuts, cuts], bytes over the memory.
+        table_of: [sizes, units], see `best_chains`.
+        sizes: device units of a stage.
+        count: number of stages.
+
+    Returns:
+        By how much, and per stage its two cuts and how much it is over.
+    """
+    num_cuts, units = over.shape[1], table_of.shape[1]
+    worst = np.full((count + 1, num_cuts, units + 1), NO_RANGE, dtype=np.int64)
+    chosen = np.zeros((count + 1, num_cuts, units + 1, 3), dtype=np.int64)
+    worst[0, num_cuts - 1, units] = np.iinfo(np.int64).min
+    for s in range(1, count + 1):
+        for a in range(num_cuts - 1):
+            for d in range(units):
+                for z in range(sizes.size):
+                    table, behind = table_of[z, d], d + sizes[z]
+                    if table < 0 or behind > units:
+                        continue
+                    for b in range(a + 1, num_cuts):
+                        value = max(over[table, a, b], worst[s - 1, b, behind])
+                        if value < worst[s, a, d]:
+                            worst[s, a, d] = value
+                            chosen[s, a, d, 0] = b
+                            chosen[s, a, d, 1] = behind
+                            chosen[s, a, d, 2] = over[table, a, b]
+    stages = np.zeros((count, 3), dtype=np.int64)
+    a, d = 0, 0
+    if worst[count, 0, 0] < NO_RANGE:
+        for k in range(count):
+            s = count - k
+            stages[k, 0], stages[k, 1] = a, chosen[s, a, d, 0]
+            stages[k, 2] = chosen[s, a, d, 2]
+            a, d = chosen[s, a, d, 0], chosen[s, a, d, 1]
+    return worst[count, 0, 0], stages

@@ -1,0 +1,268 @@
+"""Candidate plans by dynamic programming: stages, sub-meshes, microbatches, schedules, variants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stratagem.search.baselines import Situation
+from stratagem.search.inter.chain import Chain, chain_of
+from stratagem.search.inter.chains import Devices, Solution, solve
+from stratagem.search.inter.drafts import Candidate, Drafter
+from stratagem.search.inter.limits import Limits, check_schedules
+from stratagem.search.inter.schedules import microbatches_held, mode_of, objective_of
+from stratagem.search.inter.shortage import Shortage, least_shortage
+from stratagem.search.inter.tables import Pruned, StageTable, TableMaker
+from stratagem.search.inter.variants import LAYOUTS, Layout
+
+SLACK = 1.5
+"""Plans whose value is more than so many times the best's are left out."""
+
+UNEQUAL_UNITS = 16
+"""Most units of devices that stages of unequal sizes are made of."""
+
+UNEQUAL_SCHEDULES = ("1f1b", "gpipe")
+"""Schedules under which what a stage holds is known from its place before the end alone."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What the program found.
+
+    Attributes:
+        plans: candidates, best estimate first; neighbours differ in more than cuts.
+        pruned: how many parts of the space were left out, by reason.
+        shortage: where nothing fits, what was nearest to fitting, and what would make it fit.
+    """
+
+    plans: tuple[Candidate, ...]
+    pruned: Mapping[str, int]
+    shortage: Shortage | None
+
+
+def candidates(
+    situation: Situation,
+    *,
+    schedules: Sequence[str] = ("1f1b",),
+    limit: int = 16,
+    limits: Limits | None = None,
+    layouts: Sequence[Layout] = LAYOUTS,
+) -> Candidates:
+    """The best plans by dynamic programming over stages and sub-meshes.
+
+    The graph is cut into consecutive stages, each on consecutive devices (any number of them that
+    some units make up), with tensor ways, a layout, a ZeRO stage and a recompute policy of its
+    own; all numbers of microbatches that divide the batch are tried. Stages are priced by the
+    simulator's cost table, and checked against the memory with the microbatches that they hold
+    under the schedule (Alpa, Zheng et al. 2022, arXiv 2201.12023; PipeDream, Narayanan et al.
+    2019). Interleaved and zero-bubble pipelines have stages of equally many devices.
+
+    Example:
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> graph, cluster = mlp([512] * 9, batch=64), Cluster.preset("dgx-a100")
+        >>> situation = Situation(graph, cluster, Training(), default_costs())
+        >>> found = candidates(situation, limit=4)
+        >>> len(found.plans)
+        4
+
+    Args:
+        situation: graph at its whole batch, cluster, training and costs.
+        schedules: of the pipelines.
+        limit: how many candidates.
+        limits: what a plan may be; anything if left out.
+        layouts: strategies that a stage may follow; a caller's own may be among them.
+
+    Raises:
+        ValueError: on an unknown schedule, a limit below 1, or limits that leave nothing to try.
+    """
+    check_schedules(schedules)
+    if limit < 1:
+        raise ValueError(f"candidates: limit is {limit}; it must be at least 1")
+    chain = chain_of(situation.graph)
+    search = _Search(chain, situation, limits or Limits(), tuple(schedules), tuple(layouts))
+    drafts = search.run()
+    if not drafts and search.shortage is None:
+        raise ValueError(search.why_nothing())
+    plans = tuple(_diverse(drafts, limit))
+    return Candidates(plans, search.pruned.counts, None if plans else search.shortage)
+
+
+@dataclass(eq=False)
+class _Search:
+    """One run over numbers of microbatches, stages and schedules."""
+
+    chain: Chain
+    situation: Situation
+    limits: Limits
+    schedules: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    pruned: Pruned = field(default_factory=Pruned)
+    best: float = np.inf
+    shortage: Shortage | None = None
+
+    def run(self) -> list[Candidate]:
+        """All candidates within the slack, best first."""
+        found: list[Candidate] = []
+        for parts in self._microbatch_counts():
+            found += self._at(parts)
+        near = [c for c in found if c.seconds <= SLACK * self.best]
+        if len(near) < len(found):
+            self.pruned.add(f"more than {SLACK} times the best estimate", len(found) - len(near))
+        return sorted(near, key=lambda c: (c.seconds, c.reason))
+
+    def why_nothing(self) -> str:
+        """Why no plan could be tried at all."""
+        counts = "; ".join(f"{reason}: {n}" for reason, n in self.pruned.counts.items())
+        return (
+            f"no plan of {self.situation.graph.name!r} (batch {self.situation.graph.batch}) on "
+            f"the {self.situation.cluster.num_devices} devices of "
+            f"{self.situation.cluster.name!r} is within the limits ({counts or 'none tried'}): "
+            "widen microbatches, num_stages or tensor_ways"
+        )
+
+    def _microbatch_counts(self) -> list[int]:
+        batch = self.situation.graph.batch
+        divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+        allowed = [n for n in divisors if self.limits.allows_microbatches(n)]
+        self.pruned.add("numbers of microbatches not allowed", len(divisors) - len(allowed))
+        if not self.pruned.counts["numbers of microbatches not allowed"]:
+            del self.pruned.counts["numbers of microbatches not allowed"]
+        return allowed[::-1]
+
+    def _at(self, parts: int) -> Iterator[Candidate]:
+        """Candidates with one number of microbatches."""
+        modes = list(dict.fromkeys(mode_of(s, n) for s in self.schedules for n in (1, 2)))
+        maker = TableMaker(
+            self.chain, self.situation, self.limits, self.layouts, parts, modes, self.pruned
+        )
+        drafter = Drafter(self.chain, self.situation, parts)
+        for schedule, num_stages, devices, counts in self._problems(parts, maker):
+            held = microbatches_held(schedule, num_stages, parts)
+            objective = objective_of(schedule, parts, num_stages)
+            solutions = solve(
+                devices, held, objective, bound=SLACK * self.best * 1e9, num_stages=counts
+            )
+            if not solutions:
+                self._note_shortage(devices, schedule, parts, counts)
+            for solution in solutions:
+                yield self._offer(drafter, solution, schedule)
+
+    def _offer(self, drafter: Drafter, solution: Solution, schedule: str) -> Candidate:
+        candidate = drafter.candidate(solution, schedule)
+        self.best = min(self.best, candidate.seconds)
+        return candidate
+
+    def _note_shortage(
+        self, devices: Devices, schedule: str, parts: int, counts: Sequence[int]
+    ) -> None:
+        if np.isfinite(self.best):
+            self.pruned.add("nothing that fits within the slack")
+            return
+        found = least_shortage(self.chain, devices, schedule, parts, counts, self.limits)
+        if found is None:
+            return
+        self.pruned.add("does not fit the memory")
+        if self.shortage is None or found.over < self.shortage.over:
+            self.shortage = found
+
+    # -- how devices may be dealt out -------------------------------------------------------------
+
+    def _problems(
+        self, parts: int, maker: TableMaker
+    ) -> Iterator[tuple[str, int, Devices, tuple[int, ...]]]:
+        """(schedule, most stages, devices, numbers of stages asked for)."""
+        for ranks in self._equal_ranks():
+            for schedule in self.schedules if ranks > 1 else self.schedules[:1]:
+                copies = mode_of(schedule, ranks).copies
+                stages = ranks * copies
+                if not self._allows(ranks, stages, parts, schedule):
+                    continue
+                mode = mode_of(schedule, ranks)
+                tables = [maker.table(self._share(r, ranks), mode) for r in range(ranks)]
+                if all(table.counts.any() or table.ways for table in tables):
+                    yield schedule, stages, _in_turn(tables, copies), (stages,)
+        for schedule in UNEQUAL_SCHEDULES:
+            if schedule in self.schedules and not self.limits.equal_meshes:
+                yield from self._unequal(schedule, parts, maker)
+
+    def _allows(self, ranks: int, stages: int, parts: int, schedule: str) -> bool:
+        if not self.limits.allows_stages(stages):
+            self.pruned.add("numbers of stages not allowed")
+        elif stages >= len(self.chain.cuts):
+            self.pruned.add("more stages than places to cut")
+        elif ranks > 1 and parts < ranks:
+            self.pruned.add("fewer microbatches than stages: the bubble is over half of the step")
+        elif schedule == "interleaved" and parts % ranks:
+            self.pruned.add("interleaved: microbatches are no multiple of the ranks")
+        else:
+            return True
+        return False
+
+    def _equal_ranks(self) -> list[int]:
+        total = self.situation.cluster.num_devices
+        return [n for n in range(1, total + 1) if total % n == 0]
+
+    def _share(self, rank: int, ranks: int) -> range:
+        each = self.situation.cluster.num_devices // ranks
+        return range(rank * each, (rank + 1) * each)
+
+    def _unequal(
+        self, schedule: str, parts: int, maker: TableMaker
+    ) -> Iterator[tuple[str, int, Devices, tuple[int, ...]]]:
+        """Stages of any number of units each, of as many units as there may be."""
+        cluster = self.situation.cluster
+        whole = cluster.num_nodes if cluster.num_nodes > 2 else cluster.num_devices
+        units = max(n for n in range(1, UNEQUAL_UNITS + 1) if whole % n == 0)
+        most = min(units, parts, len(self.chain.cuts) - 1, self.limits.max_stages)
+        counts = tuple(n for n in range(2, most + 1) if self.limits.allows_stages(n))
+        if not counts:
+            return
+        each = cluster.num_devices // units
+        sizes = [n for n in range(1, units) if _is_handy(n)]
+        tables: dict[int, tuple[int, StageTable]] = {}
+        table_of = np.full((len(sizes), units), -1, dtype=np.int64)
+        for z, size in enumerate(sizes):
+            for begin in range(units - size + 1):
+                devices = range(begin * each, (begin + size) * each)
+                table = maker.table(devices, mode_of(schedule, 2))
+                if table.ways:
+                    number, _ = tables.setdefault(id(table), (len(tables), table))
+                    table_of[z, begin] = number
+        listed = tuple(table for _, table in tables.values())
+        if listed:
+            held = Devices(listed, table_of, np.array(sizes, dtype=np.int64), each)
+            yield schedule, max(counts), held, counts
+
+
+def _is_handy(units: int) -> bool:
+    """Whether a number has no prime factors but 2, 3 and 5: others rarely divide a batch."""
+    for prime in (2, 3, 5):
+        while units % prime == 0:
+            units //= prime
+    return units == 1
+
+
+def _in_turn(tables: Sequence[StageTable], copies: int) -> Devices:
+    """One stage on each share of the devices, `copies` times over."""
+    distinct: dict[int, tuple[int, StageTable]] = {}
+    numbers = [distinct.setdefault(id(t), (len(distinct), t))[0] for t in tables] * copies
+    return Devices(
+        tuple(table for _, table in distinct.values()),
+        np.array([numbers], dtype=np.int64),
+        np.ones(1, dtype=np.int64),
+        tables[0].num_devices,
+    )
+
+
+def _diverse(found: Sequence[Candidate], limit: int) -> Iterator[Candidate]:
+    """The best of each shape first, then the rest; sorted as they came."""
+    first: dict[object, int] = {}
+    for k, candidate in enumerate(found):
+        first.setdefault(candidate.shape, k)
+    order = [*first.values(), *(k for k in range(len(found)) if k not in set(first.values()))]
+    yield from (found[k] for k in sorted(order[:limit]))

@@ -1,0 +1,117 @@
+"""A graph as a chain: its operators in order, its edges by their producers, where it may be cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stratagem.search.inter.compact import CompactGraph, compact_graph
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.resharding import IntArray
+
+ALL_CUTS = 40
+"""Graphs of up to so many operators are cut between any two."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The operators of a graph in graph order, without sources, and the edges between them.
+
+    A graph that is no chain is linearised: what it says is true of stages of consecutive
+    operators, and an edge that jumps over a stage is charged where it leaves.
+
+    Attributes:
+        compact: the graph and its compact form, in which prices are looked up.
+        operators: [N], indices into the graph.
+        cuts: places among the operators where a stage may begin or end, 0 and N included.
+        edge_offsets: [N + 1], edges are sorted by producer.
+        edge_ends: [E], place of the consumer.
+        edge_numbers: [E], which edge of the compact graph it is like.
+        ties: [T, 2], places of the owner and of another user of a parameter.
+    """
+
+    compact: CompactGraph
+    operators: IntArray
+    cuts: IntArray
+    edge_offsets: IntArray
+    edge_ends: IntArray
+    edge_numbers: IntArray
+    ties: IntArray
+
+    @property
+    def graph(self) -> OperatorGraph:
+        """The whole graph."""
+        return self.compact.whole
+
+    @cached_property
+    def representatives(self) -> IntArray:
+        """[N], the operator of the compact graph that stands for each."""
+        return self.compact.stands_for[self.operators]
+
+    @cached_property
+    def crossings(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per cut (producer's place, edge of the compact graph) of all edges across it."""
+        places = [set[tuple[int, int]]() for _ in self.cuts]
+        producers = np.repeat(np.arange(len(self.operators)), np.diff(self.edge_offsets))
+        first = np.searchsorted(self.cuts, producers, side="right")
+        behind = np.searchsorted(self.cuts, self.edge_ends, side="right")
+        for e in np.flatnonzero(first < behind):
+            for cut in range(int(first[e]), int(behind[e])):
+                places[cut].add((int(producers[e]), int(self.edge_numbers[e])))
+        return tuple(tuple(sorted(found)) for found in places)
+
+
+def chain_of(graph: OperatorGraph) -> Chain:
+    """Linearise a graph in its own order.
+
+    Short graphs are cut anywhere, others where segments begin (see `OperatorGraph.segments`):
+    between repeated layers, and where a single tensor goes on.
+
+    Example:
+        >>> from stratagem.simulator.models import gpt
+        >>> chain = chain_of(gpt(num_layers=12, hidden=64, num_heads=4, sequence=16, batch=8))
+        >>> len(chain.operators), len(chain.cuts)
+        (126, 17)
+    """
+    compact = compact_graph(graph)
+    operators = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    place = {i: k for k, i in enumerate(operators)}
+    numbers = {(e.consumer, e.slot): k for k, e in enumerate(compact.graph.edges)}
+    edges = sorted(
+        (
+            (place[e.producer], place[e.consumer], numbers[like, e.slot])
+            for e in graph.edges
+            if e.producer in place
+            for like in [int(compact.stands_for[e.consumer])]
+        ),
+    )
+    producers, ends, like = np.array(edges, dtype=np.int64).reshape(-1, 3).T
+    counts = np.bincount(producers, minlength=len(operators))
+    owner = graph.owners
+    ties = sorted(
+        (place[graph.index[owner[weight.parameter]]], place[i])
+        for i in operators
+        for weight in graph.operators[i].weights
+        if graph.parameter_index[weight.parameter].trainable
+        and owner[weight.parameter] != graph.names[i]
+    )
+    return Chain(
+        compact=compact,
+        operators=np.array(operators, dtype=np.int64),
+        cuts=_cuts(graph, operators),
+        edge_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        edge_ends=np.ascontiguousarray(ends),
+        edge_numbers=np.ascontiguousarray(like),
+        ties=np.array(ties, dtype=np.int64).reshape(-1, 2),
+    )
+
+
+def _cuts(graph: OperatorGraph, operators: list[int]) -> IntArray:
+    count = len(operators)
+    if count <= ALL_CUTS:
+        return np.arange(count + 1, dtype=np.int64)
+    segments = [graph.segments[i] for i in operators]
+    inner = [k for k in range(1, count) if segments[k] != segments[k - 1]]
+    return np.array([0, *inner, count], dtype=np.int64)

@@ -1,0 +1,179 @@
+"""From a solution of the dynamic program to a plan: names, meshes, choices, and a better estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stratagem.search.baselines import Situation
+from stratagem.search.inter import _kernels as kernels
+from stratagem.search.inter.chain import Chain
+from stratagem.search.inter.chains import Solution, StageDraft
+from stratagem.search.inter.profiles import BoundaryPricer, MeshPricer, stage_mesh
+from stratagem.search.inter.schedules import StageTimes, microbatches_held, mode_of, step_ns
+from stratagem.search.partition import by_stage
+from stratagem.search.space import Skeleton
+from stratagem.search.strategies import Choices
+from stratagem.simulator.cost_table import TableBuilder
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.plan import Plan, Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan that the dynamic program proposes.
+
+    Attributes:
+        skeleton: stages, meshes, microbatches, schedule, recompute of each stage.
+        choices: by operator.
+        seconds: estimated time of a step.
+        peaks: estimated bytes per device of each stage's rank, in the order of stages.
+        reason: what the plan is, in a line.
+    """
+
+    skeleton: Skeleton
+    choices: Choices
+    seconds: float
+    peaks: tuple[int, ...]
+    reason: str
+    shape: tuple[object, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Estimated bytes per device of the fullest rank."""
+        return max(self.peaks)
+
+    def plan(self, situation: Situation, *, name: str = "inter-operator DP") -> Plan:
+        """The plan, to be simulated or run."""
+        skeleton = self.skeleton
+        return Plan(
+            name=name,
+            model=situation.graph.name,
+            fingerprint=situation.graph.fingerprint,
+            cluster=situation.cluster,
+            training=situation.training,
+            stages=tuple(
+                Stage(names, mesh, {n: self.choices[n] for n in names})
+                for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True)
+            ),
+            num_microbatches=skeleton.num_microbatches,
+            schedule=skeleton.schedule,
+        )
+
+
+@dataclass(eq=False)
+class Drafter:
+    """Turns solutions at one number of microbatches into candidates."""
+
+    chain: Chain
+    situation: Situation
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        self._boundaries = BoundaryPricer(self.chain, self.situation)
+        self._builders: dict[DeviceMesh, TableBuilder] = {}
+
+    def candidate(self, solution: Solution, schedule: str) -> Candidate:
+        """The candidate, its boundaries priced between the meshes that it really has."""
+        stages = solution.stages
+        meshes = self._meshes(stages, schedule)
+        times = self._times(stages, meshes)
+        skeleton = Skeleton(
+            stages=self._names(stages),
+            meshes=tuple(meshes),
+            num_microbatches=self.num_microbatches,
+            schedule=schedule,
+            recompute=tuple(stage.ways.variant.recompute for stage in stages),
+        )
+        return Candidate(
+            skeleton=skeleton,
+            choices=self._choices(stages, skeleton.stages),
+            seconds=step_ns(schedule, times, self.num_microbatches) * 1e-9,
+            peaks=self._peaks(stages, schedule),
+            reason=f"{skeleton}: {_described(stages)}",
+            shape=(schedule, len(stages), tuple(mesh.shape for mesh in meshes)),
+        )
+
+    def _meshes(self, stages: Sequence[StageDraft], schedule: str) -> list[DeviceMesh]:
+        """A rank's stages share its devices; in a solution they follow one another."""
+        ranks = len(stages) // mode_of(schedule, len(stages)).copies
+        return [
+            stage_mesh(stages[s % ranks].devices, stage.ways.tensor)
+            for s, stage in enumerate(stages)
+        ]
+
+    def _builder(self, mesh: DeviceMesh) -> TableBuilder:
+        if mesh not in self._builders:
+            pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
+            self._builders[mesh] = pricer.builder
+        return self._builders[mesh]
+
+    def _times(
+        self, stages: Sequence[StageDraft], meshes: Sequence[DeviceMesh]
+    ) -> list[StageTimes]:
+        found: list[StageTimes] = []
+        for s, stage in enumerate(stages):
+            ahead = back = 0
+            if s + 1 < len(stages):
+                ends = self._builder(meshes[s]), self._builder(meshes[s + 1])
+                choices = stage.ways.variant.choices, stages[s + 1].ways.variant.choices
+                ahead, back = self._boundaries.cut(stage.last, ends, choices)
+            forward, backward, weight, last = (
+                float(stage.costs[k])
+                for k in (
+                    kernels.STAGE_FORWARD,
+                    kernels.STAGE_BACKWARD,
+                    kernels.STAGE_WEIGHT,
+                    kernels.STAGE_LAST,
+                )
+            )
+            found.append(StageTimes(forward, backward, weight, last, ahead, back))
+        return found
+
+    def _peaks(self, stages: Sequence[StageDraft], schedule: str) -> tuple[int, ...]:
+        copies = mode_of(schedule, len(stages)).copies
+        flights = microbatches_held(schedule, len(stages), self.num_microbatches)[::-1]
+        return tuple(
+            int(
+                copies * stage.costs[kernels.STAGE_STATE]
+                + stage.costs[kernels.STAGE_PEAK]
+                + (flight - 1) * stage.costs[kernels.STAGE_HELD]
+            )
+            for stage, flight in zip(stages, flights, strict=True)
+        )
+
+    def _names(self, stages: Sequence[StageDraft]) -> tuple[tuple[str, ...], ...]:
+        cuts, operators = self.chain.cuts, self.chain.operators
+        stage_of = {
+            int(operators[place]): s
+            for s, stage in enumerate(stages)
+            for place in range(cuts[stage.first], cuts[stage.last])
+        }
+        return by_stage(self.chain.graph, stage_of, len(stages))
+
+    def _choices(
+        self, stages: Sequence[StageDraft], names: Sequence[Sequence[str]]
+    ) -> Choices:
+        graph, compact = self.chain.graph, self.chain.compact
+        twin = compact.graph.names
+        return {
+            name: stage.ways.variant.choices[twin[compact.stands_for[graph.index[name]]]]
+            for stage, group in zip(stages, names, strict=True)
+            for name in group
+        }
+
+
+def _described(stages: Sequence[StageDraft]) -> str:
+    """Runs of stages that are alike: ``8 × (8 × 8, sequence, ZeRO-2)``."""
+    words = [
+        f"{len(s.devices) // s.ways.tensor} data × {s.ways.tensor} tensor, {s.ways.variant}"
+        for s in stages
+    ]
+    runs: list[tuple[str, int]] = []
+    for word in words:
+        if runs and runs[-1][0] == word:
+            runs[-1] = (word, runs[-1][1] + 1)
+        else:
+            runs.append((word, 1))
+    return "; ".join(f"{count} × ({word})" for word, count in runs)
+

@@ -1,0 +1,128 @@
+"""Step times of pipelines in closed form, and how many microbatches their stages hold.
+
+f, b and w are a stage's forward, backward and the part of backward for weights, e what the last
+microbatch adds to it (gradient sync, update), s what is sent on and back; t = f + b.
+
+====================  ===========================================  ==========================
+schedule              step time                                    held by stage i of S
+====================  ===========================================  ==========================
+1F1B                  Σ (t + s + e) + (M − 1) · P                  min(M, S − i)
+GPipe                 Σ (t + s + e) + (M − 1) · (max f + max b)    M
+zero bubble (H1)      Σ (t + s + e − 2w) + 2w + (M − 1) · P        min(M, S)
+interleaved, v each   Σ (t + s + e) / v + (v·M − 1) · max (t + s)  2(R − r − 1) + (v − 1)R + 1
+====================  ===========================================  ==========================
+
+1F1B alternates passes, so a microbatch waits for its neighbours' transfers: every window of
+neighbouring stages repeats itself no faster than its stages and the transfers inside, there and
+back, for as many microbatches as it has stages, hence
+
+    P = max over windows of (Σ t + Σ s inside) / number of stages.
+
+The formulas are exact for stages of equal times and bounds from below where transfers wait for
+links; the program minimises them with P ≤ max (t + s), which is linear in its labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stratagem.search.inter.chains import Objective
+from stratagem.search.inter.tables import Mode
+from stratagem.search.space import VIRTUAL_STAGES
+
+
+class StageTimes(NamedTuple):
+    """Of one stage, in ns: passes, the part of backward for weights, what the last microbatch
+
+    adds, and transfers to the next stage and back.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    last: float
+    ahead: float
+    back: float
+
+    @property
+    def passes(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def sent(self) -> float:
+        """Transfers both ways."""
+        return self.ahead + self.back
+
+
+def mode_of(schedule: str, num_stages: int) -> Mode:
+    """How stages count under a schedule."""
+    copies = VIRTUAL_STAGES if schedule == "interleaved" and num_stages > 1 else 1
+    return Mode(copies, schedule == "zb-h1")
+
+
+def objective_of(schedule: str, num_microbatches: int, num_stages: int) -> Objective:
+    """The weights of the sum and of the slowest stage."""
+    copies = mode_of(schedule, num_stages).copies
+    return Objective(1.0 / copies, float(copies * num_microbatches - 1))
+
+
+def microbatches_held(schedule: str, num_stages: int, num_microbatches: int) -> list[int]:
+    """Microbatches in flight at most, the running one included, from the last stage to the first.
+
+    Where a rank has several stages, they are those of all its stages together.
+
+    Example:
+        >>> microbatches_held("1f1b", 3, 8)
+        [1, 2, 3]
+    """
+    if schedule == "gpipe":
+        return [num_microbatches] * num_stages
+    if schedule == "zb-h1":
+        return [min(num_microbatches, num_stages)] * num_stages
+    copies = mode_of(schedule, num_stages).copies
+    ranks = num_stages // copies
+    most = copies * num_microbatches
+    return [
+        min(most, 2 * (stage % ranks) + (copies - 1) * ranks + 1)
+        if copies > 1
+        else min(most, stage + 1)
+        for stage in range(num_stages)
+    ]
+
+
+def step_ns(schedule: str, stages: Sequence[StageTimes], num_microbatches: int) -> float:
+    """The step time of a pipeline in ns.
+
+    Example:
+        >>> stage = StageTimes(1.0, 2.0, 1.0, 0.0, 0.0, 0.0)
+        >>> step_ns("1f1b", [stage] * 4, 8), step_ns("gpipe", [stage] * 4, 8)
+        (33.0, 33.0)
+    """
+    total = sum(s.passes + s.sent + s.last for s in stages)
+    rest = num_microbatches - 1
+    if schedule == "gpipe":
+        ahead = max(max(s.forward, s.ahead) for s in stages)
+        back = max(max(s.backward, s.back) for s in stages)
+        return total + rest * (ahead + back)
+    copies = mode_of(schedule, len(stages)).copies
+    if copies > 1:
+        slowest = max(s.passes + s.sent for s in stages)
+        return total / copies + (copies * num_microbatches - 1) * slowest
+    period = _period(stages)
+    if schedule == "zb-h1":
+        total -= 2 * sum(s.weight for s in stages) - 2 * max(s.weight for s in stages)
+    return total + rest * period
+
+
+def _period(stages: Sequence[StageTimes]) -> float:
+    """Time from microbatch to microbatch, once the pipeline is full (see above)."""
+    longest = 0.0
+    for first in range(len(stages)):
+        inside = 0.0
+        for count, stage in enumerate(stages[first:], start=1):
+            inside += stage.passes
+            longest = max(longest, inside / count)
+            inside += stage.sent
+    return longest

@@ -1,0 +1,176 @@
+"""Tables of what a stage may be: for devices of one kind and every range of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from stratagem.search.baselines import Situation
+from stratagem.search.inter import _kernels as kernels
+from stratagem.search.inter.chain import Chain
+from stratagem.search.inter.limits import Limits
+from stratagem.search.inter.profiles import MeshPricer, stage_mesh
+from stratagem.search.inter.variants import Layout, Variant, variants
+from stratagem.search.space import MAX_IMBALANCE
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.resharding import IntArray
+
+ROOM = 16
+"""Rows an option table has at first; it grows."""
+
+
+class Mode(NamedTuple):
+    """How a schedule counts stages: how many a rank has, and whether weights' gradients fill gaps.
+
+    `late_weights` is true of zero-bubble schedules: of their bubble (S − 1)(F + I − W) each stage
+    brings F + B − 2W.
+    """
+
+    copies: int
+    late_weights: bool
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A mesh of data × tensor ways and a variant on it."""
+
+    tensor: int
+    variant: Variant
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """Options of a stage on some devices, by range of operators (see `kernels.offer`).
+
+    Attributes:
+        num_devices: of the stage.
+        ways: what the numbers of variants in `options` mean.
+        options: [cuts, cuts, rows, NUM_OPTION].
+        counts: [cuts, cuts], rows in use.
+        over: [cuts, cuts], bytes by which the leanest variant exceeds the memory; below 0: room.
+    """
+
+    num_devices: int
+    ways: tuple[Ways, ...]
+    options: IntArray
+    counts: IntArray
+    over: IntArray
+
+
+@dataclass(eq=False)
+class Pruned:
+    """What was left out of the space, by reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reason: str, count: int = 1) -> None:
+        """Count something that is left out."""
+        self.counts[reason] = self.counts.get(reason, 0) + count
+
+
+def place_kind(devices: range, cluster: Cluster) -> tuple[object, ...]:
+    """Equal for device ranges that price alike: size, device types, where nodes begin in them."""
+    per_node = cluster.devices_per_node
+    first, last = devices.start // per_node, (devices.stop - 1) // per_node
+    aligned = first == last or (devices.start % per_node == 0 and len(devices) % per_node == 0)
+    kinds = tuple(sorted(set(cluster.node_devices[first : last + 1])))
+    return len(devices), kinds, 0 if aligned else devices.start % per_node
+
+
+@dataclass(eq=False)
+class TableMaker:
+    """Makes stage tables at one number of microbatches; devices of one kind share a table."""
+
+    chain: Chain
+    situation: Situation
+    limits: Limits
+    layouts: Sequence[Layout]
+    num_microbatches: int
+    modes: Sequence[Mode]
+    pruned: Pruned
+
+    def __post_init__(self) -> None:
+        self._known: dict[tuple[object, ...], dict[Mode, StageTable]] = {}
+
+    def table(self, devices: range, mode: Mode) -> StageTable:
+        """The table of a stage on `devices`."""
+        kind = place_kind(devices, self.situation.cluster)
+        if kind not in self._known:
+            self._known[kind] = self._make(devices)
+        return self._known[kind][mode]
+
+    def _make(self, devices: range) -> dict[Mode, StageTable]:
+        makers = {mode: _Draft(len(self.chain.cuts), mode) for mode in self.modes}
+        ways: list[Ways] = []
+        for mesh in self._meshes(devices):
+            capacity = self.limits.capacity(mesh.memory_bytes(self.situation.cluster))
+            pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
+            for layout in self.layouts:
+                found = list(variants(pricer.builder.graph, mesh.shape, layout, self.limits))
+                if not found:
+                    continue
+                sends = pricer.sends(found[0])
+                for profile in pricer.profiles(found):
+                    costs = profile.range_costs(self.chain)
+                    for draft in makers.values():
+                        draft.offer(costs, sends, capacity, len(ways))
+                    ways.append(Ways(mesh.shape[1], profile.variant))
+        return {mode: draft.finish(len(devices), ways) for mode, draft in makers.items()}
+
+    def _meshes(self, devices: range) -> Iterator[DeviceMesh]:
+        """Tensor ways that divide the devices and do not leave a node."""
+        samples = self.situation.graph.batch // self.num_microbatches
+        for tensor in range(1, min(len(devices), self.situation.cluster.devices_per_node) + 1):
+            if len(devices) % tensor:
+                continue
+            data = len(devices) // tensor
+            if not self.limits.allows_tensor(tensor):
+                self.pruned.add("tensor-parallel ways not allowed")
+            elif not _divides(samples, data):
+                self.pruned.add("samples of a microbatch do not divide over the data ranks")
+            else:
+                yield stage_mesh(devices, tensor)
+
+
+def _divides(samples: int, ways: int) -> bool:
+    largest = -(-samples // ways)
+    fills = -(-samples // largest) == ways
+    return fills and largest <= (1 + MAX_IMBALANCE) * samples / ways
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A stage table while variants are offered."""
+
+    size: int
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        self._options = np.zeros((self.size, self.size, ROOM, kernels.NUM_OPTION), dtype=np.int64)
+        self._counts = np.zeros((self.size, self.size), dtype=np.int64)
+        self._over = np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64)
+
+    def offer(self, costs: IntArray, sends: IntArray, capacity: int, number: int) -> None:
+        """Offer variant `number` for every range; twice is the same as once."""
+        while not kernels.offer(
+            costs,
+            sends,
+            capacity,
+            self.mode.copies,
+            self.mode.late_weights,
+            number,
+            self._options,
+            self._counts,
+            self._over,
+        ):
+            self._options = np.concatenate([self._options, np.zeros_like(self._options)], axis=2)
+
+    def finish(self, num_devices: int, ways: Sequence[Ways]) -> StageTable:
+        """The table, without unused room."""
+        rows = max(1, int(self._counts.max()))
+        options = np.ascontiguousarray(self._options[:, :, :rows])
+        return StageTable(num_devices, tuple(ways), options, self._counts, self._over)

@@ -1,0 +1,111 @@
+"""Variants: the strategies that a stage on a mesh of data × tensor ways may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stratagem.search.inter.limits import Limits
+from stratagem.search.strategies import (
+    Choices,
+    expert_dims,
+    expert_parallel,
+    tensor_dims,
+    tensor_parallel,
+)
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.segments import recomputed_operators
+
+MakeChoices = Callable[[OperatorGraph, Sequence[int]], "Choices | None"]
+"""Choices by operator of (part of) a graph on a mesh of a shape; None where there are none."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Configs of every operator, without ZeRO and recompute: a name and who makes them.
+
+    `make` is given a graph at one microbatch, perhaps with fewer repeats of equal layers but
+    under their names, and the shape (data ways, tensor ways) of a mesh. So a caller may bring
+    choices of a solver:
+
+    Example:
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.search.strategies import data_parallel
+        >>> Layout("data", data_parallel).make(mlp([8, 8], batch=4), (4, 1))["fc0"].zero
+        0
+    """
+
+    name: str
+    make: MakeChoices
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a stage does beside its size: layout, ZeRO stage, recompute policy, and its choices."""
+
+    layout: str
+    zero: int
+    recompute: str
+    choices: Choices
+
+    def __str__(self) -> str:
+        zero = f", ZeRO-{self.zero}" if self.zero else ""
+        again = f", {self.recompute} recompute" if self.recompute != "none" else ""
+        return f"{self.layout}{zero}{again}"
+
+
+def _tensor(*, sequence: bool, experts: bool) -> MakeChoices:
+    def make(graph: OperatorGraph, shape: Sequence[int]) -> Choices | None:
+        if shape[1] > 1 and not tensor_dims(graph, shape[1]):
+            return None
+        if sequence and shape[1] == 1:
+            return None
+        choices = tensor_parallel(
+            graph, shape, 1, sequence_parallel=sequence, regather=sequence
+        )
+        if experts:
+            shared = expert_dims(graph)
+            if not shared or shape[0] == 1:
+                return None
+            spread = expert_parallel(graph, shape)
+            choices |= {name: spread[name] for name in shared}
+        return choices
+
+    return make
+
+
+LAYOUTS = (
+    Layout("plain", _tensor(sequence=False, experts=False)),
+    Layout("sequence", _tensor(sequence=True, experts=False)),
+    Layout("experts", _tensor(sequence=False, experts=True)),
+    Layout("experts, sequence", _tensor(sequence=True, experts=True)),
+)
+"""Data parallelism along the first axis and Megatron-LM's tensor parallelism along the second,
+without and with sequence parallelism (inputs gathered again in backward); with experts shared out
+over the data-parallel ranks where there are experts."""
+
+
+def variants(
+    graph: OperatorGraph, shape: Sequence[int], layout: Layout, limits: Limits
+) -> Iterator[Variant]:
+    """All variants of a layout: ZeRO stages where something is data parallel, recompute policies.
+
+    Both are set here, whatever the layout's choices say. Of policies that recompute the same
+    operators only the first is listed.
+    """
+    base = layout.make(graph, shape)
+    if base is None:
+        return
+    trained = {op.name for op in graph.operators if trainable_weights(graph, op)}
+    policies: dict[frozenset[str], str] = {}
+    for policy in limits.recompute:
+        policies.setdefault(recomputed_operators(graph, policy), policy)
+    for zero in limits.zero_stages if shape[0] > 1 else limits.zero_stages[:1]:
+        sharded = {
+            name: replace(choice, zero=zero if name in trained else 0)
+            for name, choice in base.items()
+        }
+        for again, policy in policies.items():
+            choices = {n: replace(c, recompute=n in again) for n, c in sharded.items()}
+            yield Variant(layout.name, zero, policy, choices)
