@@ -103,6 +103,7 @@ class SearchResult:
         space: every skeleton of the space and what became of it.
         front: plans of which none is better in time, memory and devices at once.
         trace: how the best score fell.
+        notes: what else was left out of the space, and why: counts by reason.
         stop_reason: why the search ended.
         evaluations: plans that chains decided on.
         seconds: wall time of the search.
@@ -116,6 +117,7 @@ class SearchResult:
     space: tuple[SkeletonRecord, ...]
     front: tuple[FrontPoint, ...]
     trace: tuple[TracePoint, ...]
+    notes: Mapping[str, str]
     stop_reason: StopReason
     evaluations: int
     seconds: float

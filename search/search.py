@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,10 @@ from stratagem.search.baselines import Method, Situation, baseline_plans, rank
 from stratagem.search.bound import Bound, lower_bound
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
 from stratagem.search.constraints import BoundConstraints, Constraints
+from stratagem.search.inter.candidates import candidates
+from stratagem.search.inter.limits import Limits
 from stratagem.search.intra import IntraProgram
-from stratagem.search.literature import LITERATURE
+from stratagem.search.methods import METHODS
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.result import (
     Budget,
@@ -26,7 +29,7 @@ from stratagem.search.result import (
     TracePoint,
 )
 from stratagem.search.space import ZERO_STAGES, Options, Skeleton, skeletons
-from stratagem.search.space_search import Entry, Space
+from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
 from stratagem.search.strategies import Choices
 from stratagem.search.windows import improve_by_windows
 from stratagem.simulator.cluster import Cluster
@@ -117,8 +120,8 @@ def search(
         num_bounded: how many more have their bounds sharpened, those that limit the certificate.
         options: recomputing, pieces, fusion and buckets; see `Options`.
         constraints: what every plan must meet; see `Constraints`.
-        baselines: names of methods of `literature.LITERATURE` to compare with, beside the simple
-            strategies; those of `QUICK_METHODS` when left out.
+        baselines: names of `methods.METHODS` to compare with, beside the simple strategies; those
+            of `QUICK_METHODS` when left out.
         start: a plan for this model and cluster to go on from; its skeleton is searched too.
         checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
         num_threads: how many chains run at once; the cores of the process when left out. The plan
@@ -166,7 +169,7 @@ def search(
         for simulation in found.values():
             run.offer(simulation)
         every = (s for name in schedules for s in skeletons(graph, cluster, schedule=name))
-        reason = run.go(every, start, num_skeletons, num_bounded)
+        reason = run.go(every, schedules, start, num_skeletons, num_bounded)
         bound = run.space.bound(run.best_time)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
@@ -190,6 +193,7 @@ def search(
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.front),
         trace=tuple(run.trace),
+        notes=run.notes,
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
@@ -197,11 +201,11 @@ def search(
 
 
 def _method(name: str) -> Method:
-    if name not in LITERATURE:
-        raise ValueError(
-            f"no method {name!r} of the literature; there are {', '.join(LITERATURE)}"
-        )
-    return LITERATURE[name]
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"no method {name!r} to compare with{hint}; there are {', '.join(METHODS)}")
+    return METHODS[name]
 
 
 def _no_plan(run: _Run, wishes: Constraints) -> str:
@@ -234,19 +238,21 @@ class _Run:
         self.front: list[FrontPoint] = []
         self.trace: list[TracePoint] = []
         self.evaluations = 0
+        self.notes: dict[str, str] = {}
 
     # -- the course ----------------------------------------------------------------------------
 
     def go(
         self,
-        candidates: Iterable[Skeleton],
+        listed: Iterable[Skeleton],
+        schedules: Sequence[str],
         start: Plan | None,
         num_skeletons: int,
         num_bounded: int,
     ) -> StopReason:
         """Bound, rank, search and certify."""
         space = self.space
-        space.add(candidates, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-3)))
+        space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-3)))
         operators = len(space.situation.graph.operators)
         most = max(8, min(MOST_RANKED, RANKED_OPERATORS // operators))
         ranked = space.rank(
@@ -255,7 +261,9 @@ class _Run:
             most,
             lambda n: self.report("ranking skeletons", 0.1 + 0.15 * n / most),
         )
-        chosen = self._open(ranked)[:num_skeletons]
+        planned = self._plan_stages(schedules, num_skeletons)
+        order = sorted([*planned, *ranked], key=_by_simulation)
+        chosen = self._open(order)[:num_skeletons]
         if start is not None:
             chosen = [self._entry_of(start), *chosen]
         share, rest = divmod(self.budget.evaluations, max(1, len(chosen)))
@@ -269,6 +277,29 @@ class _Run:
         if self._time_is_up():
             return StopReason.SECONDS
         return StopReason.EVALUATIONS if self.evaluations else StopReason.ONE_PLAN
+
+    def _plan_stages(self, schedules: Sequence[str], most: int) -> list[Entry]:
+        """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
+        self.report("planning stages", 0.22)
+        wishes = self.space.constraints.constraints
+        try:
+            found = candidates(
+                self.space.situation,
+                schedules=schedules,
+                limit=2 * most,
+                limits=_limits(wishes, self.space),
+            )
+        except ValueError as error:
+            self.notes["inter-operator program"] = str(error)
+            return []
+        for reason, count in found.pruned.items():
+            self.notes[f"inter-operator program: {reason}"] = str(count)
+        if found.shortage is not None:
+            self.notes["inter-operator program: nothing fits"] = str(found.shortage)
+        simulated = [(self.space.situation.simulate(c.plan(self.space.situation)), c)
+                     for c in found.plans]
+        allowed = [(s, c) for s, c in simulated if self.offer(s)]
+        return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
 
     def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
         """Skeletons with something to choose; of several policies that do not fit the last."""
@@ -292,15 +323,8 @@ class _Run:
             )
         simulation = self.space.situation.simulate(start)
         self.offer(simulation)
-        skeleton = Skeleton(
-            tuple(stage.operators for stage in start.stages),
-            tuple(stage.mesh for stage in start.stages),
-            start.num_microbatches,
-            start.schedule,
-        )
-        choices = {name: c for stage in start.stages for name, c in stage.choices.items()}
-        entry = Entry(skeleton, 0.0, Fate.RANKED, [choices], simulation, "a plan to start from")
-        self.space.entries.append(entry)
+        entry = self.space.take(skeleton_of(start), choices_of(start), simulation)
+        entry.is_given = True
         return entry
 
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
@@ -501,7 +525,7 @@ class _Run:
 
     def _problem(self, entry: Entry) -> Problem:
         s = self.space.situation
-        include: Choices = entry.starts[0] if entry.why == "a plan to start from" else {}
+        include: Choices = entry.starts[0] if entry.is_given else {}
         return make_problem(
             s.graph,
             entry.skeleton,
@@ -518,6 +542,25 @@ class _Run:
 
 LARGE_PROGRAM = 400_000
 """Operators times choices above which no integer program over a whole skeleton is tried."""
+
+
+def _by_simulation(entry: Entry) -> tuple[float, float]:
+    return rank(entry.simulation) if entry.simulation is not None else (float("inf"), 0.0)
+
+
+def _limits(wishes: Constraints, space: Space) -> Limits:
+    """Constraints as the inter-operator program knows them; the rest is checked on its plans."""
+    return Limits(
+        max_stages=wishes.max_pipeline or 64,
+        num_stages=(wishes.pipeline,) if wishes.pipeline else (),
+        tensor_ways=tuple(
+            range(1, (wishes.tensor or wishes.max_tensor or 0) + 1)
+        ),
+        zero_stages=space.zero_stages,
+        microbatches=wishes.microbatches or (),
+        recompute=space.policies,
+        headroom=wishes.headroom,
+    )
 
 
 def _is_as_good(one: FrontPoint, other: FrontPoint) -> bool:

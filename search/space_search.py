@@ -29,7 +29,7 @@ class Entry:
     """A skeleton of the space and what is known of it.
 
     `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
-    `simulation` the best one's.
+    `simulation` the best one's. Choices of the first start belong to the space if it `is_given`.
     """
 
     skeleton: Skeleton
@@ -38,6 +38,7 @@ class Entry:
     starts: list[Choices] = field(default_factory=list)
     simulation: Simulation | None = None
     why: str = ""
+    is_given: bool = False
 
     @property
     def record(self) -> SkeletonRecord:
@@ -102,6 +103,21 @@ class Space:
                     entry.fate = Fate.FORBIDDEN
                 self.entries.append(entry)
         self.entries.sort(key=lambda entry: entry.bound)
+
+    def take(self, skeleton: Skeleton, choices: Choices, simulation: Simulation) -> Entry:
+        """The entry of a skeleton for which a plan is known; it comes first among its starts."""
+        for entry in self.entries:
+            if entry.skeleton == skeleton:
+                entry.starts.insert(0, choices)
+                if entry.simulation is None or rank(simulation) < rank(entry.simulation):
+                    entry.simulation = simulation
+                break
+        else:
+            bound = ComputingBounds(self.situation, self.options).seconds(skeleton)
+            entry = Entry(skeleton, bound, Fate.RANKED, [choices], simulation)
+            self.entries.append(entry)
+        entry.fate = Fate.RANKED if entry.fate is Fate.OPEN else entry.fate
+        return entry
 
     def rank(
         self,
@@ -211,3 +227,18 @@ class Space:
         """What no plan of the space is under."""
         open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
         return min([best, *open_ones])
+
+
+def skeleton_of(plan: Plan) -> Skeleton:
+    """The skeleton of a plan; what is recomputed is in its choices."""
+    return Skeleton(
+        tuple(stage.operators for stage in plan.stages),
+        tuple(stage.mesh for stage in plan.stages),
+        plan.num_microbatches,
+        plan.schedule,
+    )
+
+
+def choices_of(plan: Plan) -> Choices:
+    """The choices of a plan by operator."""
+    return {name: choice for stage in plan.stages for name, choice in stage.choices.items()}

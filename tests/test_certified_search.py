@@ -177,7 +177,7 @@ def test_methods_of_the_literature_are_rows() -> None:
     assert {"Tofu", "Mesh-TensorFlow", "random"} <= set(result.baselines)
     best = min(s.step_time for s in result.baselines.values() if s.fits)
     assert result.simulation.step_time <= best
-    with pytest.raises(ValueError, match="no method 'Tofoo' of the literature; there are"):
+    with pytest.raises(ValueError, match="no method 'Tofoo' to compare with .did you mean 'Tofu'"):
         quick(tiny_gpt(), baselines=["Tofoo"])
 
 

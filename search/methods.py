@@ -1,0 +1,224 @@
+"""Every method that a search can be compared with, by name: what each proposes for a situation.
+
+Those of `literature` shard by rules. The ones added here solve or search a priced space with the
+project's own solvers, under the objective and the restrictions of their papers, and are then
+judged by the same simulator as any other plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from stratagem.search.anneal import Chain
+from stratagem.search.baselines import Method, Situation
+from stratagem.search.exhaustive import exhaustive
+from stratagem.search.inter.candidates import candidates
+from stratagem.search.inter.limits import Limits
+from stratagem.search.intra import IntraProgram
+from stratagem.search.literature import LITERATURE
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.rewriting import rewritings
+from stratagem.search.space import Options, Skeleton, stage_meshes
+from stratagem.search.strategies import data_parallel, tensor_dims, tensor_parallel
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.resharding import IntArray
+
+FLEXFLOW_EVALUATIONS = 20_000
+"""Proposals of each of FlexFlow's two chains."""
+
+EXHAUSTIVE_PLANS = 200_000
+"""Spaces up to so many plans are enumerated."""
+
+UNITY_GRAPHS = 8
+"""Graphs that Unity's outer loop scores."""
+
+MAX_AXES = 2
+"""Axes of the meshes on which methods of one stage are tried; more make far more choices."""
+
+
+def _optcnn(situation: Situation) -> Iterator[Plan]:
+    """OptCNN (Jia et al. 2018): the least sum of computing, conversions and syncs, exactly.
+
+    It knows neither memory nor overlap, nor several microbatches or stages.
+    """
+    for problem in _one_stage(situation, (0,)):
+        program = IntraProgram(problem)
+        solution = program.solve(program.sum_weights(), tolerance=1e-6)
+        if solution.choice is not None:
+            yield _plan("OptCNN", situation, problem, solution.choice)
+
+
+def _alpa(situation: Situation) -> Iterator[Plan]:
+    """Alpa (Zheng et al. 2022): stages and sub-meshes by a dynamic program, choices in each by an
+    integer program over sums, within the memory; nothing is simulated on the way."""
+    for candidate in candidates(situation, limit=4).plans:
+        problem = make_problem(
+            situation.graph,
+            candidate.skeleton,
+            situation.cluster,
+            situation.training,
+            situation.costs,
+            (0, 2, 3),
+            situation.memory,
+        )
+        program = IntraProgram(problem)
+        solution = program.solve(
+            program.sum_weights(), memory=True, tolerance=1e-3, seconds=20.0
+        )
+        if solution.choice is not None:
+            yield _plan("Alpa", situation, problem, solution.choice)
+
+
+def _flexflow(situation: Situation) -> Iterator[Plan]:
+    """FlexFlow (Jia et al. 2019): Metropolis–Hastings from data parallelism and from random.
+
+    One stage, no ZeRO and no microbatches, as its SOAP space has it.
+    """
+    for number, problem in enumerate(_one_stage(situation, (0,))):
+        shape = problem.skeleton.meshes[0].shape
+        rng = np.random.default_rng(number)
+        starts = (
+            problem.encode(data_parallel(problem.graph, shape)),
+            rng.integers(0, [len(c) for c in problem.choices]),
+        )
+        for start in starts:
+            chain = Chain(problem, start, FLEXFLOW_EVALUATIONS, number)
+            chain.advance(FLEXFLOW_EVALUATIONS)
+            yield _plan("FlexFlow", situation, problem, chain.best)
+
+
+def _pipedream(situation: Situation) -> Iterator[Plan]:
+    """PipeDream's partition (Narayanan et al. 2019): consecutive, replicated, unequal stages.
+
+    It is run synchronously here, with 1F1B and one update a step, so that it trains as the other
+    plans do; PipeDream itself updates after every microbatch with older weights.
+    """
+    limits = Limits(tensor_ways=(1,), zero_stages=(0,), recompute=("none",))
+    for candidate in candidates(situation, limit=4, limits=limits).plans:
+        yield candidate.plan(situation, name="PipeDream")
+
+
+def _dapple(situation: Situation) -> Iterator[Plan]:
+    """DAPPLE (Fan et al. 2021): the same stages under synchronous early-backward schedules, with
+    recomputing where memory needs it."""
+    limits = Limits(tensor_ways=(1,), zero_stages=(0,), recompute=("none", "full"))
+    found = candidates(situation, schedules=("1f1b", "gpipe"), limit=6, limits=limits)
+    for candidate in found.plans:
+        yield candidate.plan(situation, name="DAPPLE")
+
+
+def _exhaustive(situation: Situation) -> Iterator[Plan]:
+    """Every plan of one stage on a flat mesh, where there are few enough."""
+    for problem in _one_stage(situation, (0, 2, 3), max_axes=1):
+        if problem.num_plans <= EXHAUSTIVE_PLANS:
+            best = exhaustive(problem, limit=EXHAUSTIVE_PLANS)
+            yield _plan("exhaustive", situation, problem, best.choice)
+
+
+def _unity(situation: Situation) -> Iterator[Plan]:
+    """Unity (Unger et al. 2022): the graph and its sharding searched together.
+
+    Graphs that compute the same are tried best first, by their best known strategy; on the best
+    one that differs from the model's own a chain goes on from that strategy.
+    """
+    meshes = _flat_meshes(situation, MAX_AXES)
+
+    def score(graph: OperatorGraph) -> float:
+        here = replace(situation, graph=graph)
+        return min(here.simulate(plan).step_time for plan in _strategies(here, meshes))
+
+    found = rewritings(situation.graph, score, limit=UNITY_GRAPHS)
+    for rewriting in found[:2]:
+        steps = rewriting.rewritten.steps
+        if not steps:
+            continue
+        here = replace(situation, graph=rewriting.graph)
+        best = min(_strategies(here, meshes), key=lambda plan: here.simulate(plan).step_time)
+        stage = best.stages[0]
+        skeleton = Skeleton((stage.operators,), (stage.mesh,), 1, "1f1b")
+        problem = _problem(here, skeleton, (0, 2, 3))
+        chain = Chain(problem, problem.encode(stage.choices), FLEXFLOW_EVALUATIONS, 0)
+        chain.advance(FLEXFLOW_EVALUATIONS)
+        yield replace(_plan("Unity", here, problem, chain.best), substitutions=steps)
+
+
+def _strategies(situation: Situation, meshes: list[Skeleton]) -> Iterator[Plan]:
+    """Data and tensor parallelism on one stage."""
+    graph = situation.graph
+    names = tuple(op.name for op in graph.operators)
+    for flat in meshes:
+        shape = flat.meshes[0].shape
+        made = [data_parallel(graph, shape, zero=zero) for zero in (0, 3)]
+        if shape[-1] > 1 and tensor_dims(graph, shape[-1]):
+            made += [
+                tensor_parallel(graph, shape, len(shape) - 1, sequence_parallel=sequence)
+                for sequence in (False, True)
+            ]
+        skeleton = replace(flat, stages=(names,))
+        problem_like = _as_plan(situation, skeleton)
+        for choices in made:
+            stage = replace(problem_like.stages[0], choices=choices)
+            yield replace(problem_like, stages=(stage,))
+
+
+def _as_plan(situation: Situation, skeleton: Skeleton) -> Plan:
+    """A plan of one stage whose choices are still to come."""
+    return Plan(
+        name="strategy",
+        model=situation.graph.name,
+        fingerprint=situation.graph.fingerprint,
+        cluster=situation.cluster,
+        training=situation.training,
+        stages=(Stage(skeleton.stages[0], skeleton.meshes[0], {}),),
+        num_microbatches=1,
+        schedule="1f1b",
+    )
+
+
+def _flat_meshes(situation: Situation, max_axes: int) -> list[Skeleton]:
+    names = tuple(op.name for op in situation.graph.operators)
+    devices = range(situation.cluster.num_devices)
+    meshes = stage_meshes(devices, situation.cluster, max_axes=max(2, max_axes))
+    return [
+        Skeleton((names,), (mesh,), 1, "1f1b") for mesh in meshes if len(mesh.axes) <= max_axes
+    ]
+
+
+def _one_stage(
+    situation: Situation, zero_stages: tuple[int, ...], *, max_axes: int = MAX_AXES
+) -> Iterator[Problem]:
+    for skeleton in _flat_meshes(situation, max_axes):
+        yield _problem(situation, skeleton, zero_stages)
+
+
+def _problem(situation: Situation, skeleton: Skeleton, zero_stages: tuple[int, ...]) -> Problem:
+    return make_problem(
+        situation.graph,
+        skeleton,
+        situation.cluster,
+        situation.training,
+        situation.costs,
+        zero_stages,
+        situation.memory,
+        Options(recompute=("none",)),
+    )
+
+
+def _plan(name: str, situation: Situation, problem: Problem, choice: IntArray) -> Plan:
+    return problem.plan(choice, name=name, seed=0, fingerprint=situation.graph.fingerprint)
+
+
+METHODS: dict[str, Method] = {
+    **LITERATURE,
+    "OptCNN": _optcnn,
+    "FlexFlow": _flexflow,
+    "PipeDream": _pipedream,
+    "DAPPLE": _dapple,
+    "Alpa": _alpa,
+    "Unity": _unity,
+    "exhaustive": _exhaustive,
+}
