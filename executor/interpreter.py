@@ -28,6 +28,7 @@ from stratagem.executor.program import LOSS, Program
 from stratagem.executor.seats import Seat, mesh_groups
 from stratagem.executor.shards import operator_shards
 from stratagem.executor.states import check_state, collect, local_part
+from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
 from stratagem.simulator.torch_ops.programs import run_source
 from stratagem.simulator.torch_ops.shards import Shards
@@ -58,10 +59,10 @@ class Interpreter:
     Args:
         program: from `lower`.
         comm: its rank says which part of the program this is; `prepare` is called here.
-        state: whole parameters and buffers, by name.
+        state: whole parameters and buffers of the model, by name.
 
     Raises:
-        ValueError: when `state` does not fit the graph.
+        ValueError: when `state` does not fit the model.
     """
 
     def __init__(self, program: Program, comm: Communicator, state: Mapping[str, Tensor]) -> None:
@@ -74,7 +75,7 @@ class Interpreter:
         self._seat = Seat(mesh, self.mine.device, program.rank_of)
         for stage in program.plan.stages:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
-        self._state = state
+        self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
@@ -120,20 +121,21 @@ class Interpreter:
         return StepRecord(None if loss is None else float(loss), tuple(spans), start - zero)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers on rank 0; every rank calls this."""
+        """Whole parameters and buffers of the model on rank 0; every rank calls this."""
         program = self.program
         parts = {
             home.stored.parameter: self._memory.values[home.stored.value]
             for home in program.homes
             if home.stage == self.mine.stage and home.stored.value in self._memory.values
         }
-        return collect(program, program.homes, parts, self.comm)
+        return to_model(program.maps, collect(program, program.homes, parts, self.comm))
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Whole gradients of a step that kept them, on rank 0; every rank calls this."""
         assert self.gradients is not None
         trained = tuple(home for home in self.program.homes if home.trained)
-        return collect(self.program, trained, self.gradients, self.comm)
+        found = collect(self.program, trained, self.gradients, self.comm)
+        return to_model(self.program.maps, found)
 
     # -- actions --------------------------------------------------------------------------------
 

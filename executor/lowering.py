@@ -22,13 +22,15 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
 
     Args:
         plan: for this graph, in float32.
-        graph: the model at its whole batch.
+        graph: the model at its whole batch; the plan's substitutions are applied to it.
 
     Raises:
         ValueError: when the plan is not for `graph` (see `Plan.check`), its precision, schedule or
             one of its options is not executed, the loss has no gradient, or a parameter is shared
             in a way that is not executed (see `Weights`).
     """
+    rewritten = plan.rewrite(graph)
+    graph = rewritten.graph
     plan.check(graph)
     _check_precision(plan)
     _check_schedule(plan)
@@ -40,6 +42,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         plan=plan,
         whole=graph,
         graph=context.graph,
+        maps=rewritten.maps,
         homes=weights.homes(),
         ranks=tuple(_rank(context, weights, device) for device in context.ranks),
     )

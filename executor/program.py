@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.executor.instructions import Free, Instruction
-from stratagem.simulator.graph import Layout, OperatorGraph
+from stratagem.simulator.graph import Layout, OperatorGraph, Parameter
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.substitutions.parameter_map import ParameterMap
 
 LOSS = "loss"
 """The value that holds the loss of the step on every rank of the loss's stage."""
@@ -67,12 +68,14 @@ class Program:
         rank 0  tokens source  embed F0  fc F0  fc B0  fc sync  fc update …
 
     `whole` is the graph of the whole batch, `graph` that of one microbatch; `homes` has every
-    parameter that the program keeps.
+    parameter that the program keeps. `maps` make the graph's parameters of the model's, where
+    the plan has substitutions.
     """
 
     plan: Plan
     whole: OperatorGraph
     graph: OperatorGraph
+    maps: tuple[ParameterMap, ...]
     homes: tuple[Home, ...]
     ranks: tuple[RankProgram, ...]
 
@@ -91,6 +94,17 @@ class Program:
         """The first rank that holds the loss at the end of a step."""
         stage = self.plan.stage_of[self.graph.loss]
         return next(each.rank for each in self.ranks if each.stage == stage)
+
+    @property
+    def model_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters and buffers of the model that the program needs."""
+        kept = (self.graph.parameter_index[home.stored.parameter] for home in self.homes)
+        found = {each.name: each for each in kept}
+        for change in reversed(self.maps):
+            for new in change.added:
+                found.pop(new.name, None)
+            found.update((old.name, old) for old in change.removed)
+        return tuple(found.values())
 
     def mesh(self, rank: int) -> DeviceMesh:
         """The mesh that a rank is part of."""

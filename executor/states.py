@@ -24,8 +24,7 @@ def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: names the parameter and both shapes or dtypes.
     """
-    for home in program.homes:
-        parameter = program.graph.parameter_index[home.stored.parameter]
+    for parameter in program.model_parameters:
         if parameter.name not in state:
             raise ValueError(
                 f"the model's state has no {parameter.name!r}, which graph "

@@ -41,6 +41,7 @@ def plan_operators(graph: OperatorGraph, plan: Plan) -> list[tuple[Operator, Loc
     Raises:
         ValueError: when the plan is not for this graph.
     """
+    graph = plan.rewrite(graph).graph
     plan.check(graph)
     part = graph.microbatch(plan.num_microbatches)
     return [

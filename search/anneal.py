@@ -1,25 +1,58 @@
-"""A Markov chain over the choices of one problem: Metropolis–Hastings with falling temperature."""
+"""Markov chains over the choices of one problem: Metropolis–Hastings with falling temperature."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from stratagem.search import _kernels
+from stratagem.search import _anneal, _kernels
+from stratagem.search._random import seeded
+from stratagem.search.chain_arrays import begin_plays, own_arrays
 from stratagem.search.problem import Problem
 from stratagem.simulator.resharding import IntArray
 
-HOT, COLD = 0.05, 0.0005
-"""Relative temperatures at the start and the end of a chain."""
+Floats = npt.NDArray[np.float64]
+
+WIDE_EVALUATIONS = 50_000
+"""Each of the first two phases of a chain lasts at most so long, and at most half of it."""
+PHASES = ((0.75, 0.03, 5e-4), (0.3, 5e-4, 1e-4), (0.005, 1e-4, 1e-5))
+"""Of each phase the share of class moves, and the relative temperature at first and at last."""
+ROUND = 4000
+"""Evaluations of each chain between two looks at the keyboard."""
+
+
+def course_of(total: int) -> Floats:
+    """The phases of a chain of `total` evaluations: [phases, (end, wide, hot, cold)].
+
+    Moves of classes come first: they find what all layers share. Those of single operators are
+    many times cheaper to decide, and worth it when the rest has settled.
+
+    Example:
+        >>> course_of(200_000)[:, 0].tolist()
+        [50000.0, 100000.0, 200000.0]
+    """
+    ends = min(total / 2, WIDE_EVALUATIONS), min(total, 2 * WIDE_EVALUATIONS), total
+    rows = [(end, *phase) for end, phase in zip(ends, PHASES, strict=True)]
+    return np.array(rows, dtype=np.float64)
 
 
 @dataclass(eq=False)
 class Chain:
     """A chain on `problem` that starts at `choice`; `advance` runs some of its `total` proposals.
 
+    Equal arguments give equal chains, however the proposals are dealt out to calls of `advance`.
+    Chains of one problem may run in threads of their own.
+
     Attributes:
+        choice: the choices now.
+        done: proposals that were decided.
+        accepted: how many of them were accepted.
         scores: [score now, best score], seconds of a step (more where a stage is over its memory).
         best: the choices with the best score.
     """
@@ -28,64 +61,129 @@ class Chain:
     choice: IntArray
     total: int
     seed: int
-    done: int = 0
-    accepted: int = 0
-    scores: np.ndarray[tuple[int], np.dtype[np.float64]] = field(init=False)
+    done: int = field(init=False, default=0)
+    accepted: int = field(init=False, default=0)
+    scores: Floats = field(init=False)
     best: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
-        stages = self.problem.num_stages
-        self._rng = np.random.default_rng(self.seed)
-        self._block_ns = np.zeros((6, stages), dtype=np.int64)
-        self._profiles = np.zeros((stages, 6), dtype=np.int64)
-        self.choice = self.choice.copy()
-        self.best = self.choice.copy()
-        self.scores = np.full(2, self.score())
+        self._rng = seeded(self.seed)
+        self._arrays = own_arrays(self.problem.arrays)
+        self._course = course_of(self.total)
+        self.scores = np.full(2, np.inf)
+        self.restart(self.choice)
+
+    def restart(self, choice: IntArray) -> None:
+        """Go on from other choices; the best so far stays the best unless these are better."""
+        self.choice = choice.copy()
+        begin_plays(self._arrays.plays, self.choice)
+        self.scores[0] = _anneal.begin(self._arrays, self.choice)
+        if self.scores[0] < self.scores[1]:
+            self.scores[1] = self.scores[0]
+            self.best = self.choice.copy()
+
+    def advance(self, num_evaluations: int) -> None:
+        """Decide the next proposals (fewer when the chain ends before)."""
+        count = min(num_evaluations, self.total - self.done)
+        self.accepted += _anneal.anneal(
+            self._rng,
+            self.done,
+            count,
+            self._course,
+            self.scores,
+            self.choice,
+            self.best,
+            self._arrays,
+        )
+        self.done += count
 
     def score(self) -> float:
         """The score of the present choices, from scratch."""
         p = self.problem
-        return float(
-            _kernels.score_plan(
-                np.full(p.num_stages, _kernels.REPLAY, dtype=np.int64),
-                self.choice,
-                self._block_ns,
-                self._profiles,
-                *arguments_of(p),
-            )
-        )
+        block_ns = np.zeros((6, p.num_stages), dtype=np.int64)
+        profiles = np.zeros((p.num_stages, 6), dtype=np.int64)
+        dirty = np.full(p.num_stages, _kernels.REPLAY, dtype=np.int64)
+        arguments = arguments_of(p)
+        return float(_kernels.score_plan(dirty, self.choice, block_ns, profiles, *arguments))
 
     def peaks(self) -> list[int]:
         """Bytes per device of each rank at its peak, under the present choices."""
-        return peaks_of(self.problem, self._profiles)
+        return peaks_of(self.problem, self._arrays.tensors.profiles)
 
-    def advance(self, num_evaluations: int) -> None:
-        """Run the next proposals (fewer when the chain ends before)."""
-        count = min(num_evaluations, self.total - self.done)
-        p = self.problem
-        operators, stages = self.choice.size, p.num_stages
-        self.accepted += _kernels.anneal(
-            self._rng,
-            count,
-            self.done,
-            self.total,
-            HOT,
-            COLD,
-            self.scores,
-            self.choice,
-            self.best,
-            p.stage_of,
-            p.moves,
-            self._block_ns,
-            self._profiles,
-            np.empty((6, stages), dtype=np.int64),
-            np.empty((stages, 6), dtype=np.int64),
-            np.empty(operators, dtype=np.int64),
-            np.empty(operators, dtype=np.int64),
-            np.empty(stages, dtype=np.int64),
-            *arguments_of(p),
+
+def run_chains(
+    chains: Sequence[Chain],
+    *,
+    num_threads: int | None = None,
+    exchange_every: int = 0,
+    after_round: Callable[[], bool] | None = None,
+) -> None:
+    """Run chains to their ends, each in a thread of its own, as many at once as there are cores.
+
+    Chains meet after rounds of a fixed number of evaluations. What they find depends on their
+    number, seeds and `exchange_every`, never on the number of threads or on their speed.
+
+    Example:
+        >>> from stratagem.search.problem import make_problem
+        >>> from stratagem.search.space import skeletons
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> skeleton = next(skeletons(graph, cluster))
+        >>> costs = default_costs()
+        >>> problem = make_problem(graph, skeleton, cluster, Training(), costs, (0, 2))
+        >>> start = np.zeros(len(problem.choices), dtype=np.int64)
+        >>> chains = [Chain(problem, start, 1000, seed) for seed in range(2)]
+        >>> run_chains(chains)
+        >>> [chain.done for chain in chains]
+        [1000, 1000]
+
+    Args:
+        chains: of one problem or of several.
+        num_threads: how many run at once; as many as the process may use cores when left out.
+        exchange_every: evaluations of a chain between exchanges, in which the chain with the worst
+            score goes on from the best choices of the chain that has the best; 0 for never. Only
+            chains of one problem exchange.
+        after_round: called between rounds; True ends the run, as an exception from it does.
+
+    Raises:
+        ValueError: if there are fewer threads than one, or an exchange is asked for between chains
+            of several problems.
+    """
+    if exchange_every and len({id(chain.problem) for chain in chains}) > 1:
+        raise ValueError(
+            f"{len(chains)} chains of several problems cannot exchange choices: run those of each "
+            "problem on their own, or leave out exchange_every"
         )
-        self.done += count
+    threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
+    if threads < 1:
+        raise ValueError(f"num_threads is {threads}; it must be at least 1")
+    length = min(ROUND, exchange_every) if exchange_every else ROUND
+    since = 0
+    with ThreadPoolExecutor(threads) as pool:
+        while any(chain.done < chain.total for chain in chains):
+            step = min(length, exchange_every - since) if exchange_every else length
+            for _ in pool.map(lambda chain: chain.advance(step), chains):  # noqa: B023
+                pass
+            since += step
+            if exchange_every and since == exchange_every:
+                since = 0
+                _exchange(chains)
+            if after_round is not None and after_round():
+                return
+
+
+def _exchange(chains: Sequence[Chain]) -> None:
+    """The chain whose score is worst goes on from the best choices of all; ties by number."""
+    open_ones = [chain for chain in chains if chain.done < chain.total]
+    if not open_ones:
+        return
+    best = min(chains, key=lambda chain: float(chain.scores[1]))
+    worst = max(open_ones, key=lambda chain: float(chain.scores[0]))
+    if worst is not best and worst.scores[0] > best.scores[1]:
+        worst.restart(best.best)
 
 
 def peaks_of(p: Problem, profiles: IntArray) -> list[int]:

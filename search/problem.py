@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from stratagem.search._anneal import Arrays
+from stratagem.search._moves import Moves
+from stratagem.search.chain_arrays import shared_arrays
+from stratagem.search.move_lists import make_moves
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.block import (
     NUM_RESOURCES,
@@ -25,6 +30,7 @@ from stratagem.simulator.memory import passes_of
 from stratagem.simulator.pipeline import (
     NUM_KINDS,
     TIE,
+    MacroGraph,
     check_priced,
     macro_graph,
     transfer_kinds,
@@ -55,7 +61,7 @@ class Problem:
     training: Training
     choices: tuple[tuple[Choice, ...], ...]
     stage_of: IntArray
-    moves: tuple[IntArray, ...]
+    moves: Moves
     capacities: IntArray
     blocks: tuple[IntArray, ...]
     bucket_bytes: int
@@ -65,10 +71,25 @@ class Problem:
     crossings: IntArray
     arrivals: IntArray
     macro: tuple[IntArray, ...]
+    macro_graph: MacroGraph
     plays: IntArray
     stage_blocks: tuple[StageBlocks, ...]
     macro_work: IntArray
     table: IntArray
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """What chains share; each works on its own copy of the rest."""
+        return shared_arrays(self)
+
+    def stages_touched(self, i: int) -> list[int]:
+        """The stages whose blocks or memory the choice of operator i decides.
+
+        Beside its own these are those that keep what they receive from it.
+        """
+        tensors = self.arrays.tensors
+        found = tensors.touches[tensors.touch_starts[i] : tensors.touch_starts[i + 1]]
+        return sorted({int(self.stage_of[i]), *tensors.stage[found].tolist()})
 
     @property
     def num_stages(self) -> int:
@@ -193,7 +214,7 @@ def make_problem(
         training=training,
         choices=choices,
         stage_of=np.array([stage_of[op.name] for op in small.operators], dtype=np.int64),
-        moves=_moves(tables, small, choices),
+        moves=make_moves(tables, choices),
         capacities=capacities,
         bucket_bytes=options.bucket_bytes,
         inputs_first=options.inputs_first,
@@ -209,6 +230,7 @@ def make_problem(
             macro.kind,
             macro.item,
         ),
+        macro_graph=macro,
         plays=_plays(blocks, macro.kind),
         stage_blocks=tuple(blocks),
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
@@ -406,89 +428,3 @@ def _flat_situations(
         np.cumsum([0, *(len(situation.held) for situation, _ in flat)]).astype(np.int64),
         np.array(held, dtype=np.int64).reshape(-1, 3),
     )
-
-
-def _moves(
-    tables: Sequence[CostTable], graph: OperatorGraph, choices: Sequence[Sequence[Choice]]
-) -> tuple[IntArray, ...]:
-    """What `kernels.propose` draws from: classes of equal operators, and best answers by edge."""
-    class_of = np.zeros(len(graph.operators), dtype=np.int64)
-    members: list[list[int]] = []
-    for table in tables:
-        by_row: dict[tuple[int, ...], int] = {}
-        feeds = {e.consumer: table.row_of[e.producer] for e in table.edges}
-        for i in table.operators:
-            key = (table.row_of[i], feeds.get(i, -1))
-            if key not in by_row:
-                by_row[key] = len(members)
-                members.append([])
-            class_of[i] = by_row[key]
-            members[by_row[key]].append(i)
-    answers = [answer for table in tables for answer in _answers(table)]
-    width = max((len(answer) for answer in answers), default=2)
-    pairs = np.zeros((len(answers), width), dtype=np.int64)
-    for k, answer in enumerate(answers):
-        pairs[k, : len(answer)] = answer
-    starts = np.cumsum([0, *(len(m) for m in members)])
-    flat = np.array([i for m in members for i in m], dtype=np.int64)
-    counts = np.array([len(options) for options in choices], dtype=np.int64)
-    return (counts, starts.astype(np.int64), flat, class_of, pairs, *_neighbours(choices))
-
-
-def _neighbours(choices: Sequence[Sequence[Choice]]) -> tuple[IntArray, IntArray, IntArray]:
-    """Per choice of each operator, those that differ in one axis or in the ZeRO stage only."""
-    base: dict[int, int] = {}
-    lists: list[list[int]] = []
-    for options in choices:
-        if id(options) not in base:
-            base[id(options)] = len(lists)
-            lists += _one_apart(options)
-    starts = np.cumsum([0, *(len(found) for found in lists)])
-    return (
-        np.array([base[id(options)] for options in choices], dtype=np.int64),
-        starts.astype(np.int64),
-        np.array([number for found in lists for number in found], dtype=np.int64),
-    )
-
-
-def _one_apart(options: Sequence[Choice]) -> list[list[int]]:
-    holes: dict[tuple[object, ...], list[int]] = {}
-    keys: list[list[tuple[object, ...]]] = []
-    for number, choice in enumerate(options):
-        parts: tuple[object, ...] = (
-            *choice.config,
-            choice.zero,
-            choice.recompute,
-            choice.chunks,
-            choice.fused,
-            choice.regather,
-        )
-        mine: list[tuple[object, ...]] = [
-            (k, *parts[:k], *parts[k + 1 :]) for k in range(len(parts))
-        ]
-        keys.append(mine)
-        for key in mine:
-            holes.setdefault(key, []).append(number)
-    return [
-        sorted({other for key in mine for other in holes[key]} - {number})
-        for number, mine in enumerate(keys)
-    ]
-
-
-def _answers(table: CostTable) -> list[list[int]]:
-    """Per edge and direction: who asks, who answers, and the best answer to each of the choices.
-
-    Best is the least of conversion both ways plus the answering operator's own passes.
-    """
-    found: list[list[int]] = []
-    for k, edge in enumerate(table.edges):
-        row = table.edge_rows[table.edge_row_of[k]]
-        both = row.both_ns
-        for asks, answers, cost in (
-            (edge.producer, edge.consumer, both),
-            (edge.consumer, edge.producer, both.T),
-        ):
-            own = table.row(answers)
-            total = cost + (own.passes_ns + own.recompute.ns)[None, :]
-            found.append([asks, answers, *(int(c) for c in np.argmin(total, axis=1))])
-    return found

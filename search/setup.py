@@ -128,8 +128,8 @@ class TrainingSetup:
         parts = self.num_microbatches(graph, cluster)
         small = graph.microbatch(parts)
         shape = (self.data(cluster), self.tensor)
-        choices = self._choices(small, shape)
-        stages = self._stages(graph, cluster)
+        choices = self.strategy(small, shape)
+        stages = self.stages(graph, cluster)
         share = cluster.num_devices // self.pipeline
         axes = (MeshAxis("data", shape[0]), MeshAxis("tensor", shape[1]))
         meshes = [
@@ -168,7 +168,8 @@ class TrainingSetup:
             words.append("sequence parallel")
         return ", ".join(words)
 
-    def _choices(self, graph: OperatorGraph, shape: Sequence[int]) -> dict[str, Choice]:
+    def strategy(self, graph: OperatorGraph, shape: Sequence[int]) -> dict[str, Choice]:
+        """The choice of every operator of a microbatch on a mesh of data × tensor ways."""
         choices = tensor_parallel(
             graph,
             shape,
@@ -182,7 +183,8 @@ class TrainingSetup:
             choices |= {name: shared[name] for name in expert_dims(graph)}
         return with_recompute(graph, choices, self.recompute)
 
-    def _stages(self, graph: OperatorGraph, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
+    def stages(self, graph: OperatorGraph, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
+        """The operators of each stage, by name, as `partition` deals them out."""
         count = self.pipeline * self.virtual_stages
         if self.partition == "time":
             return balanced_stages(graph, cluster, count)

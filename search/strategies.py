@@ -106,7 +106,7 @@ def tensor_dims(graph: OperatorGraph, ways: int) -> dict[str, str]:
     times, and none of its operators is in an earlier chain.
     """
     chosen: dict[str, str] = {}
-    for chain in _chains(graph):
+    for chain in dim_chains(graph):
         members = [(graph.operators[i], name) for i, name in chain]
         if not any(_ends_chain(op, n) for op, n in members):
             continue
@@ -192,8 +192,17 @@ def _saves_work(members: list[tuple[Operator, str]]) -> bool:
     return any(n in factors(w.layout) for op, n in members for w in op.weights)
 
 
-def _chains(graph: OperatorGraph) -> list[list[tuple[int, str]]]:
-    """Dims joined by the tensors and tied parameters they index, in order of first operator."""
+def dim_chains(graph: OperatorGraph) -> list[list[tuple[int, str]]]:
+    """Dims joined by the tensors and tied parameters they index, in order of first operator.
+
+    A member is (operator, name of its dim); the dims of sources stand alone.
+
+    Example:
+        >>> from stratagem.simulator.models import mlp
+        >>> graph = mlp([8, 16, 4], batch=2)
+        >>> [(graph.names[i], dim) for i, dim in dim_chains(graph)[4]]
+        [('layers.0', 'out'), ('relu', 'feature'), ('layers.1', 'in')]
+    """
     parent: dict[tuple[int, str], tuple[int, str]] = {
         (i, dim.name): (i, dim.name) for i, op in enumerate(graph.operators) for dim in op.dims
     }

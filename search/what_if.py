@@ -73,6 +73,7 @@ class WhatIf:
         costs: CostModel | None = None,
         options: Options | None = None,
     ) -> None:
+        graph = plan.rewrite(graph).graph
         plan.check(graph)
         _check_supported(plan)
         self._plan, self._graph = plan, graph
@@ -96,9 +97,10 @@ class WhatIf:
     def plan(self) -> Plan:
         """The plan with all that was accepted."""
         problem, plan = self._problem, self._plan
-        return problem.plan(
+        made = problem.plan(
             self._choice, name=plan.name, seed=plan.seed, fingerprint=plan.fingerprint
         )
+        return replace(made, substitutions=plan.substitutions)
 
     def choices(self, operator: str) -> tuple[Choice, ...]:
         """The choices that an operator may be given.
@@ -127,7 +129,7 @@ class WhatIf:
         for i, choice in places.items():
             self._choice[i] = self._problem.choices[i].index(choice)
         dirty = np.zeros(self._problem.num_stages, dtype=np.int64)
-        dirty[[int(self._problem.stage_of[i]) for i in places]] = _kernels.MEASURE
+        dirty[[s for i in places for s in self._problem.stages_touched(i)]] = _kernels.MEASURE
         played = self._play(places, dirty)
         outcome = self._outcome(dirty)
         self._pending = (*before, outcome, played)

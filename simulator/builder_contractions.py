@@ -20,7 +20,7 @@ def label(tensor: Tensor, dims: Sequence[int], name: str, priority: int) -> None
 
 
 class ContractionBuilder(GraphBuilderBase):
-    """linear, matmul, conv2d, embedding and attention."""
+    """linear, linear_sum, matmul, conv2d, embedding and attention."""
 
     def linear(
         self,
@@ -57,6 +57,41 @@ class ContractionBuilder(GraphBuilderBase):
             draft.weights.append(self._bind(draft, bias, [out]))
         draft.attributes["transposed"] = stored_swapped
         made = self._made(draft, [*leading, out], x.dtype)
+        label(made, [-1], "feature", 1)
+        return made
+
+    def linear_sum(
+        self,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        bias: Tensor | None = None,
+        *,
+        name: str = "",
+    ) -> Tensor:
+        """``x0 @ weight0.T + x1 @ weight1.T + … + bias``: several (..., in) to (..., out).
+
+        Every weight is (out, in).
+
+        Raises:
+            ValueError: the inputs have different sizes, or there is not one weight for each.
+        """
+        inputs = [self._written(each) for each in inputs]
+        draft = self._draft("linear_sum", name)
+        shapes = sorted({tensor.shape for tensor in (*inputs, *weights)})
+        if len({tensor.shape for tensor in inputs}) != 1 or len(weights) != len(inputs):
+            raise ValueError(
+                f"{draft.where}: it has {len(inputs)} inputs and {len(weights)} weights, of "
+                f"shapes {', '.join(map(str, shapes))}; inputs must be alike, each with a weight"
+            )
+        leading = self._leading(draft, inputs[0], 1)
+        into = self._loop(draft, "in", REDUCTION, inputs[0].shape[-1])
+        out = self._loop(draft, "out", PARAMETER, weights[0].shape[0])
+        draft.reads += [self._bind(draft, each, [*leading, into]) for each in inputs]
+        draft.weights += [self._bind(draft, each, [out, into]) for each in weights]
+        if bias is not None:
+            draft.weights.append(self._bind(draft, bias, [out]))
+        draft.attributes["transposed"] = [not each.is_plain for each in weights]
+        made = self._made(draft, [*leading, out], inputs[0].dtype)
         label(made, [-1], "feature", 1)
         return made
 

@@ -20,8 +20,8 @@ from stratagem.simulator.training import Training
 
 Sizes = Mapping[str, int]
 
-PRODUCT_KINDS = frozenset({"linear", "matmul", "conv2d", "expert_linear"})
-"""Kinds that run a matrix product."""
+PRODUCT_KINDS = frozenset({"linear", "linear_sum", "matmul", "conv2d", "expert_linear"})
+"""Kinds that run matrix products."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,21 @@ def num_kernels(operator: Operator, training: Training, *, backward: bool = Fals
     """
     if operator.kind in PRODUCT_KINDS:
         biased = bias_gradient_bytes(operator, operator.sizes, training) > 0
-        return 2 + biased if backward else 1
+        products = num_products(operator)
+        return 2 * products + biased if backward else 2 * products - 1
     moved = (backward_moved if backward else forward_moved)(operator, operator.sizes, training)
     return max(1, moved.kernels)
 
 
+def num_products(operator: Operator) -> int:
+    """How many matrix products a forward pass runs; their results are added up."""
+    return len(operator.inputs) if operator.kind == "linear_sum" else 1
+
+
 def bias_gradient_bytes(operator: Operator, sizes: Sizes, training: Training) -> float:
     """Bytes that the gradient of a linear's or a convolution's bias reads: none without one."""
-    if operator.kind not in ("linear", "conv2d") or len(operator.weights) < 2:
+    biased = operator.kind in ("linear", "linear_sum", "conv2d")
+    if not biased or len(operator.weights) <= num_products(operator):
         return 0.0
     return float(training.parameter_bytes * _output(operator, sizes))
 

@@ -190,6 +190,8 @@ class _Expansion:
                 if not missing.any():
                     break
                 here = np.where(missing, self._layout(earlier), -1)
+                if (here < 0).all():
+                    continue
                 ours, theirs = _sharing(here, self._layout(task))
                 yield self.first[earlier] + ours, self.first[task] + theirs
                 missing &= here < 0

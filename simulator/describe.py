@@ -52,6 +52,7 @@ def describe(simulation: Simulation, graph: OperatorGraph) -> str:
         Several lines: the whole step, then each stage with its devices, splits and memory.
     """
     plan = simulation.plan
+    graph = plan.rewrite(graph).graph
     paragraphs = [_wrapped(_headline(simulation, graph))]
     for number, stage in enumerate(plan.stages):
         paragraphs.append("\n".join(_stage_lines(simulation, number, stage, graph)))
@@ -82,8 +83,18 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     cut = f"as {parts} microbatches of {graph.batch // parts}" if parts > 1 else "in one piece"
     return (
         f"{plan.model} trains on {devices} devices of {plan.cluster.name}, {how}; a step runs the "
-        f"batch of {graph.batch} {cut}."
+        f"batch of {graph.batch} {cut}.{_substituted(plan)}"
     )
+
+
+def _substituted(plan: Plan) -> str:
+    places: Counter[str] = Counter()
+    for step in plan.substitutions:
+        places[step.rule] += len(step.matches)
+    if not places:
+        return ""
+    listed = ", ".join(f"{rule} ({count}×)" for rule, count in places.items())
+    return f" Its graph was rewritten first: {listed}."
 
 
 def _stage_lines(

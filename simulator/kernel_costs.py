@@ -16,10 +16,11 @@ from stratagem.simulator.bytes_moved import (
     backward_moved,
     bias_gradient_bytes,
     forward_moved,
+    num_products,
 )
 from stratagem.simulator.costs import Cost, CostModel, Direction, RooflineCosts, Source
 from stratagem.simulator.device import AttentionConstants, DeviceType, MemoryConstants
-from stratagem.simulator.graph import Operator, factors
+from stratagem.simulator.graph import Operator, factors, shape_of
 from stratagem.simulator.product_costs import Multiplier
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
@@ -131,10 +132,17 @@ def _product_cost(
 ) -> Cost:
     constants = device.products[training.precision]
     multiplier = Multiplier(device, training.precision, training.parameter_bytes, constants)
+    products = num_products(operator)
+    made = training.parameter_bytes * math.prod(shape_of(operator.outputs[0].layout, sizes))
     if direction is Direction.FORWARD:
-        seconds, kernels = multiplier.forward(operator, sizes), 1
+        seconds, kernels = multiplier.forward(operator, sizes), products
+        added = Moved(3.0 * (products - 1) * made, products - 1)
+        if added.kernels and device.memory is not None:
+            share = device.memory.share("elementwise")
+            seconds += memory_seconds(added, share, device, device.memory)
+            kernels += added.kernels
     else:
-        seconds, kernels = multiplier.backward(operator, sizes), 2
+        seconds, kernels = multiplier.backward(operator, sizes), 2 * products
         summed = bias_gradient_bytes(operator, sizes, training)
         if summed and device.memory is not None:
             share = device.memory.share("elementwise")

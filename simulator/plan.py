@@ -15,6 +15,7 @@ from stratagem.simulator.overlap import check_fusion, check_pieces
 from stratagem.simulator.placement import REPLICATE, Config, check_config, parse_placement
 from stratagem.simulator.schedule import Schedule, validate
 from stratagem.simulator.schedules import schedule_by_name
+from stratagem.simulator.substitutions import Rewritten, Substituted, rewrite
 from stratagem.simulator.training import Training
 
 PLAN_VERSION = 2
@@ -99,6 +100,8 @@ class Plan:
         schedule: a name in `SCHEDULES`, or ``custom``.
         token_slices: parts into which the tokens of a microbatch are cut (TeraPipe).
         orders: of a custom schedule, one line a rank, such as ``rank 0: 0F0 0B0``.
+        substitutions: what was rewritten in the model's graph before it was planned; operators
+            and `fingerprint` are those of the rewritten graph.
 
     Raises:
         ValueError: when stages share some of their devices, a device is not in the cluster, or
@@ -119,6 +122,7 @@ class Plan:
     token_slices: int = 1
     orders: tuple[str, ...] = ()
     inputs_first: bool = False
+    substitutions: tuple[Substituted, ...] = ()
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 0:
@@ -183,8 +187,26 @@ class Plan:
             num_slices=self.token_slices,
         )
 
+    def rewrite(self, graph: OperatorGraph) -> Rewritten:
+        """What the plan's substitutions make of a model's graph, which is what the plan runs.
+
+        A graph that has been rewritten stays as it is.
+
+        Raises:
+            ValueError: a substitution does not fit `graph`.
+        """
+        if not self.substitutions or graph.fingerprint == self.fingerprint:
+            return Rewritten(graph)
+        try:
+            return rewrite(graph, self.substitutions)
+        except ValueError as error:
+            raise ValueError(
+                f"plan {self.name!r} was made for model {self.model!r} with "
+                f"{len(self.substitutions)} substitutions, one of which does not fit: {error}"
+            ) from error
+
     def check(self, graph: OperatorGraph) -> None:
-        """Refuse a plan that is not for `graph`.
+        """Refuse a plan that is not for `graph`, rewritten by its substitutions if it has some.
 
         Raises:
             ValueError: another model's plan; an operator that no stage or that two stages run, or
@@ -339,6 +361,7 @@ class _PlanFile:
     token_slices: int = 1
     orders: tuple[str, ...] = ()
     inputs_first: bool = False
+    substitutions: tuple[Substituted, ...] = ()
 
 
 def _to_file(plan: Plan) -> _PlanFile:
@@ -378,6 +401,7 @@ def _to_file(plan: Plan) -> _PlanFile:
         token_slices=plan.token_slices,
         orders=plan.orders,
         inputs_first=plan.inputs_first,
+        substitutions=plan.substitutions,
     )
 
 
@@ -415,4 +439,5 @@ def _from_file(file: _PlanFile) -> Plan:
         token_slices=file.token_slices,
         orders=file.orders,
         inputs_first=file.inputs_first,
+        substitutions=file.substitutions,
     )

@@ -68,20 +68,25 @@ class Multiplier:
         )
 
     def forward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
-        """The forward product of an operator."""
-        product = forward_product(operator, sizes)
+        """The forward products of an operator."""
         gain = self.constants.winograd if _saves_multiplications(operator) else 1.0
-        return self.seconds(product, gain, aligned=self._aligned(product))
+        return sum(
+            self.seconds(product, gain, aligned=self._aligned(product))
+            for product in forward_products(operator, sizes)
+        )
 
     def backward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
         """The products of both gradients: of the left operand, and of the right one."""
-        product = forward_product(operator, sizes)
-        aligned, gain = self._aligned(product), self.constants.backward
+        gain = self.constants.backward
         if _saves_multiplications(operator):
             gain *= self.constants.winograd_backward
-        m, n, k = product.rows, product.columns, product.depth
-        left, right = product._replace(columns=k, depth=n), product._replace(rows=k, depth=m)
-        return sum(self.seconds(each, gain, aligned=aligned) for each in (left, right))
+        total = 0.0
+        for product in forward_products(operator, sizes):
+            aligned = self._aligned(product)
+            m, n, k = product.rows, product.columns, product.depth
+            left, right = product._replace(columns=k, depth=n), product._replace(rows=k, depth=m)
+            total += sum(self.seconds(each, gain, aligned=aligned) for each in (left, right))
+        return total
 
     def _aligned(self, product: Product) -> bool:
         """Whether every line of the three matrices starts at a multiple of 16 bytes.
@@ -91,6 +96,18 @@ class Multiplier:
         """
         step = ALIGNED_BYTES // self.itemsize
         return self.itemsize > 2 or (product.columns % step == 0 and product.depth % step == 0)
+
+
+def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Product, ...]:
+    """The products that an operator runs: one, or one for each input of a sum."""
+    if operator.kind != "linear_sum":
+        return (forward_product(operator, sizes),)
+    rows, columns, _ = product_shape(operator, sizes)
+    made = rows * columns
+    depths = [shape_of(read.layout, sizes)[-1] for read in operator.inputs]
+    return tuple(
+        Product(rows, columns, depth, 1, made + depth * (rows + columns)) for depth in depths
+    )
 
 
 def forward_product(operator: Operator, sizes: Mapping[str, int]) -> Product:

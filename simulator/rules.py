@@ -13,6 +13,8 @@ source         none                         none                      any; `step
 linear         x (..., in)                  weight (out, in) or       (..., out); `transposed`
                                             (in, out) if transposed;
                                             bias
+linear_sum     x0 (..., in), x1 (..., in),  weight (out, in) of each  (..., out); `transposed`
+               …                            (or (in, out)); bias      of each
 matmul         a (..., m, k), b (..., k,    none                      (..., m, n)
                n)
 conv2d         x (sample, in_channel,       weight (out_channel,      (sample, out_channel,
@@ -55,6 +57,9 @@ cross_entropy  logits (..., class), target  none                      scalar: su
 `cross_entropy` divides by `count`, the number of counted targets of the *whole batch* (a source),
 so that the sum over microbatches and shards is the mean over the batch. In `reduce`, the constant
 `scale` does the same for means. Everywhere sums of shards and microbatches are the whole.
+
+The inputs of a `linear_sum` share dims that are contracted, so that sharding such a dim shards all
+of them and leaves one pending sum. A dim that only one of them has must be whole.
 """
 
 from __future__ import annotations
@@ -97,17 +102,17 @@ class Rule:
 
     `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run
     on matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward
-    moves its inputs and outputs through memory; `saved_inputs` and `saved_output` which tensors
-    backward needs (`saved` knows what elementwise chains keep); `inner` the collectives inside the
-    kernel; `weight_share` the part of backward that makes the gradients of parameters, which may
-    run later than that of the inputs.
+    moves its inputs and outputs through memory; `saved_inputs` (None: all) and `saved_output`
+    which tensors backward needs (`saved` knows what elementwise chains keep); `inner` the
+    collectives inside the kernel; `weight_share` the part of backward that makes the gradients of
+    parameters, which may run later than that of the inputs.
     """
 
     flops: Callable[[Operator, Sizes], float]
     matmul: bool = False
     backward_flops: float = 2.0
     passes: float = 1.0
-    saved_inputs: tuple[int, ...] = (0,)
+    saved_inputs: tuple[int, ...] | None = (0,)
     saved_output: bool = False
     inner: Callable[[Operator, Sizes], tuple[InnerReduction, ...]] = lambda operator, sizes: ()
     weight_share: float = 0.0
@@ -130,6 +135,16 @@ def _contraction_flops(operator: Operator, sizes: Sizes) -> float:
     out = set(factors(operator.outputs[0].layout))
     inner = [d.name for d in operator.dims if d.kind is DimKind.REDUCTION and d.name not in out]
     return 2.0 * _out_elements(operator, sizes) * _product(sizes, tuple(inner))
+
+
+def _sum_flops(operator: Operator, sizes: Sizes) -> float:
+    """Those of a linear layer for each input."""
+    out = set(factors(operator.outputs[0].layout))
+    depths = [
+        _product(sizes, tuple(name for name in factors(read.layout) if name not in out))
+        for read in operator.inputs
+    ]
+    return 2.0 * _out_elements(operator, sizes) * sum(depths)
 
 
 def _attention_flops(operator: Operator, sizes: Sizes) -> float:
@@ -185,6 +200,7 @@ def _token_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction,
 RULES: dict[str, Rule] = {
     "source": Rule(_no_flops, saved_inputs=()),
     "linear": Rule(_contraction_flops, matmul=True, weight_share=0.5),
+    "linear_sum": Rule(_sum_flops, matmul=True, saved_inputs=None, weight_share=0.5),
     "matmul": Rule(_contraction_flops, matmul=True, saved_inputs=(0, 1)),
     "conv2d": Rule(_contraction_flops, matmul=True, weight_share=0.5),
     "embedding": Rule(_no_flops, weight_share=1.0),

@@ -34,7 +34,8 @@ def saved_slots(operator: Operator) -> frozenset[int]:
     tensors needs both.
     """
     if operator.kind != "elementwise":
-        return frozenset(rule_of(operator).saved_inputs)
+        saved = rule_of(operator).saved_inputs
+        return frozenset(range(len(operator.inputs)) if saved is None else saved)
     return frozenset(position for what, position in _saved_by_steps(operator) if what == "in")
 
 

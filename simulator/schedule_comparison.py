@@ -96,6 +96,7 @@ def compare_schedules(
             "devices: schedules are compared for pipelines of at least 2 stages, each on devices "
             "of its own"
         )
+    graph = plan.rewrite(graph).graph
     plan.check(graph)
     split = replace(plan, schedule="zb-h1", token_slices=1, orders=())
     whole = replace(split, schedule="1f1b")

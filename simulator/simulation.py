@@ -108,13 +108,14 @@ def simulate_plan(
 
     Args:
         plan: stages, meshes, choices and schedule.
-        graph: the model at its whole batch.
+        graph: the model at its whole batch; the plan's substitutions are applied to it.
         costs: prices of operators; links are priced from the plan's cluster.
         memory: rows priced before, when many plans are simulated under the same `costs`.
 
     Raises:
         ValueError: when the plan is not for `graph` (see `Plan.check`).
     """
+    graph = plan.rewrite(graph).graph
     plan.check(graph)
     return simulate_model(plan_model(plan, graph, costs, memory))
 

@@ -415,6 +415,16 @@ def expert_linear() -> Case:
 
 
 @case
+def linear_sum() -> Case:
+    b, x, w = builder()
+    made = b.linear_sum([x(2, 4, 6), x(2, 4, 6)], [w(8, 6), w(8, 6)], w(8))
+    return Case(
+        operator_of(b, made),
+        lambda one, two, v, w, bias: one @ v.T + two @ w.T + bias,
+    )
+
+
+@case
 def elementwise() -> Case:
     b, x, w = builder()
     steps = [

@@ -103,6 +103,8 @@ def experts() -> OperatorGraph:
     slots = build.moe_dispatch(x, gates, top_k=2, capacity=4)
     weight, bias = build.parameter("up.w", (4, 6, 6)), build.parameter("up.b", (4, 6))
     x = build.moe_combine(build.expert_linear(slots, weight, bias), gates, top_k=2)
+    both = [build.parameter(f"sum.w{i}", (6, 6)) for i in range(2)]
+    x = build.linear_sum([x, build.pointwise("relu", x)], both)
     weights = build.moe_weights(gates, top_k=2, capacity=4)
     return build.build(build.pointwise("mul", build.mean(x), build.mean(weights)))
 

@@ -80,6 +80,22 @@ def _linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensor
     return functional.linear(inputs[0], weight, bias)
 
 
+def _linear_sum(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    into = factors((operator.inputs[0].layout[-1],))
+    bias = weights[-1] if len(weights) > len(inputs) and shards.first(into) else None
+    total: Tensor | None = None
+    for x, weight, swapped in zip(
+        inputs, weights, operator.attributes["transposed"], strict=False
+    ):
+        matrix = weight.t() if swapped else weight
+        if total is None:
+            total = functional.linear(x, matrix, bias)
+        else:
+            total = total + functional.linear(x, matrix)
+    assert total is not None
+    return total
+
+
 def _matmul(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
     *batch, rows, columns = operator.outputs[0].layout
     left, right = (read.layout for read in operator.inputs)
@@ -147,6 +163,7 @@ def _narrow(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensor
 
 KERNELS: dict[str, Kernel] = {
     "linear": _linear,
+    "linear_sum": _linear_sum,
     "matmul": _matmul,
     "conv2d": _conv2d,
     "embedding": _embedding,

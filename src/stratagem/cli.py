@@ -347,6 +347,7 @@ def schedules(
 ) -> None:
     """Say what each pipeline schedule would do to a plan's step, bubble and memory."""
     loaded, graph = Plan.load(plan), load_graph(model)
+    graph = loaded.rewrite(graph).graph
     loaded.check(graph)
     costs = _costs(graph, loaded.cluster, loaded.training, measure)
     table = face.compare_schedules(loaded, graph, costs, token_slices=slices)
@@ -380,6 +381,7 @@ def _costs(
 
 
 def _simulated(plan: Plan, graph: OperatorGraph, measure: bool) -> Simulation:
+    graph = plan.rewrite(graph).graph
     plan.check(graph)
     costs = _costs(graph, plan.cluster, plan.training, measure)
     return face.simulate(plan, graph, costs)

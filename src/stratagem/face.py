@@ -270,7 +270,7 @@ def execute(
         raise ValueError(f"no backend {backend!r}; there are {', '.join(known)}")
     run = run_here if backend == "local" else run_processes
     used = graph or capture(model, kwargs=batch)
-    plan.check(used)
+    plan.check(plan.rewrite(used).graph)
     return run(
         plan, used, model_state(model), batch, steps=steps, warmup=warmup, gradients=gradients
     )

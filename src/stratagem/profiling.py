@@ -173,6 +173,7 @@ def planned_operators(graph: OperatorGraph, plan: Plan) -> list[Local]:
     Raises:
         ValueError: when the plan is not for this graph, or its devices cannot be profiled here.
     """
+    graph = plan.rewrite(graph).graph
     plan.check(graph)
     device, _ = _device_here(plan.cluster)
     part = graph.microbatch(plan.num_microbatches)

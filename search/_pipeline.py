@@ -1,0 +1,154 @@
+"""The pipeline of blocks: lower bounds first, then its makespan in the cheapest exact way.
+
+A step is the macro graph of `simulator.pipeline` under a table of durations. Every path through it
+and everything that one rank does are sums of entries of the table with whole coefficients, and no
+step is shorter than one of them. On a single rank nothing waits, so the sum is the step itself.
+
+Where every resource serves its tasks in the same order under every table (`chain_arrays` proves
+it when it can), the step is a longest path in that order, without a queue. The longest path of the
+plan as it is joins the bounds: it is what most worse proposals fail at.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stratagem.simulator._delta_index import uncounted
+from stratagem.simulator._kernels import simulate_tasks
+
+Ints = npt.NDArray[np.int64]
+
+CLOSED, ORDERED, QUEUED = range(3)
+"""How a pipeline is played: one sum, in a known order, or by the event engine."""
+
+
+class Pipeline(NamedTuple):
+    """The macro graph of Q tasks, its table of M entries, flat by kind and item.
+
+    Attributes:
+        how: [1], `CLOSED`, `ORDERED` or `QUEUED`.
+        columns: entries of the table that tasks read.
+        places: [M], which column an entry is.
+        bounds: [B + 1, columns], coefficients of each lower bound; the last is the longest path.
+        entry: [Q], the entry that each task reads; tasks in the order in which they are played.
+        before_starts, before: predecessors of each task.
+        held_starts, held: resources of each task.
+        end, because: [Q], work space: when a task ends, and for which task it waited last (or −1).
+        free, holder: per resource, work space: when it is free, and who held it.
+        now: [1], makespan in ns of the accepted table.
+        table, proposed: [M], the accepted table and the proposed one, in ns.
+    """
+
+    how: Ints
+    columns: Ints
+    places: Ints
+    bounds: Ints
+    entry: Ints
+    before_starts: Ints
+    before: Ints
+    held_starts: Ints
+    held: Ints
+    end: Ints
+    because: Ints
+    free: Ints
+    holder: Ints
+    now: Ints
+    table: Ints
+    proposed: Ints
+
+
+@uncounted()
+def bound_of(pipeline: Pipeline) -> int:
+    """The greatest lower bound in ns under the proposed table."""
+    columns, bounds, table = pipeline.columns, pipeline.bounds, pipeline.proposed
+    greatest = 0
+    for row in range(bounds.shape[0]):
+        total = 0
+        for column in range(columns.size):
+            total += bounds[row, column] * table[columns[column]]
+        greatest = max(greatest, total)
+    return greatest
+
+
+@uncounted()
+def play_in_order(pipeline: Pipeline) -> int:
+    """Makespan in ns of a pipeline whose order is known, under the proposed table."""
+    end, because, free, holder = pipeline.end, pipeline.because, pipeline.free, pipeline.holder
+    free[:] = 0
+    holder[:] = -1
+    makespan = 0
+    for task in range(end.size):
+        ns = pipeline.proposed[pipeline.entry[task]]
+        time, waits_for = 0, -1
+        for e in range(pipeline.before_starts[task], pipeline.before_starts[task + 1]):
+            before = pipeline.before[e]
+            if end[before] > time:
+                time, waits_for = end[before], before
+        if ns > 0:
+            first, last = pipeline.held_starts[task], pipeline.held_starts[task + 1]
+            for h in range(first, last):
+                resource = pipeline.held[h]
+                if free[resource] > time:
+                    time, waits_for = free[resource], holder[resource]
+            for h in range(first, last):
+                free[pipeline.held[h]] = time + ns
+                holder[pipeline.held[h]] = task
+        end[task] = time + ns
+        because[task] = waits_for
+        makespan = max(makespan, time + ns)
+    return makespan
+
+
+@uncounted()
+def note_longest_path(pipeline: Pipeline) -> None:
+    """Make the longest path of what was played in order last the last of the bounds."""
+    row = pipeline.bounds[pipeline.bounds.shape[0] - 1]
+    row[:] = 0
+    task = np.argmax(pipeline.end)
+    while task >= 0:
+        row[pipeline.places[pipeline.entry[task]]] += 1
+        task = pipeline.because[task]
+
+
+@uncounted()
+def play_in_queue(
+    table: Ints,
+    num_items: int,
+    successor_offsets: Ints,
+    successors: Ints,
+    num_predecessors: Ints,
+    resource_sets: Ints,
+    set_offsets: Ints,
+    set_resources: Ints,
+    contention: Ints,
+    free: Ints,
+    kind: Ints,
+    item: Ints,
+    work: Ints,
+) -> int:
+    """Makespan in ns of any pipeline of blocks; `table` is flat by kind and item."""
+    durations, sets = work[0], work[1]
+    for task in range(kind.size):
+        durations[task] = table[kind[task] * num_items + item[task]]
+        sets[task] = resource_sets[task] if durations[task] > 0 else 0
+    return simulate_tasks(
+        successor_offsets,
+        successors,
+        num_predecessors,
+        durations,
+        sets,
+        set_offsets,
+        set_resources,
+        contention,
+        work[2],
+        free,
+        work[3],
+        work[4],
+        work[5],
+        work[6],
+        work[7],
+        work[8],
+    )

@@ -1,0 +1,487 @@
+"""A lower bound on the simulated step of every plan of a problem, whatever its choices.
+
+**Claim.** Let c be the choices of a plan on a skeleton and T(c) its simulated step. Then
+
+    T(c) ≥ Σ_b Σ_q y_bq · f_bq(c) + Σ_p μ_p · s_p(c) + Σ_m ν_m · (bytes_m(c) / capacity_m − 1)
+
+for every plan that fits, where p are paths of the macro graph, b blocks (a stage and a direction),
+q measures of a block, m moments of a rank, all multipliers are at least 0, Σ_p μ_p = 1, and
+Σ_q y_bq = Σ_p μ_p · n_pb with n_pb the number of times that path p runs block b.
+
+**Proof.** Tasks start after their predecessors end and contention only makes them longer, so a
+play is at least as long as the tasks along any path: T(c) ≥ Σ_b n_pb · t_b(c) + s_p(c), t_b the
+makespan of a block and s_p the transfers on the path. The same holds with weights μ. A rank runs
+its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A block's
+makespan is at least the tasks along a path of *its* graph, and at least the busy time of each of
+its resources, which serve one task at a time: that is each f_bq, whatever else overlaps. So
+t_b ≥ Σ_q λ_q f_bq for weights λ that sum to 1. The last sum is at most 0 where a plan fits. ∎
+
+The right side is a sum of look-ups by the choices of one or two operators (`lookups`), so its
+minimum over *all* choices can be bounded by a dynamic program along a spanning forest (`forest`),
+for any multipliers. The best multipliers are found by cutting planes (Kelley 1960): each round
+adds the choices found to a linear program, and with them what binds there: the paths that are
+longest under them and the moments at which they are over the memory. Every round yields a valid
+bound, the best one counts. Choices met on the way are plans too, and often good ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import linprog
+
+from stratagem.search import _kernels
+from stratagem.search.anneal import arguments_of
+from stratagem.search.forest import Pair, minimise_forest, spanning_forest
+from stratagem.search.lookups import PLAIN, BlockLookups, Lookups, Measure, Tables, longest_path
+from stratagem.search.problem import Problem
+from stratagem.simulator.block import NUM_RESOURCES
+from stratagem.simulator.pipeline import SEND
+from stratagem.simulator.resharding import FloatArray, IntArray
+
+MAX_PATHS = 6
+"""Paths that are kept of a block, and of the macro graph."""
+STEP = 0.5
+"""How far a round's multipliers go from the best ones towards the linear program's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """No plan of the problem that fits takes less than `seconds` a step.
+
+    Infinite where no plan fits at all. `choice` is the best plan met on the way and `score` what
+    the annealer would score it. `binding` names what the bound is made of, in shares that sum to 1.
+    """
+
+    seconds: float
+    choice: IntArray
+    score: float
+    rounds: int
+    binding: tuple[tuple[str, float], ...]
+
+
+def lower_bound(
+    problem: Problem,
+    choice: IntArray,
+    *,
+    rounds: int = 20,
+    tolerance: float = 0.005,
+    target: float = np.inf,
+) -> Bound:
+    """Bound the simulated step of every plan of `problem` from below.
+
+    Example:
+        >>> from stratagem.search.problem import make_problem
+        >>> from stratagem.search.space import skeletons
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> skeleton = next(skeletons(graph, cluster))
+        >>> problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))
+        >>> start = np.zeros(len(problem.choices), dtype=np.int64)
+        >>> bound = lower_bound(problem, start)
+        >>> 0 < bound.seconds <= bound.score
+        True
+
+    Args:
+        problem: a skeleton with its prices.
+        choice: a good plan, whose paths come first.
+        rounds: how many cutting planes at most.
+        tolerance: relative gap to the best plan met at which it stops.
+        target: seconds; it stops as soon as the bound is above.
+    """
+    relaxation = _Relaxation(problem)
+    relaxation.learn(choice)
+    relaxation.span()
+    for number in range(1, rounds + 1):
+        relaxation.round()
+        best = min(relaxation.score, target)
+        if relaxation.seconds >= best * (1.0 - tolerance) or relaxation.seconds >= target:
+            break
+        if relaxation.has_converged:
+            break
+    return Bound(
+        seconds=relaxation.seconds,
+        choice=relaxation.choice,
+        score=relaxation.score,
+        rounds=number,
+        binding=relaxation.binding(),
+    )
+
+
+@dataclass(eq=False)
+class _Column:
+    """What a choice measures, by the name of the multiplier."""
+
+    block: dict[tuple[int, int, int], float]
+    path: list[float]
+    memory: list[float]
+
+
+@dataclass(eq=False)
+class _MacroPath:
+    """How often each block is on a path of the macro graph, and the transfers on it."""
+
+    tasks: bytes
+    times: dict[tuple[int, int], int]
+    sends: Measure
+
+
+@dataclass(eq=False)
+class _Multipliers:
+    """y by (stage, kind, measure), μ by path, ν by moment (ns)."""
+
+    block: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    path: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+
+    def toward(self, other: _Multipliers, step: float) -> _Multipliers:
+        """The same conditions hold for every mean of two."""
+        keys = self.block.keys() | other.block.keys()
+
+        def mean(a: float, b: float) -> float:
+            return (1.0 - step) * a + step * b
+
+        def padded(ours: list[float], theirs: list[float]) -> list[float]:
+            count = max(len(ours), len(theirs))
+            both = [
+                (v[k] if k < len(v) else 0.0 for k in range(count)) for v in (ours, theirs)
+            ]
+            return [mean(a, b) for a, b in zip(*both, strict=True)]
+
+        return _Multipliers(
+            {k: mean(self.block.get(k, 0.0), other.block.get(k, 0.0)) for k in sorted(keys)},
+            padded(self.path, other.path),
+            padded(self.memory, other.memory),
+        )
+
+
+class _Relaxation:
+    """The measures, the columns met so far, and the best bound."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.seconds, self.score = 0.0, np.inf
+        self.choice = np.zeros(len(problem.choices), dtype=np.int64)
+        self.has_converged = False
+        played = {(int(s), int(k)) for s, k in problem.plays[:, :2]}
+        self._blocks = {key: BlockLookups(problem, *key) for key in sorted(played)}
+        self._measures: dict[tuple[int, int], list[tuple[Measure, FloatArray, int]]] = {}
+        for key, block in self._blocks.items():
+            self._measures[key] = []
+            for resource in range(NUM_RESOURCES):
+                load = block.load(resource)
+                if load is not None:
+                    self._measures[key].append((load, load.weights, resource))
+        self._paths: list[_MacroPath] = []
+        self._moments: list[tuple[tuple[int, int, int], Measure]] = []
+        self._columns: list[_Column] = []
+        self._met: list[IntArray] = []
+        self._crossings = _crossing_lookups(problem)
+        self._tensors = _tensor_lookups(problem)
+        self._best: _Multipliers | None = None
+        self._forest: tuple[Pair, ...] = ()
+        stages = problem.num_stages
+        self._block_ns = np.zeros((6, stages), dtype=np.int64)
+        self._profiles = np.zeros((stages, 6), dtype=np.int64)
+
+    # -- what a plan shows ---------------------------------------------------------------------
+
+    def learn(self, choice: IntArray) -> None:
+        """Simulate a plan; remember the paths and moments that bind under it."""
+        problem = self.problem
+        score = float(
+            _kernels.score_plan(
+                np.full(problem.num_stages, _kernels.REPLAY, dtype=np.int64),
+                choice,
+                self._block_ns,
+                self._profiles,
+                *arguments_of(problem),
+            )
+        )
+        if score < self.score:
+            self.score, self.choice = score, choice.copy()
+        self._learn_macro()
+        on_paths = {key for path in self._paths for key in path.times}
+        for key in sorted(on_paths):
+            self._learn_path(key, choice)
+        self._learn_moments(choice)
+        self._met.append(choice.copy())
+
+    def _learn_macro(self) -> None:
+        offsets, successors = self.problem.macro[0], self.problem.macro[1]
+        kind, item = self.problem.macro[-2], self.problem.macro[-1]
+        durations = self.problem.table[kind, item].astype(np.float64)
+        tasks = longest_path(offsets, successors, durations)
+        if len(self._paths) >= MAX_PATHS or any(p.tasks == tasks.tobytes() for p in self._paths):
+            return
+        times: dict[tuple[int, int], int] = {}
+        joins = np.zeros((self.problem.table.shape[0], self.problem.table.shape[1]))
+        for k, i in zip(kind[tasks].tolist(), item[tasks].tolist(), strict=True):
+            if k < SEND:
+                times[i, k] = times.get((i, k), 0) + 1
+            else:
+                joins[k, i] += 1
+        lookups, kinds, items = self._crossings
+        sends = Measure("transfers", lookups, joins[kinds, items])
+        self._paths.append(_MacroPath(tasks.tobytes(), times, sends))
+
+    def _learn_path(self, key: tuple[int, int], choice: IntArray) -> None:
+        block, known = self._blocks[key], self._measures[key]
+        path = block.longest_path(choice)
+        weights = path.weights
+        paths = [entry for entry in known if entry[2] == PLAIN]
+        if len(paths) < MAX_PATHS and not any(np.array_equal(weights, w) for _, w, _ in paths):
+            known.append((path, weights, PLAIN))
+
+    def _learn_moments(self, choice: IntArray) -> None:
+        """The moments at which ranks are over their memory."""
+        problem = self.problem
+        rank_stages, starts, situations, held_starts, held = problem.ranks
+        for rank in range(problem.capacities.size):
+            peak = int(_kernels.rank_peak(rank, self._profiles, *problem.ranks))
+            if peak <= problem.capacities[rank]:
+                continue
+            totals = [
+                self._profiles[situations[k, 0], 3 + situations[k, 1]]
+                + sum(
+                    h[1] * self._profiles[h[0], 1] + h[2] * self._profiles[h[0], 2]
+                    for h in held[held_starts[k] : held_starts[k + 1]]
+                )
+                for k in range(starts[rank], starts[rank + 1])
+            ]
+            worst = int(starts[rank] + int(np.argmax(totals)))
+            place = self._fullest_place(choice, *(int(v) for v in situations[worst]))
+            name = (rank, worst, place)
+            if any(known == name for known, _ in self._moments):
+                continue
+            weights = self._moment_weights(rank, worst, place)
+            scaled = weights / float(problem.capacities[rank])
+            used = np.flatnonzero(scaled)
+            measure = Measure("memory", self._tensors.some(used), scaled[used])
+            self._moments.append((name, measure))
+
+    def _fullest_place(self, choice: IntArray, stage: int, which: int) -> int:
+        starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
+        birth, death = self.problem.tensors[7], self.problem.tensors[8]
+        rows = np.arange(starts[stage], starts[stage + 1])
+        rows = rows[birth[rows] >= 0]
+        nbytes = self._tensors.some(rows).values(choice)
+        n = int(sizes[stage])
+        change = np.zeros(3 * n + 1)
+        np.add.at(change, birth[rows], nbytes)
+        np.add.at(change, death[rows] + 1, -nbytes)
+        alive = np.cumsum(change)[which * n : (which + 1) * n]
+        return which * n + int(np.argmax(alive))
+
+    def _moment_weights(self, rank: int, situation: int, place: int) -> FloatArray:
+        """How many copies of each tensor a rank holds at a moment."""
+        rank_stages, _, situations, held_starts, held = self.problem.ranks
+        starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
+        birth, death = self.problem.tensors[7], self.problem.tensors[8]
+        stage_of = np.repeat(np.arange(len(sizes)), np.diff(starts))
+        weights = np.where((birth < 0) & (rank_stages[rank][stage_of] > 0), 1.0, 0.0)
+        runs = situations[situation, 0]
+        moving = birth >= 0
+        weights[moving & (stage_of == runs) & (birth <= place) & (place <= death)] += 1.0
+        for stage, waiting, late in held[held_starts[situation] : held_starts[situation + 1]]:
+            n = sizes[stage]
+            mine = moving & (stage_of == stage)
+            weights[mine & (birth < n) & (n <= death)] += waiting
+            weights[mine & (birth < 2 * n) & (2 * n <= death)] += late
+        return weights
+
+    # -- the dual ------------------------------------------------------------------------------
+
+    def span(self) -> None:
+        """Choose the pairs that the dynamic program follows: those that cost most on average."""
+        start = self._start()
+        self._tables = Tables([len(c) for c in self.problem.choices], self._parts())
+        _, pairs = self._tables.combine(self._weights(start))
+        heavy = {pair: float(matrix.mean()) for pair, matrix in pairs.items()}
+        light = {pair: 0.0 for pair in self._tables.pairs if pair not in heavy}
+        self._forest = spanning_forest(len(self.problem.choices), {**light, **heavy})
+        self._best = None
+        self._try(start)
+
+    def round(self) -> None:
+        """Solve the linear program over the columns, and ask the dynamic program."""
+        proposed = self._solve_master()
+        assert self._best is not None
+        before = self.seconds
+        self._try(self._best.toward(proposed, STEP))
+        if self.seconds <= before * (1.0 + 1e-4):
+            self._try(proposed)
+        limit = self._master_value
+        self.has_converged = self.seconds >= limit * (1.0 - 1e-3)
+
+    def binding(self) -> tuple[tuple[str, float], ...]:
+        """What the best bound is made of."""
+        if self._best is None or self.seconds <= 0 or not np.isfinite(self.seconds):
+            return ()
+        column = self._column(self._met[-1])
+        shares: dict[str, float] = {}
+        names = {0: "computing", 1: "link in node", 2: "link between nodes", 3: "host"}
+        for key, weight in self._best.block.items():
+            resource = self._measures[key[:2]][key[2]][2]
+            name = "chain of tasks" if resource == PLAIN else names[resource]
+            shares[name] = shares.get(name, 0.0) + weight * column.block.get(key, 0.0)
+        total = sum(shares.values()) or 1.0
+        ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+        return tuple((name, value / total) for name, value in ordered if value > 0)
+
+    def _start(self) -> _Multipliers:
+        """All on the path that is longest under the plan given."""
+        found = _Multipliers({}, [1.0], [0.0] * len(self._moments))
+        for key, times in self._paths[0].times.items():
+            path = next(q for q, (_, _, r) in enumerate(self._measures[key]) if r == PLAIN)
+            found.block[*key, path] = float(times)
+        return found
+
+    def _parts(self) -> list[Lookups]:
+        parts = [
+            block.lookups(resource)
+            for block in self._blocks.values()
+            for resource in range(NUM_RESOURCES + 1)
+        ]
+        return [*parts, self._crossings[0], self._tensors]
+
+    def _weights(self, at: _Multipliers) -> list[FloatArray]:
+        """Weights of the rows of `_parts`."""
+        weights: list[FloatArray] = []
+        for key, block in self._blocks.items():
+            mine = [np.zeros(len(block.tasks)) for _ in range(NUM_RESOURCES + 1)]
+            for q, (measure, _, resource) in enumerate(self._measures[key]):
+                y = at.block.get((*key, q), 0.0)
+                if y <= 0.0:
+                    continue
+                if resource == PLAIN:
+                    mine[PLAIN][self._rows(key, q, measure)] += y
+                else:
+                    mine[resource] += y
+            weights += mine
+        sends = np.zeros(len(self._crossings[1]))
+        for mu, path in zip(at.path, self._paths, strict=False):
+            sends += mu * path.sends.weights
+        nbytes = np.zeros(len(self._tensors.base))
+        for nu, ((rank, situation, place), _) in zip(at.memory, self._moments, strict=False):
+            if nu > 0:
+                copies = self._moment_weights(rank, situation, place)
+                nbytes += nu / float(self.problem.capacities[rank]) * copies
+        return [*weights, sends, nbytes]
+
+    def _rows(self, key: tuple[int, int], q: int, path: Measure) -> IntArray:
+        """Which busy tasks of a block are on a path."""
+        cache = self.__dict__.setdefault("_row_cache", {})
+        if (key, q) not in cache:
+            block = self._blocks[key]
+            all_rows, mine = block.lookups(), path.lookups
+            keys = {
+                k: n for n, k in enumerate(zip(all_rows.base, all_rows.first, all_rows.second))
+            }
+            cache[key, q] = np.array(
+                [keys[k] for k in zip(mine.base, mine.first, mine.second)], dtype=np.int64
+            )
+        found: IntArray = cache[key, q]
+        return found
+
+    def _try(self, at: _Multipliers) -> None:
+        """The bound at some multipliers; the choices that reach it are learnt from."""
+        nodes, pairs = self._tables.combine(self._weights(at))
+        value, choice = minimise_forest(nodes, pairs, self._forest)
+        seconds = (value - sum(at.memory)) * 1e-9
+        if self._best is None or seconds > self.seconds:
+            self.seconds, self._best = max(seconds, self.seconds), at
+        self.learn(choice)
+
+    def _column(self, choice: IntArray) -> _Column:
+        block = {
+            (*key, q): measure.value(choice)
+            for key, measures in self._measures.items()
+            for q, (measure, _, _) in enumerate(measures)
+        }
+        return _Column(
+            block,
+            [path.sends.value(choice) for path in self._paths],
+            [measure.value(choice) - 1.0 for _, measure in self._moments],
+        )
+
+    def _solve_master(self) -> _Multipliers:
+        """Multipliers that are best against all choices met so far."""
+        columns = [self._column(choice) for choice in self._met]
+        on_paths = sorted({key for path in self._paths for key in path.times})
+        names = [(*key, q) for key in on_paths for q in range(len(self._measures[key]))]
+        num_paths, num_moments = len(self._paths), len(self._moments)
+        scale = max(self.score * 1e9, 1.0) if np.isfinite(self.score) else 1e9
+        width = 1 + len(names) + num_paths + num_moments
+        above = np.zeros((len(columns), width))
+        for row, column in enumerate(columns):
+            above[row, 0] = 1.0
+            above[row, 1 : 1 + len(names)] = [-column.block[name] / scale for name in names]
+            above[row, 1 + len(names) : 1 + len(names) + num_paths] = [
+                -value / scale for value in column.path
+            ]
+            above[row, 1 + len(names) + num_paths :] = [-value for value in column.memory]
+        equal = np.zeros((1 + len(on_paths), width))
+        equal[0, 1 + len(names) : 1 + len(names) + num_paths] = 1.0
+        for row, key in enumerate(on_paths, start=1):
+            for k, name in enumerate(names):
+                if name[:2] == key:
+                    equal[row, 1 + k] = 1.0
+            for p, path in enumerate(self._paths):
+                equal[row, 1 + len(names) + p] = -float(path.times.get(key, 0))
+        right = np.zeros(1 + len(on_paths))
+        right[0] = 1.0
+        goal = np.zeros(width)
+        goal[0] = -1.0
+        most = [(None, 1e6), *[(0, None)] * (len(names) + num_paths), *[(0, 1e4)] * num_moments]
+        solved = linprog(
+            goal, above, np.zeros(len(columns)), equal, right, most, method="highs-ds"
+        )
+        assert solved.status == 0, solved.message
+        x = solved.x
+        self._master_value = float(x[0]) * scale * 1e-9
+        y = np.maximum(x[1 : 1 + len(names)], 0.0)
+        mu = np.maximum(x[1 + len(names) : 1 + len(names) + num_paths], 0.0)
+        nu = np.maximum(x[1 + len(names) + num_paths :], 0.0) * scale
+        return _scaled(dict(zip(names, y.tolist(), strict=True)), mu, nu, self._paths)
+
+
+def _scaled(
+    y: dict[tuple[int, int, int], float], mu: FloatArray, nu: FloatArray, paths: Sequence[_MacroPath]
+) -> _Multipliers:
+    """Multipliers that meet the conditions exactly, whatever a solver's tolerance left."""
+    mu = mu / mu.sum()
+    wanted: dict[tuple[int, int], float] = {}
+    for share, path in zip(mu.tolist(), paths, strict=True):
+        for key, times in path.times.items():
+            wanted[key] = wanted.get(key, 0.0) + share * times
+    sums: dict[tuple[int, int], float] = {}
+    for name, value in y.items():
+        sums[name[:2]] = sums.get(name[:2], 0.0) + value
+    block = {
+        name: value * (wanted[name[:2]] / sums[name[:2]]) if sums[name[:2]] > 0 else 0.0
+        for name, value in y.items()
+    }
+    return _Multipliers(block, mu.tolist(), nu.tolist())
+
+
+def _crossing_lookups(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
+    """What surely crosses between stages: of tensors that may arrive together, the first."""
+    rows = problem.crossings
+    first = rows[:, 6] == np.arange(len(rows))
+    kept = rows[first]
+    lookups = Lookups(
+        problem.blocks[0].astype(np.float64), kept[:, 5], kept[:, 2], kept[:, 3], kept[:, 4],
+        np.ones(len(kept), dtype=np.int64),
+    )  # fmt: skip
+    return lookups, kept[:, 0], kept[:, 1]
+
+
+def _tensor_lookups(problem: Problem) -> Lookups:
+    _, _, base, first, stride, second, second_stride, _, _, pool, *_ = problem.tensors
+    return Lookups(pool.astype(np.float64), base, first, stride, second, second_stride)

@@ -1,0 +1,226 @@
+"""What a user asks of a plan, and the search must honour."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from stratagem.search.literature.dims import logical_dims
+from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.placement import Config, Pin, Shard
+from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.simulation import Simulation
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Conditions on every plan that a search may return.
+
+    Example:
+        >>> Constraints(max_tensor=4, zero_stages=(0, 1), forbid=(("vocab", "node"),)).max_tensor
+        4
+
+    Axes are named as the meshes of the search name them: ``node`` between nodes and ``device``
+    inside one, which is cut into ``outer`` and ``inner`` or, in meshes of two axes, ``data`` and
+    ``tensor``. Dims are logical dims (`literature.logical_dims`, such as ``batch``, ``heads``,
+    ``vocab``) or dims of operators (``out``).
+
+    Attributes:
+        pin: configs by operator, or by a pattern such as ``layers.*.attention``: those operators
+            must have exactly these placements. Such a search only tries meshes with as many axes.
+        forbid: (dim, axis) pairs: the dim may not be sharded along the axis.
+        require: (dim, axis) pairs: whatever can be sharded along the dim must be, on that axis,
+            on every mesh that has the axis.
+        pipeline: number of pipeline ranks; `max_pipeline` the most.
+        tensor: into how many parts dims other than the samples cut an operator, at the most of
+            all operators; `max_tensor` the most. Experts count.
+        zero_stages: ZeRO stages that parameters may have.
+        microbatches: numbers of microbatches that may be tried.
+        schedules: schedules of pipelines that may be tried.
+        recompute: recompute policies that may be tried (see `segments`).
+        headroom: share of each device's memory that must stay free.
+
+    Raises:
+        ValueError: a degree below 1, both a fixed degree and a limit under it, or a headroom
+            outside [0, 1).
+    """
+
+    pin: Mapping[str, Config] = field(default_factory=dict)
+    forbid: tuple[tuple[str, str], ...] = ()
+    require: tuple[tuple[str, str], ...] = ()
+    pipeline: int | None = None
+    max_pipeline: int | None = None
+    tensor: int | None = None
+    max_tensor: int | None = None
+    zero_stages: tuple[int, ...] | None = None
+    microbatches: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    headroom: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "max_pipeline", "tensor", "max_tensor"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"constraints: {name} is {value}; it must be 1 or more")
+        for name in ("pipeline", "tensor"):
+            fixed, most = getattr(self, name), getattr(self, f"max_{name}")
+            if fixed is not None and most is not None and fixed > most:
+                raise ValueError(
+                    f"constraints: {name} is {fixed}, but max_{name} is {most}; drop one of them"
+                )
+        if not 0 <= self.headroom < 1:
+            raise ValueError(
+                f"constraints: headroom is {self.headroom}; it is a share of the memory, from 0 "
+                "to below 1"
+            )
+        for name in ("zero_stages", "microbatches", "schedules", "recompute"):
+            if getattr(self, name) == ():
+                raise ValueError(f"constraints: {name} allows nothing; name at least one")
+
+    def bind(self, graph: OperatorGraph) -> Bound:
+        """The constraints with the names of a model looked up.
+
+        Raises:
+            ValueError: an operator pattern or a dim that the model lacks; it names what is near.
+        """
+        return Bound(self, graph)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether they ask for nothing."""
+        return self == Constraints()
+
+
+class Bound:
+    """Constraints on plans for one model."""
+
+    def __init__(self, constraints: Constraints, graph: OperatorGraph) -> None:
+        self.constraints = constraints
+        names = [op.name for op in graph.operators]
+        self._pins: dict[str, Config] = {}
+        for pattern, config in constraints.pin.items():
+            matched = fnmatch.filter(names, pattern)
+            if not matched:
+                near = difflib.get_close_matches(pattern, names, 3, 0.3)
+                raise ValueError(
+                    f"constraints: no operator of {graph.name!r} is called {pattern!r}; near are "
+                    f"{', '.join(near) or ', '.join(names[:3])}"
+                )
+            self._pins.update(dict.fromkeys(matched, config))
+        self._forbid = _by_operator(constraints.forbid, graph)
+        self._require = _by_operator(constraints.require, graph)
+        self._graph = graph
+
+    def allows(self, operator: Operator, choice: Choice, mesh: DeviceMesh) -> bool:
+        """Whether an operator may have a choice on a mesh."""
+        c, config = self.constraints, choice.config
+        pinned = self._pins.get(operator.name)
+        if pinned is not None and config != pinned:
+            return False
+        axes = {axis.name: k for k, axis in enumerate(mesh.axes)}
+        for dim, axis in self._forbid.get(operator.name, ()):
+            if axis in axes and config[axes[axis]] == Shard(dim):
+                return False
+        for dim, axis in self._require.get(operator.name, ()):
+            if axis in axes and mesh.shape[axes[axis]] > 1 and config[axes[axis]] != Shard(dim):
+                return False
+        if c.zero_stages is not None and trainable_weights(self._graph, operator):
+            summed = choice.zero or 0
+            if summed not in c.zero_stages and not (summed == 0 and 0 not in c.zero_stages):
+                return False
+        most = c.tensor or c.max_tensor
+        return most is None or tensor_ways(operator, config, mesh.shape) <= most
+
+    def allows_skeleton(
+        self, num_ranks: int, num_microbatches: int, schedule: str, meshes: Iterable[DeviceMesh]
+    ) -> bool:
+        """Whether plans on such stages may be tried."""
+        c = self.constraints
+        widths = {len(config) for config in self._pins.values()}
+        return (
+            (c.pipeline is None or num_ranks == c.pipeline)
+            and (c.max_pipeline is None or num_ranks <= c.max_pipeline)
+            and (c.microbatches is None or num_microbatches in c.microbatches)
+            and (c.schedules is None or num_ranks == 1 or schedule in c.schedules)
+            and (not widths or all({len(mesh.axes)} == widths for mesh in meshes))
+        )
+
+    def violations(self, simulation: Simulation, num_ranks: int) -> list[str]:
+        """In words, what a simulated plan does that the constraints do not allow."""
+        plan, found = simulation.plan, []
+        c = self.constraints
+        meshes = [stage.mesh for stage in plan.stages]
+        if not self.allows_skeleton(num_ranks, plan.num_microbatches, plan.schedule, meshes):
+            found.append(
+                f"{num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
+            )
+        for stage in plan.stages:
+            for name, choice in stage.choices.items():
+                operator = self._graph.operator(name)
+                if not self.allows(operator, choice, stage.mesh):
+                    found.append(f"{name} has {choice} on a mesh of {stage.mesh.shape}")
+        if c.tensor is not None and most_tensor_ways(plan, self._graph) != c.tensor:
+            found.append(f"tensor ways are {most_tensor_ways(plan, self._graph)}")
+        found += [
+            f"rank {r} holds {rank.peak} of {rank.capacity} bytes, above 1 − {c.headroom}"
+            for r, rank in enumerate(simulation.memory)
+            if c.headroom and rank.peak > rank.capacity * (1 - c.headroom)
+        ]
+        return found
+
+
+def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> int:
+    """Into how many parts dims other than the samples cut an operator."""
+    return math.prod(
+        ways
+        for placement, ways in zip(config, shape, strict=True)
+        if isinstance(placement, Pin)
+        or (
+            isinstance(placement, Shard)
+            and operator.dim(placement.dim).kind is not DimKind.SAMPLE
+        )
+    )
+
+
+def most_tensor_ways(plan: Plan, graph: OperatorGraph) -> int:
+    """The most tensor ways of all operators of a plan."""
+    return max(
+        tensor_ways(graph.operator(name), choice.config, stage.mesh.shape)
+        for stage in plan.stages
+        for name, choice in stage.choices.items()
+    )
+
+
+def _by_operator(
+    pairs: tuple[tuple[str, str], ...], graph: OperatorGraph
+) -> dict[str, list[tuple[str, str]]]:
+    """Per operator the (dim, axis) pairs of its own dims."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    if not pairs:
+        return found
+    logical = logical_dims(graph)
+    for name, axis in pairs:
+        splits = dict(logical[name].split) if name in logical else {}
+        if not splits:
+            splits = {
+                op.name: dim.name
+                for op in graph.operators
+                for dim in op.dims
+                if dim.name == name and not dim.whole
+            }
+        if not splits:
+            known = sorted({*logical, *(d.name for op in graph.operators for d in op.dims)})
+            near = difflib.get_close_matches(name, known, 3) or known[:8]
+            raise ValueError(
+                f"constraints: {graph.name!r} has no dim {name!r} that can be sharded; there are "
+                f"{', '.join(near)}"
+            )
+        for operator, dim in splits.items():
+            found.setdefault(operator, []).append((dim, axis))
+    return found

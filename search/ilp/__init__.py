@@ -1,0 +1,5 @@
+"""Choose one strategy per node at least cost, memory limits included, with a certificate.
+
+A solver of its own: it knows nothing of operators, meshes or plans. `instance` states problems,
+`solve` answers them, `explain` says why one has no answer, `iopddl` reads those of a contest.
+"""

@@ -1,0 +1,131 @@
+"""Kernels of the solver: arrays in, arrays out. All of them are in this file, because numba's
+cache does not see changes of a kernel in another one."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+MOST = 1e300
+"""Beyond all finite costs."""
+NEIGHBOURS = 4
+"""Rows kept on either side that a row is compared with."""
+
+
+@numba.njit(cache=True)
+def implied_rows(
+    limits: Ints,
+    excess: Ints,
+    first: Ints,
+    width: Ints,
+    start: Ints,
+    num_strategies: Ints,
+    pool: Ints,
+) -> Bools:
+    """Which rows another one implies.
+
+    Row r is implied by s if Σ over nodes of max over k of (u_r[k] − u_s[k]) ≤ limit_r − limit_s.
+    Rows are taken by `excess`, largest first, and compared with the nearest that were kept.
+    """
+    num_rows = len(limits)
+    counts = np.zeros(num_rows + 1, np.int64)
+    for node in range(len(first)):
+        for row in range(first[node], first[node] + width[node]):
+            counts[row + 1] += 1
+    offsets = np.cumsum(counts)
+    nodes = np.empty(offsets[-1], np.int64)
+    fill = offsets[:-1].copy()
+    for node in range(len(first)):
+        for row in range(first[node], first[node] + width[node]):
+            nodes[fill[row]] = node
+            fill[row] += 1
+    kept = np.zeros(num_rows, np.bool_)
+    for row in np.argsort(-excess, kind="mergesort"):
+        implied = False
+        for direction in (-1, 1):
+            seen = 0
+            other = row + direction
+            while 0 <= other < num_rows and seen < NEIGHBOURS and not implied:
+                if kept[other]:
+                    seen += 1
+                    left = limits[row] - limits[other]
+                    for where in range(offsets[row], offsets[row + 1]):
+                        node = nodes[where]
+                        inside = first[node] <= other < first[node] + width[node]
+                        most = np.int64(-(2**62))
+                        for k in range(num_strategies[node]):
+                            line = start[node] + k * width[node] - first[node]
+                            more = pool[line + row] - (pool[line + other] if inside else 0)
+                            most = max(most, more)
+                        left -= most
+                    # A node of the other row alone adds nothing: it holds nothing at its least.
+                    implied = left >= 0
+                other += direction
+            if implied:
+                break
+        kept[row] = not implied
+    return ~kept
+
+
+@numba.njit(cache=True)
+def worst_differences(table: Floats) -> Floats:
+    """`d[k, m]`: how much more strategy m than k may cost on an edge, over all of the neighbour's.
+
+    d[k, m] = max over l of table[m, l] − table[k, l]; where k is forbidden, m cannot be worse.
+    """
+    count, columns = table.shape
+    worst = np.empty((count, count))
+    for k in range(count):
+        for m in range(count):
+            most = -MOST
+            for column in range(columns):
+                if table[k, column] < np.inf:
+                    most = max(most, table[m, column] - table[k, column])
+                    if most == np.inf:
+                        break
+            worst[k, m] = most
+    return worst
+
+
+@numba.njit(cache=True)
+def dominated(worst: Floats, nbytes: Ints) -> Bools:
+    """Strategies that another one replaces at no more cost and with no more bytes in any row.
+
+    Of equal ones the first stays.
+    """
+    count = len(worst)
+    covers = np.zeros((count, count), np.bool_)
+    for k in range(count):
+        for m in range(count):
+            covers[k, m] = worst[k, m] <= 0
+            for row in range(nbytes.shape[1]):
+                if not covers[k, m] or nbytes[m, row] > nbytes[k, row]:
+                    covers[k, m] = False
+                    break
+    found = np.zeros(count, np.bool_)
+    for k in range(count):
+        for m in range(count):
+            if k != m and covers[k, m] and (not covers[m, k] or m < k):
+                found[k] = True
+    return found
+
+
+@numba.njit(cache=True)
+def min_plus(costs: Floats, one: Floats, other: Floats) -> tuple[Floats, Ints]:
+    """min over k of costs[k] + one[k, a] + other[k, b], and which k it is (the first)."""
+    best = np.full((one.shape[1], other.shape[1]), np.inf)
+    choice = np.zeros((one.shape[1], other.shape[1]), np.int64)
+    for k in range(len(costs)):
+        for a in range(one.shape[1]):
+            base = costs[k] + one[k, a]
+            if base < np.inf:
+                for b in range(other.shape[1]):
+                    if base + other[k, b] < best[a, b]:
+                        best[a, b] = base + other[k, b]
+                        choice[a, b] = k
+    return best, choice

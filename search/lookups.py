@@ -1,0 +1,253 @@
+"""What a plan of a problem costs, as sums of look-ups: the linear side of the simulator.
+
+The duration of every task and the size of every tensor is one look-up by the choices of at most
+two operators (see `simulator.block` and `simulator.lifetimes`). So whatever adds some of them up
+with fixed weights, such as the tasks along a path, the load of a link or the bytes alive at one
+place, is a *measure* of the form
+
+    Σᵢ nodeᵢ[cᵢ] + Σᵢⱼ pairᵢⱼ[cᵢ, cⱼ]
+
+over the choices c, which dynamic programs and integer programs can minimise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numba
+import numpy as np
+
+from stratagem.search.problem import Problem
+from stratagem.simulator.block import NUM_RESOURCES
+from stratagem.simulator.resharding import FloatArray, IntArray
+from stratagem.simulator.rows import BoolArray
+
+PLAIN = NUM_RESOURCES
+"""The pool of `Pools` whose values count whatever they occupy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lookups:
+    """Values ``pool[base + c[first]·stride + c[second]·second_stride]``, a row each.
+
+    `second_stride` is 0 where one operator alone decides.
+    """
+
+    pool: FloatArray
+    base: IntArray
+    first: IntArray
+    stride: IntArray
+    second: IntArray
+    second_stride: IntArray
+
+    def values(self, choice: IntArray) -> FloatArray:
+        """The values of all rows under `choice`, one number per operator of the graph."""
+        where = self.base + choice[self.first] * self.stride
+        found: FloatArray = self.pool[where + choice[self.second] * self.second_stride]
+        return found
+
+    def some(self, rows: IntArray | BoolArray) -> Lookups:
+        """The look-ups of some rows."""
+        return Lookups(
+            self.pool,
+            self.base[rows],
+            self.first[rows],
+            self.stride[rows],
+            self.second[rows],
+            self.second_stride[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Measure:
+    """Look-ups with a weight each: a linear function of the choices, and a name for it."""
+
+    name: str
+    lookups: Lookups
+    weights: FloatArray
+
+    def value(self, choice: IntArray) -> float:
+        """What the choices measure."""
+        return float(self.weights @ self.lookups.values(choice))
+
+
+@dataclass(eq=False)
+class BlockLookups:
+    """The look-ups of one kind of block of one stage, and its topology."""
+
+    problem: Problem
+    stage: int
+    kind: int
+
+    def __post_init__(self) -> None:
+        blocks = self.problem.stage_blocks[self.stage]
+        self.block, self.last = blocks.of_kind(self.kind)
+
+    @cached_property
+    def tasks(self) -> IntArray:
+        """The tasks that have anything to do under some choice."""
+        return np.flatnonzero(self._base > 0)
+
+    @property
+    def _base(self) -> IntArray:
+        return self.block.base if self.last else self.block.inner_base
+
+    def lookups(self, resource: int = PLAIN) -> Lookups:
+        """Durations in ns of `tasks`; with a resource, 0 for those that do not occupy it."""
+        return Lookups(
+            self._pools[resource],
+            self._base[self.tasks],
+            self.block.first[self.tasks],
+            self.block.stride[self.tasks],
+            self.block.second[self.tasks],
+            self.block.second_stride[self.tasks],
+        )
+
+    @cached_property
+    def _pools(self) -> list[FloatArray]:
+        return pools_of(self.problem, self.stage)
+
+    def load(self, resource: int) -> Measure | None:
+        """How long a resource is busy; None if it never is."""
+        lookups = self.lookups(resource)
+        measure = Measure(f"load {resource}", lookups, np.ones(len(self.tasks)))
+        return measure if lookups.pool.any() else None
+
+    def longest_path(self, choice: IntArray) -> Measure:
+        """The tasks on the path that takes longest under `choice`, resources left out."""
+        durations = np.zeros(len(self._base))
+        durations[self.tasks] = self.lookups().values(choice)
+        path = longest_path(self.block.successor_offsets, self.block.successors, durations)
+        on_path = np.isin(self.tasks, path)
+        return Measure("path", self.lookups().some(on_path), np.ones(int(on_path.sum())))
+
+
+def pools_of(problem: Problem, stage: int) -> list[FloatArray]:
+    """The durations of a stage by resource that they occupy, and all of them (`PLAIN`)."""
+    blocks = problem.stage_blocks[stage]
+    ns = blocks.pool_ns.astype(np.float64)
+    occupied = [np.where(blocks.pool_mask >> r & 1, ns, 0.0) for r in range(NUM_RESOURCES)]
+    return [*occupied, ns]
+
+
+@numba.njit(cache=True)
+def longest_path(offsets: IntArray, successors: IntArray, durations: FloatArray) -> IntArray:
+    """Tasks of a path of greatest length in a graph without cycles.
+
+    Example:
+        >>> offsets, successors = np.array([0, 2, 3, 4, 4]), np.array([1, 2, 3, 3])
+        >>> longest_path(offsets, successors, np.array([1.0, 5.0, 2.0, 1.0])).tolist()
+        [0, 1, 3]
+    """
+    count = durations.size
+    waiting = np.zeros(count, dtype=np.int64)
+    for follower in successors:
+        waiting[follower] += 1
+    start, came_from = np.zeros(count), np.full(count, -1, dtype=np.int64)
+    queue, taken, known = np.empty(count, dtype=np.int64), 0, 0
+    for task in range(count):
+        if waiting[task] == 0:
+            queue[known] = task
+            known += 1
+    while taken < known:
+        task = queue[taken]
+        taken += 1
+        end = start[task] + durations[task]
+        for k in range(offsets[task], offsets[task + 1]):
+            follower = successors[k]
+            if end > start[follower]:
+                start[follower] = end
+                came_from[follower] = task
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                queue[known] = follower
+                known += 1
+    task, length = np.argmax(start + durations), 0
+    while task >= 0:
+        queue[length] = task
+        length += 1
+        task = came_from[task]
+    return queue[:length][::-1].copy()
+
+
+class Tables:
+    """Node vectors and pair matrices of weighted sums of look-ups.
+
+    What repeated layers have in common is added up once: pairs with the same terms share a matrix.
+    A pair is named with the lower operator first.
+
+    Args:
+        sizes: number of choices of every operator.
+        parts: look-ups; `combine` weighs their rows.
+    """
+
+    def __init__(self, sizes: Sequence[int], parts: Sequence[Lookups]) -> None:
+        self.sizes, self._parts = list(sizes), list(parts)
+        pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for number, part in enumerate(parts):
+            ends = np.where(part.second_stride == 0, part.first, part.second)
+            low, high = np.minimum(part.first, ends), np.maximum(part.first, ends)
+            for row, pair in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
+                pairs.setdefault(pair, []).append((number, row))
+        self._terms = pairs
+        self.pairs = [pair for pair in pairs if pair[0] != pair[1]]
+
+    def combine(
+        self, weights: Sequence[FloatArray]
+    ) -> tuple[list[FloatArray], dict[tuple[int, int], FloatArray]]:
+        """Node vectors by operator, and pair matrices, of Σ weight · look-up.
+
+        Args:
+            weights: per part, one number a row.
+        """
+        nodes = [np.zeros(size) for size in self.sizes]
+        pairs: dict[tuple[int, int], FloatArray] = {}
+        made: dict[tuple[object, ...], FloatArray] = {}
+        for (i, j), rows in self._terms.items():
+            terms = [(n, r) for n, r in rows if weights[n][r] != 0.0]
+            if not terms:
+                continue
+            key = (
+                self.sizes[i],
+                self.sizes[j],
+                i == j,
+                *(
+                    (
+                        id(self._parts[n].pool),
+                        int(self._parts[n].base[r]),
+                        bool(self._parts[n].first[r] == i),
+                        float(weights[n][r]),
+                    )
+                    for n, r in terms
+                ),
+            )
+            if key not in made:
+                made[key] = self._sum(i, j, terms, weights)
+            if i == j:
+                nodes[i] = made[key]
+            else:
+                pairs[i, j] = made[key]
+        return nodes, pairs
+
+    def _sum(
+        self,
+        i: int,
+        j: int,
+        terms: Sequence[tuple[int, int]],
+        weights: Sequence[FloatArray],
+    ) -> FloatArray:
+        ours, theirs = np.arange(self.sizes[i]), np.arange(self.sizes[j])
+        total = np.zeros(self.sizes[i]) if i == j else np.zeros((self.sizes[i], self.sizes[j]))
+        for n, r in terms:
+            part = self._parts[n]
+            base, stride, second = part.base[r], part.stride[r], part.second_stride[r]
+            if i == j:
+                where = base + ours * (stride + second)
+            elif part.first[r] == i:
+                where = base + ours[:, None] * stride + theirs[None, :] * second
+            else:
+                where = base + ours[:, None] * second + theirs[None, :] * stride
+            total += weights[n][r] * part.pool[where]
+        return total

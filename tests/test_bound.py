@@ -1,0 +1,176 @@
+"""The lower bound of the search against every plan of small spaces, and its parts by brute force."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search import _kernels
+from stratagem.search.anneal import arguments_of
+from stratagem.search.bound import lower_bound
+from stratagem.search.forest import minimise_forest, spanning_forest
+from stratagem.search.lookups import longest_path
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.space import Options, Skeleton, skeletons
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.training import Training
+
+
+def best_by_enumeration(problem: Problem) -> float:
+    """Least step of all plans that fit; infinite if none does."""
+    best = np.inf
+    block_ns = np.zeros((6, problem.num_stages), dtype=np.int64)
+    profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
+    dirty = np.full(problem.num_stages, _kernels.REPLAY, dtype=np.int64)
+    for choice in itertools.product(*(range(len(c)) for c in problem.choices)):
+        number = np.array(choice, dtype=np.int64)
+        score = float(
+            _kernels.score_plan(dirty, number, block_ns, profiles, *arguments_of(problem))
+        )
+        ranks = range(problem.capacities.size)
+        peaks = [int(_kernels.rank_peak(r, profiles, *problem.ranks)) for r in ranks]
+        if all(peak <= cap for peak, cap in zip(peaks, problem.capacities, strict=True)):
+            best = min(best, score)
+    return best
+
+
+def start_of(problem: Problem) -> np.ndarray:
+    return np.zeros(len(problem.choices), dtype=np.int64)
+
+
+def tiny_cluster(devices: int, *, nodes: int, gb_s: float, gib: float | None = None) -> Cluster:
+    cluster = Cluster.preset("dgx-a100", num_nodes=nodes)
+    device = cluster.device_types[0]
+    if gib is not None:
+        device = replace(device, memory_gib=gib, reserved_gib=0.0)
+    return replace(
+        cluster,
+        devices_per_node=devices // nodes,
+        device_types=(device,),
+        intra_node=replace(cluster.intra_node, bandwidth_gb_s=gb_s, by_group_size=()),
+        inter_node=replace(cluster.inter_node, bandwidth_gb_s=gb_s / 2),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    widths=st.lists(st.sampled_from([256, 512, 2048]), min_size=2, max_size=3),
+    nodes=st.sampled_from([1, 2]),
+    gb_s=st.sampled_from([0.5, 5.0, 100.0]),
+    which=st.integers(0, 7),
+    inputs_first=st.booleans(),
+)
+def test_no_plan_of_a_small_space_is_under_the_bound(
+    widths: list[int], nodes: int, gb_s: float, which: int, inputs_first: bool
+) -> None:
+    graph = mlp(widths, batch=64)
+    cluster = tiny_cluster(4, nodes=nodes, gb_s=gb_s)
+    found = [s for s in skeletons(graph, cluster) if len(s.stages) <= 2]
+    skeleton = found[which % len(found)]
+    options = Options(inputs_first=inputs_first)
+    costs, training = default_costs(), Training()
+    problem = make_problem(graph, skeleton, cluster, training, costs, (0, 2), options=options)
+    if problem.num_plans > 40_000:
+        return
+    best = best_by_enumeration(problem)
+    bound = lower_bound(problem, start_of(problem), rounds=15)
+    assert bound.seconds <= best * (1 + 1e-9)
+    assert bound.score >= best * (1 - 1e-9)
+    assert bound.seconds > 0.3 * best
+
+
+@pytest.mark.parametrize("gib", [0.02, 0.05, 0.2])
+def test_memory_counts_in_the_bound(gib: float) -> None:
+    """With little memory replicated weights do not fit: the bound sees it, and stays a bound."""
+    graph = mlp([1024, 1024, 1024], batch=64)
+    tight = tiny_cluster(4, nodes=1, gb_s=2.0, gib=gib)
+    roomy = tiny_cluster(4, nodes=1, gb_s=2.0)
+    bounds, bests = [], []
+    for cluster in (roomy, tight):
+        skeleton = next(skeletons(graph, cluster))
+        problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 3))
+        bests.append(best_by_enumeration(problem))
+        bounds.append(lower_bound(problem, start_of(problem), rounds=30).seconds)
+    assert bounds[0] <= bests[0] * (1 + 1e-9)
+    assert bounds[1] <= bests[1] * (1 + 1e-9)
+    if bests[1] > 1.2 * bests[0]:
+        assert bounds[1] > bounds[0]
+
+
+def test_the_bound_is_close_on_a_transformer_under_pipelining() -> None:
+    graph = gpt(num_layers=4, hidden=256, num_heads=4, sequence=128, vocabulary=512, batch=32)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1)
+    skeleton = next(s for s in skeletons(graph, cluster) if len(s.stages) == 4)
+    problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0,))
+    bound = lower_bound(problem, start_of(problem))
+    assert 0.7 * bound.score < bound.seconds <= bound.score
+    assert sum(share for _, share in bound.binding) == pytest.approx(1.0)
+
+
+def test_a_target_stops_early() -> None:
+    graph = mlp([512, 512], batch=64)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1)
+    skeleton: Skeleton = next(skeletons(graph, cluster))
+    problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0,))
+    assert lower_bound(problem, start_of(problem), target=1e-9).rounds == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_forest_minimum_by_brute_force(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 5))
+    sizes = [data.draw(st.integers(1, 3)) for _ in range(count)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    nodes = [rng.integers(0, 9, size).astype(float) for size in sizes]
+    pairs = {
+        (i, j): rng.integers(0, 9, (sizes[i], sizes[j])).astype(float)
+        for i in range(count)
+        for j in range(i + 1, count)
+        if rng.random() < 0.6
+    }
+    forest = spanning_forest(count, {pair: float(m.mean()) for pair, m in pairs.items()})
+    value, choice = minimise_forest(nodes, pairs, forest)
+
+    def total(c: tuple[int, ...], *, relaxed: bool) -> float:
+        found = sum(nodes[i][c[i]] for i in range(count))
+        for (i, j), m in pairs.items():
+            inside = (i, j) in forest or not relaxed
+            found += m[c[i], c[j]] if inside else m[c[i]].min()
+        return float(found)
+
+    every = list(itertools.product(*map(range, sizes)))
+    assert value == min(total(c, relaxed=True) for c in every)
+    assert total(tuple(choice.tolist()), relaxed=True) == value
+    assert value <= min(total(c, relaxed=False) for c in every)
+    if len(forest) == len(pairs):
+        assert value == min(total(c, relaxed=False) for c in every)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(0, 10**6))
+def test_longest_path_by_brute_force(count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(count)
+    edges = sorted(
+        (int(names[i]), int(names[j]))
+        for i in range(count)
+        for j in range(i + 1, count)
+        if rng.random() < 0.5
+    )
+    durations = rng.integers(0, 9, count).astype(float)
+    offsets = np.searchsorted([a for a, _ in edges], np.arange(count + 1)).astype(np.int64)
+    successors = np.array([b for _, b in edges], dtype=np.int64)
+    path = longest_path(offsets, successors, durations).tolist()
+    assert all(pair in edges for pair in itertools.pairwise(path))
+
+    def longest_from(task: int) -> float:
+        return durations[task] + max((longest_from(b) for a, b in edges if a == task), default=0)
+
+    assert sum(durations[path]) == max(longest_from(t) for t in range(count))

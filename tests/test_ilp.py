@@ -1,0 +1,191 @@
+"""The choice of strategies: brute force as the truth, bounds, reductions, memory, files."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search.ilp.explain import explain_infeasible
+from stratagem.search.ilp.instance import Device, Edge, Instance, Use, limits
+from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
+from stratagem.search.ilp.solve import Solution, Status, solve
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    """Small instances with forbidden entries, parallel edges, ties of costs and memory."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    num_nodes = draw(st.integers(1, 6))
+    forbidden = draw(st.sampled_from([0.0, 0.1, 0.4, 0.7]))
+    largest = draw(st.sampled_from([2, 5, 1000]))
+    num_devices = draw(st.integers(0, 2))
+    room = draw(st.floats(0.0, 1.1))
+    return make_instance(seed, num_nodes, forbidden, largest, num_devices, room)
+
+
+def make_instance(
+    seed: int, num_nodes: int, forbidden: float, largest: int, num_devices: int, room: float
+) -> Instance:
+    rng = np.random.default_rng(seed)
+
+    def costs(*shape: int) -> np.ndarray:
+        drawn = rng.integers(0, largest, shape).astype(float)
+        drawn[rng.random(shape) < forbidden] = np.inf
+        return drawn
+
+    counts = rng.integers(1, 5, num_nodes)
+    nodes = tuple(
+        rng.integers(0, largest, count).astype(float) if rng.random() < 0.7 else costs(count)
+        for count in counts
+    )
+    edges = []
+    for _ in range(rng.integers(0, 2 * num_nodes + 1)):
+        if num_nodes < 2:
+            break
+        first, second = rng.choice(num_nodes, 2, replace=False)
+        edges.append(Edge(int(first), int(second), costs(counts[first], counts[second])))
+    uses = []
+    for device in range(num_devices):
+        for node in range(num_nodes):
+            start, end = sorted(rng.integers(0, 6, 2).tolist())
+            uses.append(Use(node, start, end, rng.integers(0, 10, counts[node]), device))
+    total = 5 * num_nodes
+    devices = tuple(
+        Device(
+            f"device {number}",
+            int(room * total)
+            if number == 0
+            else np.asarray(room * total * (0.5 + rng.random(6)), np.int64),
+        )
+        for number in range(num_devices)
+    )
+    return Instance(nodes, tuple(edges), tuple(uses), devices)
+
+
+def brute_force(instance: Instance, tied: tuple[tuple[int, ...], ...] = ()) -> float:
+    """The least cost of all choices that are allowed, infinity if none is."""
+    best = np.inf
+    for choice in itertools.product(*(range(len(costs)) for costs in instance.costs)):
+        if any(len({choice[node] for node in group}) > 1 for group in tied):
+            continue
+        cost = instance.objective(choice)
+        if cost < best and instance.excess(choice) == 0:
+            best = cost
+    return best
+
+
+def check(instance: Instance, solution: Solution, best: float) -> None:
+    if not np.isfinite(best):
+        assert solution.status is Status.INFEASIBLE
+        assert solution.choice is None
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.choice is not None
+    assert solution.objective == best == instance.objective(solution.choice)
+    assert instance.excess(solution.choice) == 0
+    assert solution.bound <= best
+
+
+@settings(max_examples=300, deadline=None)
+@given(instances())
+def test_the_solution_is_that_of_brute_force(instance: Instance) -> None:
+    check(instance, solve(instance), brute_force(instance))
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances())
+def test_tied_nodes_choose_alike(instance: Instance) -> None:
+    groups: dict[int, list[int]] = {}
+    for node, costs in enumerate(instance.costs):
+        groups.setdefault(len(costs), []).append(node)
+    tied = tuple(tuple(group) for group in groups.values() if len(group) > 1)
+    check(instance, solve(instance, tied=tied), brute_force(instance, tied))
+
+
+def test_a_file_reads_back_as_it_was_written(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    instance = make_instance(3, 6, 0.3, 1000, 0, 1.0)
+    uses = tuple(
+        Use(node, node, node + 2, np.arange(len(costs)))
+        for node, costs in enumerate(instance.costs)
+    )
+    instance = Instance(instance.costs, instance.edges, uses, (Device("device", 7),))
+    for name in ("a.json", "a.json.gz"):
+        write_iopddl(instance, tmp_path / name)
+        again = read_iopddl(tmp_path / name)
+        assert again.devices == instance.devices
+        assert all(map(np.array_equal, again.costs, instance.costs))
+        for one, other in zip(again.edges, instance.edges, strict=True):
+            assert (one.first, one.second) == (other.first, other.second)
+            assert np.array_equal(one.costs, other.costs)
+        for one, other in zip(again.uses, instance.uses, strict=True):
+            assert (one.node, one.start, one.end) == (other.node, other.start, other.end)
+            assert np.array_equal(one.nbytes, other.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "not an IOPDDL problem"),
+        (
+            '{"problem": {"nodes": {"costs": [[1, 2]], "usages": [], "intervals": [[0, 1]]},'
+            ' "edges": {"nodes": [], "costs": []}}}',
+            "1 costs, 0 usages, 1 intervals",
+        ),
+        (
+            '{"problem": {"nodes": {"costs": [[1, 2], [1]], "usages": [[0, 0], [1]],'
+            ' "intervals": [[0, 1], []]}, "edges": {"nodes": [[0, 1]], "costs": [[1]]}}}',
+            "has 1 costs; 2 × 1 strategies need 2",
+        ),
+    ],
+)
+def test_a_file_that_is_not_of_the_format_says_where(tmp_path, text, message) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_iopddl(path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(instances())
+def test_no_solution_explains_itself(instance: Instance) -> None:
+    if np.isfinite(brute_force(instance)):
+        if instance.devices:
+            with pytest.raises(ValueError, match="there is a solution"):
+                explain_infeasible(instance)
+        return
+    explanation = explain_infeasible(instance)
+    unlimited = Instance(instance.costs, instance.edges)
+    if not np.isfinite(brute_force(unlimited)):
+        assert explanation.stuck is not None
+        return
+    assert explanation.proved
+    assert explanation.cost == brute_force(raised(instance, explanation.increase))
+    assert sum(explanation.increase) == least_increase(instance)
+    for shortage in explanation.shortages:
+        assert f"{shortage.held - shortage.limit:,} less" in str(explanation)
+
+
+def raised(instance: Instance, increase: tuple[int, ...]) -> Instance:
+    devices = tuple(
+        Device(device.label, device.limit + more)
+        for device, more in zip(instance.devices, increase, strict=True)
+    )
+    return Instance(instance.costs, instance.edges, instance.uses, devices)
+
+
+def least_increase(instance: Instance) -> int:
+    """The least sum of increases that lets some choice in, by trying all choices."""
+    best = None
+    for choice in itertools.product(*(range(len(costs)) for costs in instance.costs)):
+        if np.isfinite(instance.objective(choice)):
+            over = sum(
+                max(0, int((profile - limits(device, len(profile))).max(initial=0)))
+                for device, profile in zip(instance.devices, instance.memory(choice), strict=True)
+            )
+            best = over if best is None else min(best, over)
+    assert best is not None
+    return best

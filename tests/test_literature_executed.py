@@ -1,0 +1,163 @@
+"""What methods of the literature propose computes what one process of torch computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.models import MLP, SmallCNN, SmallGPT
+from stratagem.executor import execute, model_state
+from stratagem.executor.reference import gradient_errors
+from stratagem.search import literature
+from stratagem.search.baselines import Situation
+from stratagem.search.literature import (
+    LITERATURE,
+    TRANSFORMER_RECIPES,
+    complete,
+    layout_choices,
+    megatron_setups,
+    one_stage_plan,
+    tofu,
+    transformer_annotations,
+)
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
+TOLERANCE = 1e-5
+METHODS = [name for name in LITERATURE if not name.startswith("GShard")]
+"""Captured models have no experts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, its batch, and what it is searched in."""
+
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    graph: OperatorGraph
+
+    @property
+    def situation(self) -> Situation:
+        return Situation(self.graph, CLUSTER, Training(), RooflineCosts())
+
+
+def make_case(model: nn.Module, **batch: Tensor) -> Case:
+    return Case(model, batch, capture(model, (), batch))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Case:
+    torch.manual_seed(0)
+    model = SmallGPT(num_layers=2, hidden=24, num_heads=4, vocabulary=50, sequence=10)
+    ids = torch.randint(0, 50, (4, 10))
+    return make_case(model, input_ids=ids, labels=ids.roll(-1, 1))
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Case:
+    torch.manual_seed(1)
+    model = MLP([10, 12, 9, 8])
+    return make_case(model, x=torch.randn(8, 10), target=torch.randint(0, 8, (8,)))
+
+
+@pytest.fixture(scope="module")
+def cnn() -> Case:
+    torch.manual_seed(2)
+    model = SmallCNN(channels=4, image=8, classes=6)
+    return make_case(model, images=torch.randn(4, 3, 8, 8), labels=torch.randint(0, 6, (4,)))
+
+
+def assert_equal_to_torch(case: Case, plan: Plan) -> None:
+    result = execute(
+        plan, case.graph, model_state(case.model), case.batch, gradients=True, timeout=30
+    )
+    model = copy.deepcopy(case.model)
+    loss = model(**case.batch)
+    loss.backward()
+    assert result.losses[0] == pytest.approx(float(loss.detach()), rel=TOLERANCE)
+    assert result.gradients is not None
+    truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    errors = gradient_errors(result.gradients, truths)
+    assert errors.keys() == truths.keys()
+    assert max(errors.values()) < TOLERANCE, max(errors, key=lambda name: errors[name])
+
+
+def is_executed(plan: Plan) -> bool:
+    """Not what the executor leaves to the simulator, nor batches that norms would see in parts."""
+    recomputes = any(c.recompute or c.regather for s in plan.stages for c in s.choices.values())
+    return not recomputes and not plan.inputs_first and plan.num_microbatches == 1
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
+@pytest.mark.parametrize("method", METHODS)
+def test_plans_of_every_method_equal_torch(
+    method: str, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(literature, "NUM_PLACEMENTS", 10)
+    case = request.getfixturevalue(model)
+    plans = [plan for plan in LITERATURE[method](case.situation) if is_executed(plan)]
+    assert plans
+    for plan in plans[:3]:
+        assert_equal_to_torch(case, plan)
+
+
+@pytest.mark.parametrize("recipe", TRANSFORMER_RECIPES)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+def test_gspmds_recipes_equal_torch(gpt: Case, recipe: str, shape: tuple[int, int]) -> None:
+    axes = (MeshAxis("X", shape[0]), MeshAxis("Y", shape[1]))
+    choices = complete(gpt.graph, axes, transformer_annotations(gpt.graph, axes, recipe)).choices
+    mesh = DeviceMesh(axes, tuple(range(4)))
+    assert_equal_to_torch(gpt, one_stage_plan(recipe, gpt.situation, mesh, choices))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"batch": "data", "heads": "model", "hidden": "model", "vocab": "model"},
+        {"length": "data", "heads": "model"},
+        {"features": "data", "hidden": "model"},
+        {"vocab": "data", "head_dim": "model"},
+    ],
+)
+def test_layouts_equal_torch(gpt: Case, layout: dict[str, str]) -> None:
+    axes = (MeshAxis("data", 2), MeshAxis("model", 2))
+    choices = layout_choices(gpt.graph, axes, layout)
+    mesh = DeviceMesh(axes, tuple(range(4)))
+    assert_equal_to_torch(gpt, one_stage_plan("layout", gpt.situation, mesh, choices))
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (3,)])
+def test_recursive_partitions_equal_torch(
+    model: str, shape: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    case = request.getfixturevalue(model)
+    axes = tuple(MeshAxis(f"level {k}", size) for k, size in enumerate(shape))
+    count = 4 if shape != (3,) else 3
+    mesh = DeviceMesh(axes, tuple(range(count)))
+    choices = tofu(case.graph, shape).choices
+    assert_equal_to_torch(case, one_stage_plan("Tofu", case.situation, mesh, choices))
+
+
+def test_megatrons_pipelines_equal_torch(gpt: Case) -> None:
+    setups = [
+        replace(setup, inputs_first=False)
+        for setup in megatron_setups(gpt.situation)
+        if setup.recompute == "none" and not setup.sequence_parallel
+        if setup.virtual_stages == 1 and setup.pipeline > 1
+    ]
+    assert {setup.tensor for setup in setups} == {1, 2}
+    for setup in setups:
+        plan = setup.plan(gpt.graph, CLUSTER)
+        assert_equal_to_torch(gpt, replace(plan, training=Training()))

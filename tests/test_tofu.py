@@ -1,0 +1,166 @@
+"""Tofu's recursive partition: each level is the least of all, and bytes are those of formulas."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search.baselines import Situation
+from stratagem.search.literature import frontier, one_stage_plan, recursive_mesh, tofu
+from stratagem.search.literature.frontier import least_sum
+from stratagem.search.literature.tofu import _Level, _options, moved_bytes
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.models import gpt, mlp, moe, resnet
+from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.placement import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Pin,
+    Shard,
+    check_config,
+    weight_gradient_placements,
+)
+from stratagem.simulator.training import Training
+
+SMALL = {"num_layers": 2, "hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16}
+MODELS = {
+    "gpt": gpt(**SMALL, batch=8),
+    "moe": moe(**SMALL, experts=4, batch=8),
+    "mlp": mlp([16, 32, 64, 8], batch=8),
+    "resnet": resnet(18, batch=8, image=32),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_frontier_finds_the_least_sum_of_any_graph(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    sizes = rng.integers(1, 4, count)
+    costs = [rng.integers(0, 10, n).astype(float) for n in sizes]
+    pairs = {
+        (a, b): rng.integers(0, 10, (sizes[a], sizes[b])).astype(float)
+        for a, b in itertools.combinations(range(count), 2)
+        if rng.random() < 0.6
+    }
+
+    def total(chosen: tuple[int, ...]) -> float:
+        return sum(c[k] for c, k in zip(costs, chosen, strict=True)) + sum(
+            table[chosen[a], chosen[b]] for (a, b), table in pairs.items()
+        )
+
+    found, least = least_sum(costs, pairs)
+    assert least == min(map(total, itertools.product(*(range(n) for n in sizes))))
+    assert total(tuple(found)) == least
+
+
+def test_a_graph_that_is_too_wide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "MAX_TABLE", 8)
+    pairs = {(k, 4): np.zeros((2, 2)) for k in range(4)}
+    with pytest.raises(ValueError, match="at item 3 of 5 there are 16 combinations of 4 items"):
+        least_sum([np.zeros(2)] * 5, pairs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 2, 2), (3,)])
+def test_every_operator_is_cut_along_every_axis_if_it_can_be(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    graph = MODELS[name]
+    result = tofu(graph, shape)
+    for operator in graph.operators:
+        choice = result.choices[operator.name]
+        check_config(operator, choice.config, shape)
+        for axis in range(len(shape)):
+            options = _options(operator, choice.config[:axis], shape[: axis + 1])
+            assert choice.config[axis] in options
+            assert options == [REPLICATE] or REPLICATE not in options
+        partial = any(
+            isinstance(p, Partial)
+            for w in trainable_weights(graph, operator)
+            for p in weight_gradient_placements(w, choice.config)
+        )
+        assert choice.zero == (3 if partial else 0)
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_a_level_is_the_least_of_all_combinations(ways: int) -> None:
+    """Four layers, each cut along samples, inputs or outputs: every combination by hand."""
+    graph, training = mlp([8, 64, 4, 32, 8], batch=16), Training()
+    level = _Level(graph, list(graph.operators), ways, training)
+    options = [_options(operator, (), (ways,)) for operator in graph.operators]
+    own, pairs = level.costs(options)
+    least = min(
+        sum(c[k] for c, k in zip(own, chosen, strict=True))
+        + sum(table[chosen[a], chosen[b]] for (a, b), table in pairs.items())
+        for chosen in itertools.product(*(range(len(found)) for found in options))
+    )
+    assert tofu(graph, (ways,)).level_bytes == (least,)
+
+
+def test_bytes_of_a_layer_are_those_of_the_formulas() -> None:
+    """Two layers 8 → 64 → 8 at batch 4, cut 2 ways by the hidden layer: one sum of the result.
+
+    float32: the sum of 4 × 8 results is spread (one of two copies moves), the gradient of the
+    result is brought together again.
+    """
+    result = tofu(mlp([8, 64, 8], batch=4), (2,))
+    configs = {n: str(c.config[0]) for n, c in result.choices.items()}
+    assert configs["layers.0"] == "S(out)"
+    assert configs["layers.1"] == "S(in)"
+    bias = 8 * 4 * 3  # Fetched twice, its gradient spread.
+    assert result.level_bytes == (4 * 8 * 4 + 4 * 8 * 4 + bias,)
+
+
+@pytest.mark.parametrize("ways", [2, 3, 8])
+def test_moved_bytes_are_what_collectives_deliver(ways: int) -> None:
+    size = 100.0
+    assert moved_bytes(size, Shard(0), Shard(0), ways) == 0
+    assert moved_bytes(size, REPLICATE, Shard(0), ways) == 0
+    assert moved_bytes(size, Shard(0), REPLICATE, ways) == pytest.approx(
+        ways * (size - size / ways)
+    )
+    assert moved_bytes(size, Shard(0), Shard(1), ways) == pytest.approx(
+        ways * (size / ways - size / ways**2)
+    )
+    scatter = moved_bytes(size, PARTIAL, Shard(0), ways)
+    gather = moved_bytes(size, Shard(0), REPLICATE, ways)
+    assert moved_bytes(size, PARTIAL, REPLICATE, ways) == scatter + gather
+
+
+def test_large_batches_cut_samples_and_large_weights_cut_features() -> None:
+    wide = tofu(mlp([64, 64, 64], batch=1 << 14), (2, 2)).choices
+    assert {str(p) for p in wide["layers.1"].config} == {"S(sample)"}
+    heavy = tofu(mlp([4096, 4096, 4096], batch=8), (2, 2)).choices
+    assert {str(p) for p in heavy["layers.1"].config} <= {"S(in)", "S(out)"}
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (2, 8), (3, 4), (1, 1), (1, 6)])
+def test_the_mesh_is_all_devices_with_nodes_outermost(nodes: int, devices: int) -> None:
+    cluster = Cluster.preset("dgx-a100", num_nodes=nodes, devices_per_node=devices)
+    mesh = recursive_mesh(cluster)
+    assert mesh.num_devices == nodes * devices
+    assert len(mesh.axes) <= 3
+    if nodes > 1:
+        assert mesh.link(0, cluster).crosses_nodes
+        assert not any(mesh.link(k, cluster).crosses_nodes for k in range(1, len(mesh.axes)))
+
+
+def test_tofu_moves_fewer_bytes_than_data_parallelism_and_is_priced() -> None:
+    cluster = Cluster.preset("dgx-a100", num_nodes=1)
+    graph = moe(
+        num_layers=2, hidden=128, num_heads=8, experts=8, vocabulary=512, sequence=64, batch=16
+    )
+    s = Situation(graph, cluster, Training(), RooflineCosts())
+    mesh = recursive_mesh(cluster)
+    choices = tofu(graph, mesh.shape).choices
+    plan = one_stage_plan("Tofu", s, mesh, choices)
+    assert s.simulate(plan).fits
+    assert not any(isinstance(p, Pin) for c in choices.values() for p in c.config)
+    assert {str(p) for p in choices["h.1.moe.up"].config} == {"S(expert)"}
