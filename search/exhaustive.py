@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,11 @@ import numpy as np
 from stratagem.search._exhaustive import try_plans
 from stratagem.search._kernels import MEASURE, REPLAY
 from stratagem.search.anneal import arguments_of
-from stratagem.search.problem import Problem
+from stratagem.search.baselines import Situation
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.space import ZERO_STAGES, Skeleton, operator_choices, skeletons
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 
 BATCH = 1 << 15
@@ -90,6 +95,73 @@ def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
             *arguments_of(problem),
         )
     return Optimum(best, float(scores[1]), bool(scores[0] == 0.0), num_plans)
+
+
+def exhaustive_plans(
+    situation: Situation,
+    *,
+    schedule: str = "1f1b",
+    zero_stages: Sequence[int] = ZERO_STAGES,
+    limit: int = 1_000_000,
+) -> Iterator[Plan]:
+    """The best plan of every skeleton, by trying all; none where there are too many plans.
+
+    Example:
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+        >>> given = Situation(mlp([64, 64], batch=8), cluster, Training(), default_costs())
+        >>> [plan.num_microbatches for plan in exhaustive_plans(given)]
+        [1, 2, 4, 2, 4, 8]
+
+    Args:
+        situation: the model, the cluster, the training and its prices.
+        schedule: of the pipelines.
+        zero_stages: that a choice may have.
+        limit: how many plans all skeletons together may have.
+
+    The skeletons are those of `skeletons`, nothing is recomputed.
+    """
+    candidates = list(skeletons(situation.graph, situation.cluster, schedule=schedule))
+    if count_plans(situation.graph, candidates, zero_stages) > limit:
+        return
+    for skeleton in candidates:
+        problem = make_problem(
+            situation.graph,
+            skeleton,
+            situation.cluster,
+            situation.training,
+            situation.costs,
+            zero_stages,
+            situation.memory,
+        )
+        best = exhaustive(problem, limit=limit)
+        fingerprint = situation.graph.fingerprint
+        yield problem.plan(best.choice, name="exhaustive", seed=0, fingerprint=fingerprint)
+
+
+def count_plans(
+    graph: OperatorGraph, candidates: Iterable[Skeleton], zero_stages: Sequence[int] = ZERO_STAGES
+) -> int:
+    """How many plans some skeletons have in all, without pricing them."""
+    counts: dict[tuple[int, str, tuple[int, ...]], int] = {}
+    total = 0
+    for skeleton in candidates:
+        small = graph.microbatch(skeleton.num_microbatches)
+        plans = 1
+        for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True):
+            for name in names:
+                key = skeleton.num_microbatches, name, mesh.shape
+                if key not in counts:
+                    choices = operator_choices(
+                        small, small.operator(name), mesh.shape, zero_stages
+                    )
+                    counts[key] = len(choices)
+                plans *= counts[key]
+        total += plans
+    return total
 
 
 def _touches(problem: Problem) -> IntArray:
