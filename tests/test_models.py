@@ -32,6 +32,9 @@ def matmul_flops(graph: OperatorGraph) -> float:
         (lambda: models.resnet(50, batch=2), 25_557_032),
         (lambda: models.resnet(101, batch=2), 44_549_160),
         (lambda: models.resnet(152, batch=2), 60_192_808),
+        (lambda: models.inception_v3(batch=2), 23_834_568),
+        (lambda: models.inception_v3(batch=2, auxiliary=True), 27_161_264),
+        (lambda: models.nmt(sequence=3), 99_651_584),
         (lambda: models.mlp([784, 512, 10], batch=3), 784 * 512 + 512 + 5120 + 10),
     ],
 )
@@ -73,6 +76,43 @@ def test_flops() -> None:
     assert matmul_flops(graph) == 2 * 1024 * (dense + 12 * 0.5 * 4 * 1024 * 768)
 
 
+@pytest.mark.parametrize(
+    ("build", "billions"),
+    [
+        # Narayanan et al. 2021, table 1 (39.1); Brown et al. 2020 with Megatron's vocabulary
+        (lambda: models.gpt(num_layers=48, hidden=8192, num_heads=64, vocabulary=51200), 39.1),
+        (
+            lambda: models.gpt(
+                num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048
+            ),
+            174.6,
+        ),
+        # Zheng et al. 2022, tables 7 and 8
+        (lambda: models.moe(num_layers=32, hidden=2048, experts=64), 70.4),
+        (lambda: models.wide_resnet(50, base_channels=320, width_factor=32, batch=2), 13.3),
+    ],
+)
+def test_parameters_of_large_models(build: Callable[[], OperatorGraph], billions: float) -> None:
+    assert build().num_parameters / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+def test_inception_does_what_its_authors_count() -> None:
+    # Szegedy et al. 2016: 5 billion multiply-adds; torchvision counts 5.71 with all layers
+    assert matmul_flops(models.inception_v3(batch=1)) / 2 == pytest.approx(5.71e9, rel=0.005)
+
+
+def test_steps_of_an_lstm_share_the_weights_of_their_layer() -> None:
+    graph = models.nmt(num_layers=2, hidden=8, vocabulary=24, sequence=5, batch=4)
+    users = [o.name for o in graph.operators for w in o.weights if "0.recurrent" in w.parameter]
+    steps = {f"encoder.0.step{i}.recurrent" for i in range(1, 5)}
+    assert set(users) == steps | {f"decoder.0.step{i}.recurrent" for i in range(5)}
+    # 2 hidden · 4 hidden multiply-adds a step, but that the first state of the encoder is zero
+    cells = [o for o in graph.operators if o.name.startswith(("encoder.", "decoder."))]
+    products = [o for o in cells if o.kind == "linear"]
+    flops = sum(RULES[o.kind].flops(o, o.sizes) for o in products)
+    assert flops == 2 * 4 * (4 * 5 * 8 * 8 * 4 + (4 * 5 - 2) * 8 * 8 * 4)
+
+
 @pytest.mark.parametrize("build", [models.gpt, models.bert])
 def test_layers_are_repeated_blocks(build: Callable[..., OperatorGraph]) -> None:
     graph = build(**{**SMALL, "num_layers": 5}, batch=4)
@@ -106,6 +146,9 @@ def test_every_batch_dim_counts_samples() -> None:
             "wide_resnet: width_factor is 0",
             lambda: models.wide_resnet(50, width_factor=0, batch=2),
         ),
+        ("inception_v3: classes is 0", lambda: models.inception_v3(batch=2, classes=0)),
+        ("a window of 3 .* larger than an image", lambda: models.inception_v3(batch=2, image=20)),
+        ("nmt: sequence is 0", lambda: models.nmt(sequence=0)),
         ("padded_vocabulary: multiple is 0", lambda: models.padded_vocabulary(50257, 0)),
         ("mlp: 1 sizes", lambda: models.mlp([3], batch=2)),
     ],

@@ -1,0 +1,98 @@
+"""Counting through all plans of a problem, in numba; `exhaustive` says what for."""
+
+from __future__ import annotations
+
+import sys
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from stratagem.search import _kernels, _pipeline
+from stratagem.search._kernels import REPLAY, excess_of, hash_of_sources, score
+from stratagem.simulator import _kernels as engine
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@numba.njit()
+def count_up(choice: Ints, num_choices: Ints, free: Ints, touches: Ints, dirty: Ints) -> bool:
+    """Go on to the next plan, the last operator fastest; False after the last one.
+
+    `dirty` says what has to be done anew for each stage: row i of `touches` where the choice of
+    operator i changed.
+    """
+    dirty[:] = 0
+    for place in range(free.size - 1, -1, -1):
+        i = free[place]
+        choice[i] = choice[i] + 1 if choice[i] + 1 < num_choices[i] else 0
+        for stage in range(dirty.size):
+            if touches[i, stage] == REPLAY or dirty[stage] == 0:
+                dirty[stage] = touches[i, stage]
+        if choice[i] > 0:
+            return True
+    return False
+
+
+def _make_try_plans(fingerprint: int):  # type: ignore[no-untyped-def]
+    """The kernel that Python calls, cached under `fingerprint`."""
+
+    @numba.njit(cache=True, nogil=True)
+    def try_plans(
+        num_plans: int,
+        choice: Ints,
+        num_choices: Ints,
+        free: Ints,
+        touches: Ints,
+        dirty: Ints,
+        best: Ints,
+        scores: Floats,
+        block_ns: Ints,
+        profiles: Ints,
+        capacities: Ints,
+        blocks: tuple[Ints, ...],
+        tensors: tuple[Ints, ...],
+        ranks: tuple[Ints, ...],
+        crossings: Ints,
+        arrivals: Ints,
+        macro: tuple[Ints, ...],
+        macro_work: Ints,
+        table: Ints,
+        plays: Ints,
+    ) -> int:
+        """Score up to `num_plans` plans from `choice` on; return how many there were.
+
+        `scores` is [excess over the memory, score] of `best`, the least pair, the first of equals.
+        """
+        _ = fingerprint
+        for tried in range(num_plans):
+            value = score(
+                dirty,
+                choice,
+                block_ns,
+                profiles,
+                capacities,
+                blocks,
+                tensors,
+                ranks,
+                crossings,
+                arrivals,
+                macro,
+                macro_work,
+                table,
+                plays,
+            )
+            if value < scores[1] or scores[0] > 0.0:
+                excess = excess_of(profiles, capacities, *ranks)
+                if excess < scores[0] or (excess == scores[0] and value < scores[1]):
+                    scores[0], scores[1] = excess, value
+                    best[:] = choice
+            if not count_up(choice, num_choices, free, touches, dirty):
+                return tried + 1
+        return num_plans
+
+    return try_plans
+
+
+try_plans = _make_try_plans(hash_of_sources(sys.modules[__name__], _kernels, _pipeline, engine))

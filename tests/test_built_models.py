@@ -1,0 +1,219 @@
+"""Inception and LSTMs as built compute what plain torch computes with the same parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stratagem.executor import execute
+from stratagem.executor.reference import gradient_errors
+from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
+from stratagem.simulator import models
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models.inception import AUXILIARY_WEIGHT
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.training import Training
+
+State = Mapping[str, Tensor]
+
+
+def plan_of(graph: OperatorGraph, choices: Choices, shape: tuple[int, ...]) -> Plan:
+    axes = tuple(MeshAxis(f"axis{i}", ways) for i, ways in enumerate(shape))
+    return Plan(
+        name="test",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=Cluster.preset("dgx-a100", num_nodes=1),
+        training=Training(),
+        stages=(Stage(graph.names, DeviceMesh(axes, tuple(range(math.prod(shape)))), choices),),
+        num_microbatches=1,
+        schedule="1f1b",
+    )
+
+
+def check(
+    graph: OperatorGraph,
+    choices: Choices,
+    shape: tuple[int, ...],
+    truth: Tensor,
+    state: State,
+    batch: State,
+    tolerance: float,
+) -> None:
+    """Loss and gradients of a plan against those of `truth`, which was computed from `state`."""
+    trained = {p.name: state[p.name] for p in graph.parameters if p.trainable}
+    wanted = dict(zip(trained, torch.autograd.grad(truth, list(trained.values())), strict=True))
+    given = {name: value.detach() for name, value in state.items()}
+    result = execute(
+        plan_of(graph, choices, shape), graph, given, dict(batch), gradients=True, timeout=120
+    )
+    assert result.losses[0] == pytest.approx(float(truth.detach()), rel=1e-5)
+    assert result.gradients is not None
+    errors = gradient_errors(result.gradients, wanted)
+    assert errors.keys() == trained.keys()
+    assert max(errors.values()) < tolerance, max(errors, key=lambda name: errors[name])
+
+
+# -- Inception ----------------------------------------------------------------------------------
+
+
+class Inception:
+    """Inception v3 on a state dict with the names and layers of torchvision."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def conv(
+        self, x: Tensor, name: str, stride: int = 1, pad: int | tuple[int, int] = 0
+    ) -> Tensor:
+        x = functional.conv2d(x, self.state[f"{name}.conv.weight"], stride=stride, padding=pad)
+        affine = self.state[f"{name}.bn.weight"], self.state[f"{name}.bn.bias"]
+        return functional.batch_norm(x, None, None, *affine, training=True, eps=1e-3).relu()
+
+    def average(self, x: Tensor, name: str) -> Tensor:
+        return self.conv(functional.avg_pool2d(x, 3, 1, 1), f"{name}.branch_pool")
+
+    def a(self, x: Tensor, n: str) -> Tensor:
+        five = self.conv(self.conv(x, f"{n}.branch5x5_1"), f"{n}.branch5x5_2", pad=2)
+        three = self.conv(self.conv(x, f"{n}.branch3x3dbl_1"), f"{n}.branch3x3dbl_2", pad=1)
+        three = self.conv(three, f"{n}.branch3x3dbl_3", pad=1)
+        return torch.cat([self.conv(x, f"{n}.branch1x1"), five, three, self.average(x, n)], 1)
+
+    def b(self, x: Tensor, n: str) -> Tensor:
+        three = self.conv(self.conv(x, f"{n}.branch3x3dbl_1"), f"{n}.branch3x3dbl_2", pad=1)
+        three = self.conv(three, f"{n}.branch3x3dbl_3", stride=2)
+        single = self.conv(x, f"{n}.branch3x3", stride=2)
+        return torch.cat([single, three, functional.max_pool2d(x, 3, 2)], 1)
+
+    def c(self, x: Tensor, n: str) -> Tensor:
+        seven, double = self.conv(x, f"{n}.branch7x7_1"), self.conv(x, f"{n}.branch7x7dbl_1")
+        seven = self.conv(seven, f"{n}.branch7x7_2", pad=(0, 3))
+        seven = self.conv(seven, f"{n}.branch7x7_3", pad=(3, 0))
+        for i, pad in enumerate([(3, 0), (0, 3), (3, 0), (0, 3)], 2):
+            double = self.conv(double, f"{n}.branch7x7dbl_{i}", pad=pad)
+        return torch.cat([self.conv(x, f"{n}.branch1x1"), seven, double, self.average(x, n)], 1)
+
+    def d(self, x: Tensor, n: str) -> Tensor:
+        three = self.conv(self.conv(x, f"{n}.branch3x3_1"), f"{n}.branch3x3_2", stride=2)
+        seven = self.conv(self.conv(x, f"{n}.branch7x7x3_1"), f"{n}.branch7x7x3_2", pad=(0, 3))
+        seven = self.conv(seven, f"{n}.branch7x7x3_3", pad=(3, 0))
+        seven = self.conv(seven, f"{n}.branch7x7x3_4", stride=2)
+        return torch.cat([three, seven, functional.max_pool2d(x, 3, 2)], 1)
+
+    def e(self, x: Tensor, n: str) -> Tensor:
+        one, three = self.conv(x, f"{n}.branch1x1"), self.conv(x, f"{n}.branch3x3_1")
+        double = self.conv(self.conv(x, f"{n}.branch3x3dbl_1"), f"{n}.branch3x3dbl_2", pad=1)
+        forks = [
+            self.conv(y, f"{n}.{fork}{side}", pad=pad)
+            for y, fork in ((three, "branch3x3_2"), (double, "branch3x3dbl_3"))
+            for side, pad in (("a", (0, 1)), ("b", (1, 0)))
+        ]
+        return torch.cat([one, *forks, self.average(x, n)], 1)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.conv(images, "Conv2d_1a_3x3", stride=2)
+        x = self.conv(self.conv(x, "Conv2d_2a_3x3"), "Conv2d_2b_3x3", pad=1)
+        x = self.conv(functional.max_pool2d(x, 3, 2), "Conv2d_3b_1x1")
+        x = functional.max_pool2d(self.conv(x, "Conv2d_4a_3x3"), 3, 2)
+        for letter in "bcd":
+            x = self.a(x, f"Mixed_5{letter}")
+        x = self.b(x, "Mixed_6a")
+        for letter in "bcde":
+            x = self.c(x, f"Mixed_6{letter}")
+        second = self.second(x, labels) if "AuxLogits.fc.weight" in self.state else 0.0
+        x = self.e(self.e(self.d(x, "Mixed_7a"), "Mixed_7b"), "Mixed_7c")
+        return self.classified(x, "fc", labels) + AUXILIARY_WEIGHT * second
+
+    def second(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.conv(functional.avg_pool2d(x, 5, 3), "AuxLogits.conv0")
+        return self.classified(self.conv(x, "AuxLogits.conv1"), "AuxLogits.fc", labels)
+
+    def classified(self, x: Tensor, name: str, labels: Tensor) -> Tensor:
+        pooled = functional.adaptive_avg_pool2d(x, 1).flatten(1)
+        logits = functional.linear(
+            pooled, self.state[f"{name}.weight"], self.state[f"{name}.bias"]
+        )
+        return functional.cross_entropy(logits, labels)
+
+
+def inception_state(graph: OperatorGraph) -> dict[str, Tensor]:
+    """Random parameters that keep the size of features (He et al. 2015)."""
+    torch.manual_seed(0)
+    state = {}
+    for each in graph.parameters:
+        if each.name.endswith(("running_mean", "running_var")):
+            state[each.name] = torch.ones(each.shape)
+        else:
+            fan = math.prod(each.shape[1:]) if len(each.shape) > 1 else 1
+            spread = math.sqrt(2 / fan) if fan > 1 else 0.2
+            shift = 1.0 if each.name.endswith("bn.weight") else 0.0
+            state[each.name] = (shift + spread * torch.randn(each.shape)).requires_grad_()
+    return state
+
+
+@pytest.mark.parametrize(("image", "auxiliary", "ways"), [(299, True, 1), (203, False, 2)])
+def test_inception_is_torchvisions(image: int, auxiliary: bool, ways: int) -> None:
+    graph = models.inception_v3(batch=4, image=image, classes=10, auxiliary=auxiliary)
+    state = inception_state(graph)
+    batch = {"images": torch.randn(4, 3, image, image), "labels": torch.tensor([1, 7, 0, 7])}
+    truth = Inception(state).loss(batch["images"], batch["labels"])
+    choices = data_parallel(graph, (ways,))
+    check(graph, choices, (ways,), truth, state, batch, tolerance=2e-3)
+
+
+# -- translation --------------------------------------------------------------------------------
+
+
+def nmt_loss(state: State, batch: State, num_layers: int) -> Tensor:
+    """The same by `nn.LSTM`, whose second bias is 0."""
+    hidden = state["head.weight"].shape[1]
+
+    def run(
+        side: str, ids: Tensor, states: list[tuple[Tensor, Tensor] | None]
+    ) -> tuple[Tensor, list]:
+        x, ended = functional.embedding(ids, state[f"{side}.embed.weight"]), []
+        for i in range(num_layers):
+            own = {
+                "weight_ih_l0": state[f"{side}.{i}.input.weight"],
+                "weight_hh_l0": state[f"{side}.{i}.recurrent.weight"],
+                "bias_ih_l0": state[f"{side}.{i}.input.bias"],
+                "bias_hh_l0": torch.zeros(4 * hidden),
+            }
+            layer = nn.LSTM(hidden, hidden, batch_first=True)
+            given = (x,) if states[i] is None else (x, states[i])
+            x, last = torch.func.functional_call(layer, own, given)
+            ended.append(last)
+        return x, ended
+
+    seen, ended = run("encoder", batch["source_ids"], [None] * num_layers)
+    made, _ = run("decoder", batch["target_ids"], ended)
+    scores = made @ functional.linear(seen, state["attention.keys.weight"]).transpose(1, 2)
+    context = scores.softmax(-1) @ seen
+    weight = torch.cat([state["attention.context.weight"], state["attention.output.weight"]], 1)
+    combined = torch.cat([context, made], -1) @ weight.T
+    logits = functional.linear(combined.tanh(), state["head.weight"], state["head.bias"])
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensor"), [((1,), False), ((2,), False), ((2,), True), ((2, 2), True)]
+)
+def test_nmt_is_torchs(shape: tuple[int, ...], tensor: bool) -> None:
+    graph = models.nmt(num_layers=2, hidden=8, vocabulary=24, sequence=5, batch=4)
+    torch.manual_seed(0)
+    state = {p.name: (0.4 * torch.randn(p.shape)).requires_grad_() for p in graph.parameters}
+    batch = {name: torch.randint(24, (4, 5)) for name in ("source_ids", "target_ids", "labels")}
+    truth = nmt_loss(state, batch, 2)
+    choices = (
+        tensor_parallel(graph, shape, len(shape) - 1, sequence_parallel=False)
+        if tensor
+        else data_parallel(graph, shape)
+    )
+    check(graph, choices, shape, truth, state, batch, tolerance=2e-5)

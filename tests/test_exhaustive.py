@@ -1,0 +1,116 @@
+"""Counting through all plans: the same optimum as by simulating each of them from Python."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stratagem.search import exhaustive as module
+from stratagem.search.anneal import Chain
+from stratagem.search.exhaustive import exhaustive
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.space import Skeleton, skeletons
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.training import Training
+
+COSTS = RooflineCosts()
+
+
+def cluster(devices: int, *, gib: float = 80.0) -> Cluster:
+    given = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=devices)
+    small = replace(given.device_types[0], memory_gib=gib, reserved_gib=0.0)
+    link = replace(given.intra_node, bandwidth_gb_s=1.0, by_group_size=())
+    return replace(given, device_types=(small,), intra_node=link)
+
+
+def problem_of(
+    graph: OperatorGraph, skeleton: Skeleton, on: Cluster, zero: tuple[int, ...] = (0,)
+) -> Problem:
+    return make_problem(graph, skeleton, on, Training(), COSTS, zero)
+
+
+def simulated(problem: Problem, choice: np.ndarray, graph: OperatorGraph) -> Simulation:
+    plan = problem.plan(choice, name="x", seed=0, fingerprint=graph.fingerprint)
+    return simulate_plan(plan, graph, COSTS)
+
+
+def over(simulation: Simulation) -> float:
+    return max(0.0, *(stage.peak / stage.capacity - 1.0 for stage in simulation.memory))
+
+
+def every_plan(problem: Problem, graph: OperatorGraph) -> list[Simulation]:
+    ranges = (range(len(options)) for options in problem.choices)
+    return [
+        simulated(problem, np.array(choice, dtype=np.int64), graph)
+        for choice in itertools.product(*ranges)
+    ]
+
+
+@pytest.mark.parametrize(("num_stages", "zero"), [(1, (0, 3)), (2, (0,))])
+def test_it_finds_what_simulating_every_plan_finds(num_stages: int, zero: tuple[int, ...]) -> None:
+    """With memory for all plans, for all but the fastest, and for none."""
+    graph, devices = mlp([256, 512, 256], batch=128), 2 * num_stages
+    skeleton = next(s for s in skeletons(graph, cluster(devices)) if len(s.stages) == num_stages)
+    roomy = every_plan(problem_of(graph, skeleton, cluster(devices), zero), graph)
+    fastest = min(roomy, key=lambda each: each.step_time)
+    least = min(each.peak_memory for each in roomy)
+    assert len(roomy) > 60
+    assert fastest.peak_memory > least
+    scores = []
+    for memory, fits in ((80 * 2**30, True), (fastest.peak_memory - 1, True), (least // 2, False)):
+        problem = problem_of(graph, skeleton, cluster(devices, gib=memory / 2**30), zero)
+        found = exhaustive(problem)
+        every = every_plan(problem, graph)
+        excess, seconds = min((over(each), each.step_time) for each in every)
+        chosen = simulated(problem, found.choice, graph)
+        assert (found.num_plans, found.fits, chosen.fits) == (len(every), fits, fits)
+        assert over(chosen) == pytest.approx(excess, rel=1e-12)
+        assert chosen.step_time == pytest.approx(seconds, rel=1e-12)
+        scores.append(found.score)
+    assert scores[0] == pytest.approx(fastest.step_time, rel=1e-12)
+    assert scores[0] < scores[1] < scores[2]
+
+
+def test_replaying_only_what_changed_scores_as_from_scratch() -> None:
+    """Stages keep what they receive, so a choice changes the memory of other stages too."""
+    graph = gpt(num_layers=1, hidden=8, num_heads=2, vocabulary=16, sequence=4, batch=8)
+    on = cluster(4)
+    skeleton = next(s for s in skeletons(graph, on) if len(s.stages) == 2)
+    problem = problem_of(graph, skeleton, on)
+    kept = {i: c[:2] for i, c in enumerate(problem.choices)}
+    small = make_problem(graph, skeleton, on, Training(), COSTS, (0,))
+    small = replace(small, choices=tuple(kept[i] for i in range(len(kept))))
+    found = exhaustive(small, limit=1 << 17)
+    assert found.num_plans == 2 ** sum(len(c) > 1 for c in small.choices)
+    assert found.score == Chain(problem, found.choice, total=1, seed=0).score()
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        choice = rng.integers(0, [len(c) for c in small.choices])
+        assert Chain(problem, choice, total=1, seed=0).score() >= found.score
+
+
+def test_it_goes_on_after_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, on = mlp([512, 512, 256], batch=32), cluster(2)
+    problem = problem_of(graph, next(skeletons(graph, on)), on)
+    whole = exhaustive(problem)
+    monkeypatch.setattr(module, "BATCH", 7)
+    parts = exhaustive(problem)
+    assert parts.choice.tolist() == whole.choice.tolist()
+    assert (parts.score, parts.num_plans) == (whole.score, whole.num_plans)
+
+
+def test_too_many_plans_are_refused_by_number() -> None:
+    graph = gpt(num_layers=2, hidden=8, num_heads=2, vocabulary=16, sequence=4, batch=8)
+    on = cluster(4)
+    problem = problem_of(graph, next(skeletons(graph, on)), on)
+    with pytest.raises(
+        ValueError, match=r"'gpt' has .*e\+\d+ plans on 1 stage .* limit of 1e\+06"
+    ):
+        exhaustive(problem)
