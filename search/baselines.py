@@ -48,12 +48,16 @@ Method = Callable[[Situation], Iterable[Plan]]
 
 
 def baseline_plans(
-    situation: Situation, schedule: str = "1f1b", methods: Mapping[str, Method] | None = None
+    situation: Situation,
+    schedule: str = "1f1b",
+    methods: Mapping[str, Method] | None = None,
+    *,
+    pipelines: bool = True,
 ) -> dict[str, Simulation]:
     """The plan of each known strategy, simulated; a strategy that cannot be built is left out.
 
     `methods` are further ones by name (see `literature.LITERATURE`), each with the plans that it
-    proposes.
+    proposes. Without `pipelines` only strategies of one stage are simulated.
 
     Pipelines come under GPipe, under 1F1B and under `schedule`.
 
@@ -71,7 +75,7 @@ def baseline_plans(
         True
     """
     found: dict[str, Simulation] = {}
-    for name, plans in _families(situation, schedule):
+    for name, plans in _families(situation, schedule, pipelines):
         simulated = [situation.simulate(plan) for plan in plans]
         if simulated and not any(simulation.fits for simulation in simulated):
             simulated += [situation.simulate(_recomputed(situation, plan)) for plan in plans]
@@ -99,7 +103,9 @@ def rank(simulation: Simulation) -> tuple[float, float]:
     return (0.0, simulation.step_time) if simulation.fits else (over, simulation.step_time)
 
 
-def _families(situation: Situation, schedule: str) -> Iterator[tuple[str, list[Plan]]]:
+def _families(
+    situation: Situation, schedule: str, pipelines: bool
+) -> Iterator[tuple[str, list[Plan]]]:
     def sample(zero: int) -> Strategy:
         return lambda graph, shape: data_parallel(graph, shape, zero=zero)
 
@@ -118,6 +124,8 @@ def _families(situation: Situation, schedule: str) -> Iterator[tuple[str, list[P
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
         meshes = _tensor_meshes(situation)
         yield name, [_plan(name, situation, [m], tensor(sequence), 1, "1f1b") for m in meshes]
+    if not pipelines:
+        return
     names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
     names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}
     for schedule, name in names.items():

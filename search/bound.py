@@ -8,12 +8,12 @@ for every plan that fits, where p are paths of the macro graph, b blocks (a stag
 q measures of a block, m moments of a rank, all multipliers are at least 0, Σ_p μ_p = 1, and
 Σ_q y_bq = Σ_p μ_p · n_pb with n_pb the number of times that path p runs block b.
 
-**Proof.** Tasks start after their predecessors end and contention only makes them longer, so a
+**Proof.** Tasks start after their predecessors end and contention only makes them longer. So a
 play is at least as long as the tasks along any path: T(c) ≥ Σ_b n_pb · t_b(c) + s_p(c), t_b the
 makespan of a block and s_p the transfers on the path. The same holds with weights μ. A rank runs
-its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A block's
-makespan is at least the tasks along a path of *its* graph, and at least the busy time of each of
-its resources, which serve one task at a time: that is each f_bq, whatever else overlaps. So
+its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A
+block's makespan is at least the tasks along a path of *its* graph, and at least the busy time of
+each of its resources, which serve one task at a time: that is each f_bq, whatever overlaps. So
 t_b ≥ Σ_q λ_q f_bq for weights λ that sum to 1. The last sum is at most 0 where a plan fits. ∎
 
 The right side is a sum of look-ups by the choices of one or two operators (`lookups`), so its
@@ -52,7 +52,7 @@ class Bound:
     """No plan of the problem that fits takes less than `seconds` a step.
 
     Infinite where no plan fits at all. `choice` is the best plan met on the way and `score` what
-    the annealer would score it. `binding` names what the bound is made of, in shares that sum to 1.
+    the annealer would score it. `binding` names what the bound is made of, in shares of it.
     `is_full` says whether some choices met were over the memory, which then counts in the bound.
     """
 
@@ -102,7 +102,9 @@ def lower_bound(
     relaxation = _Relaxation(problem, memory)
     relaxation.learn(choice)
     relaxation.span()
-    for number in range(1, rounds + 1):
+    number = 0
+    while number < rounds:
+        number += 1
         relaxation.round()
         best = min(relaxation.score, target)
         if relaxation.seconds >= best * (1.0 - tolerance) or relaxation.seconds >= target:
@@ -117,6 +119,20 @@ def lower_bound(
         binding=relaxation.binding(),
         is_full=relaxation.is_full,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockMeasure:
+    """What a block takes at least: the tasks of a path, or (no `rows`) the load of a resource."""
+
+    block: BlockLookups
+    rows: IntArray | None
+    resource: int
+
+    def value(self, choice: IntArray) -> float:
+        """ns under some choices."""
+        values = self.block.lookups(self.resource).values(choice)
+        return float(values.sum() if self.rows is None else values[self.rows].sum())
 
 
 @dataclass(eq=False)
@@ -154,9 +170,7 @@ class _Multipliers:
 
         def padded(ours: list[float], theirs: list[float]) -> list[float]:
             count = max(len(ours), len(theirs))
-            both = [
-                (v[k] if k < len(v) else 0.0 for k in range(count)) for v in (ours, theirs)
-            ]
+            both = [(v[k] if k < len(v) else 0.0 for k in range(count)) for v in (ours, theirs)]
             return [mean(a, b) for a, b in zip(*both, strict=True)]
 
         return _Multipliers(
@@ -176,13 +190,10 @@ class _Relaxation:
         self.has_converged = False
         played = {(int(s), int(k)) for s, k in problem.plays[:, :2]}
         self._blocks = {key: BlockLookups(problem, *key) for key in sorted(played)}
-        self._measures: dict[tuple[int, int], list[tuple[Measure, FloatArray, int]]] = {}
-        for key, block in self._blocks.items():
-            self._measures[key] = []
-            for resource in range(NUM_RESOURCES):
-                load = block.load(resource)
-                if load is not None:
-                    self._measures[key].append((load, load.weights, resource))
+        self._measures = {
+            key: [_BlockMeasure(block, None, r) for r in range(NUM_RESOURCES) if block.is_used(r)]
+            for key, block in self._blocks.items()
+        }
         self._paths: list[_MacroPath] = []
         self._moments: list[tuple[tuple[int, int, int], Measure]] = []
         self._columns: list[_Column] = []
@@ -244,16 +255,15 @@ class _Relaxation:
 
     def _learn_path(self, key: tuple[int, int], choice: IntArray) -> None:
         block, known = self._blocks[key], self._measures[key]
-        path = block.longest_path(choice)
-        weights = path.weights
-        paths = [entry for entry in known if entry[2] == PLAIN]
-        if len(paths) < MAX_PATHS and not any(np.array_equal(weights, w) for _, w, _ in paths):
-            known.append((path, weights, PLAIN))
+        rows = block.longest_path(choice)
+        paths = [measure.rows for measure in known if measure.rows is not None]
+        if len(paths) < MAX_PATHS and not any(np.array_equal(rows, p) for p in paths):
+            known.append(_BlockMeasure(block, rows, PLAIN))
 
     def _learn_moments(self, choice: IntArray) -> None:
         """The moments at which ranks are over their memory."""
         problem = self.problem
-        rank_stages, starts, situations, held_starts, held = problem.ranks
+        _, starts, situations, held_starts, held = problem.ranks
         for rank in range(problem.capacities.size):
             peak = int(_kernels.rank_peak(rank, self._profiles, *problem.ranks))
             if peak <= problem.capacities[rank]:
@@ -339,8 +349,7 @@ class _Relaxation:
         shares: dict[str, float] = {}
         names = {0: "computing", 1: "link in node", 2: "link between nodes", 3: "host"}
         for key, weight in self._best.block.items():
-            resource = self._measures[key[:2]][key[2]][2]
-            name = "chain of tasks" if resource == PLAIN else names[resource]
+            name = names.get(self._measures[key[:2]][key[2]].resource, "chain of tasks")
             shares[name] = shares.get(name, 0.0) + weight * column.block.get(key, 0.0)
         total = sum(shares.values()) or 1.0
         ordered = sorted(shares.items(), key=lambda pair: -pair[1])
@@ -350,7 +359,7 @@ class _Relaxation:
         """All on the path that is longest under the plan given."""
         found = _Multipliers({}, [1.0], [0.0] * len(self._moments))
         for key, times in self._paths[0].times.items():
-            path = next(q for q, (_, _, r) in enumerate(self._measures[key]) if r == PLAIN)
+            path = next(q for q, m in enumerate(self._measures[key]) if m.rows is not None)
             found.block[*key, path] = float(times)
         return found
 
@@ -367,14 +376,9 @@ class _Relaxation:
         weights: list[FloatArray] = []
         for key, block in self._blocks.items():
             mine = [np.zeros(len(block.tasks)) for _ in range(NUM_RESOURCES + 1)]
-            for q, (measure, _, resource) in enumerate(self._measures[key]):
-                y = at.block.get((*key, q), 0.0)
-                if y <= 0.0:
-                    continue
-                if resource == PLAIN:
-                    mine[PLAIN][self._rows(key, q, measure)] += y
-                else:
-                    mine[resource] += y
+            for q, measure in enumerate(self._measures[key]):
+                chosen = slice(None) if measure.rows is None else measure.rows
+                mine[measure.resource][chosen] += at.block.get((*key, q), 0.0)
             weights += mine
         sends = np.zeros(len(self._crossings[1]))
         for mu, path in zip(at.path, self._paths, strict=False):
@@ -385,21 +389,6 @@ class _Relaxation:
                 copies = self._moment_weights(rank, situation, place)
                 nbytes += nu / float(self.problem.capacities[rank]) * copies
         return [*weights, sends, nbytes]
-
-    def _rows(self, key: tuple[int, int], q: int, path: Measure) -> IntArray:
-        """Which busy tasks of a block are on a path."""
-        cache = self.__dict__.setdefault("_row_cache", {})
-        if (key, q) not in cache:
-            block = self._blocks[key]
-            all_rows, mine = block.lookups(), path.lookups
-            keys = {
-                k: n for n, k in enumerate(zip(all_rows.base, all_rows.first, all_rows.second))
-            }
-            cache[key, q] = np.array(
-                [keys[k] for k in zip(mine.base, mine.first, mine.second)], dtype=np.int64
-            )
-        found: IntArray = cache[key, q]
-        return found
 
     def _try(self, at: _Multipliers) -> None:
         """The bound at some multipliers; the choices that reach it are learnt from."""
@@ -414,7 +403,7 @@ class _Relaxation:
         block = {
             (*key, q): measure.value(choice)
             for key, measures in self._measures.items()
-            for q, (measure, _, _) in enumerate(measures)
+            for q, measure in enumerate(measures)
         }
         return _Column(
             block,
@@ -464,7 +453,10 @@ class _Relaxation:
 
 
 def _scaled(
-    y: dict[tuple[int, int, int], float], mu: FloatArray, nu: FloatArray, paths: Sequence[_MacroPath]
+    y: dict[tuple[int, int, int], float],
+    mu: FloatArray,
+    nu: FloatArray,
+    paths: Sequence[_MacroPath],
 ) -> _Multipliers:
     """Multipliers that meet the conditions exactly, whatever a solver's tolerance left."""
     mu = mu / mu.sum()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from stratagem.search.baselines import Situation
@@ -47,9 +46,7 @@ class ComputingBounds:
 
     def seconds(self, skeleton: Skeleton) -> float:
         """No plan of the skeleton takes less than so many seconds a step."""
-        times = [
-            self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)
-        ]
+        times = [self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)]
         num_ranks = len({frozenset(mesh.devices) for mesh in skeleton.meshes})
         schedule = schedule_by_name(
             skeleton.schedule, len(times), skeleton.num_microbatches, num_ranks=num_ranks
@@ -89,11 +86,11 @@ class ComputingBounds:
 
     def _fastest(self, builder: TableBuilder, graph: OperatorGraph, i: int) -> float:
         operator, shape = graph.operators[i], builder.mesh.shape
-        priced: dict[tuple[Mapping[str, int] | int | bool | str, ...], float] = {}
+        priced: dict[tuple[object, ...], float] = {}
         best = float("inf")
         for choice in operator_choices(graph, operator, shape, (0,), self._options):
             sizes = local_sizes(operator, choice.config, shape)
-            same = (*sorted(sizes.items()), choice.chunks, choice.fused)  # type: ignore[type-var]
+            same = (*sorted(sizes.items()), choice.chunks, choice.fused)
             if same not in priced:
                 priced[same] = builder.pass_seconds(i, choice)
             best = min(best, priced[same])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stratagem.search.literature.dims import logical_dims
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
@@ -136,9 +135,12 @@ class BoundConstraints:
         for dim, axis in self._require.get(operator.name, ()):
             if axis in axes and mesh.shape[axes[axis]] > 1 and config[axes[axis]] != Shard(dim):
                 return False
-        if c.zero_stages is not None and choice.zero not in c.zero_stages:
-            if choice.zero or has_summed_gradients(self._graph, operator, config):
-                return False
+        if (
+            c.zero_stages is not None
+            and choice.zero not in c.zero_stages
+            and (choice.zero or has_summed_gradients(self._graph, operator, config))
+        ):
+            return False
         most = c.tensor or c.max_tensor
         return most is None or tensor_ways(operator, config, mesh.shape) <= most
 
@@ -156,9 +158,17 @@ class BoundConstraints:
             and (not widths or all({len(mesh.axes)} == widths for mesh in meshes))
         )
 
+    def _rewritten(self, plan: Plan) -> BoundConstraints:
+        """The constraints on the graph that a plan's substitutions make of the model's."""
+        return BoundConstraints(self.constraints, plan.rewrite(self._graph).graph)
+
     def violations(self, simulation: Simulation, num_ranks: int) -> list[str]:
         """In words, what a simulated plan does that the constraints do not allow."""
         plan, found = simulation.plan, []
+        if plan.substitutions:
+            return self._rewritten(plan).violations(
+                replace(simulation, plan=replace(plan, substitutions=())), num_ranks
+            )
         c = self.constraints
         meshes = [stage.mesh for stage in plan.stages]
         if not self.allows_skeleton(num_ranks, plan.num_microbatches, plan.schedule, meshes):
@@ -191,15 +201,14 @@ def has_summed_gradients(graph: OperatorGraph, operator: Operator, config: Confi
 
 def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> int:
     """Into how many parts dims other than the samples cut an operator."""
-    return math.prod(
-        ways
-        for placement, ways in zip(config, shape, strict=True)
-        if isinstance(placement, Pin)
-        or (
-            isinstance(placement, Shard)
-            and operator.dim(placement.dim).kind is not DimKind.SAMPLE
-        )
-    )
+    total = 1
+    for placement, ways in zip(config, shape, strict=True):
+        if isinstance(placement, Shard):
+            is_sample = operator.dim(str(placement.dim)).kind is DimKind.SAMPLE
+            total *= 1 if is_sample else ways
+        elif isinstance(placement, Pin):
+            total *= ways
+    return total
 
 
 def most_tensor_ways(plan: Plan, graph: OperatorGraph) -> int:

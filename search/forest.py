@@ -1,4 +1,4 @@
-"""Minimising a function of nodes and pairs along a spanning forest: exact there, a bound beyond."""
+"""Minimising a function of nodes and pairs along a spanning forest: exact there, else a bound."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def minimise_forest(
 
     Example:
         >>> nodes = [np.array([0.0, 1.0]), np.array([2.0, 0.0])]
-        >>> value, choice = minimise_forest(nodes, {(0, 1): np.array([[0.0, 5], [5, 0]])}, [(0, 1)])
+        >>> pairs = {(0, 1): np.array([[0.0, 5.0], [5.0, 0.0]])}
+        >>> value, choice = minimise_forest(nodes, pairs, [(0, 1)])
         >>> value, choice.tolist()
         (1.0, [1, 1])
     """
@@ -69,11 +70,10 @@ def minimise_forest(
             value += float(total[node].min())
             continue
         pair = (min(above, node), max(above, node))
-        matrix = pairs.get(pair)
-        if matrix is None:
+        if pair not in pairs:
             value += float(total[node].min())
             continue
-        toward = matrix if pair[0] == above else matrix.T
+        toward = pairs[pair] if pair[0] == above else pairs[pair].T
         summed = toward + total[node][None, :]
         best = summed.argmin(axis=1)
         answers[node] = best

@@ -109,19 +109,16 @@ class BlockLookups:
     def _pools(self) -> list[FloatArray]:
         return pools_of(self.problem, self.stage)
 
-    def load(self, resource: int) -> Measure | None:
-        """How long a resource is busy; None if it never is."""
-        lookups = self.lookups(resource)
-        measure = Measure(f"load {resource}", lookups, np.ones(len(self.tasks)))
-        return measure if lookups.pool.any() else None
+    def is_used(self, resource: int) -> bool:
+        """Whether some choice occupies a resource."""
+        return bool(self._pools[resource].any())
 
-    def longest_path(self, choice: IntArray) -> Measure:
-        """The tasks on the path that takes longest under `choice`, resources left out."""
+    def longest_path(self, choice: IntArray) -> IntArray:
+        """Positions in `tasks` of the path that takes longest under `choice`, resources apart."""
         durations = np.zeros(len(self._base))
         durations[self.tasks] = self.lookups().values(choice)
         path = longest_path(self.block.successor_offsets, self.block.successors, durations)
-        on_path = np.isin(self.tasks, path)
-        return Measure("path", self.lookups().some(on_path), np.ones(int(on_path.sum())))
+        return np.flatnonzero(np.isin(self.tasks, path))
 
 
 def pools_of(problem: Problem, stage: int) -> list[FloatArray]:
@@ -164,11 +161,11 @@ def longest_path(offsets: IntArray, successors: IntArray, durations: FloatArray)
             if waiting[follower] == 0:
                 queue[known] = follower
                 known += 1
-    task, length = np.argmax(start + durations), 0
-    while task >= 0:
-        queue[length] = task
+    last, length = int(np.argmax(start + durations)), 0
+    while last >= 0:
+        queue[length] = last
         length += 1
-        task = came_from[task]
+        last = came_from[last]
     return queue[:length][::-1].copy()
 
 

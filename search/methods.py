@@ -66,9 +66,7 @@ def _alpa(situation: Situation) -> Iterator[Plan]:
             situation.memory,
         )
         program = IntraProgram(problem)
-        solution = program.solve(
-            program.sum_weights(), memory=True, tolerance=1e-3, seconds=20.0
-        )
+        solution = program.solve(program.sum_weights(), memory=True, tolerance=1e-3, seconds=20.0)
         if solution.choice is not None:
             yield _plan("Alpa", situation, problem, solution.choice)
 

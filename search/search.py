@@ -4,67 +4,35 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from stratagem.search.anneal import Chain, run_chains
 from stratagem.search.baselines import Method, Situation, baseline_plans, rank
-from stratagem.search.bound import Bound, lower_bound
-from stratagem.search.checkpoint import Checkpoint, Searched, digest
-from stratagem.search.constraints import BoundConstraints, Constraints
-from stratagem.search.inter.candidates import candidates
-from stratagem.search.inter.limits import Limits
-from stratagem.search.intra import IntraProgram
+from stratagem.search.checkpoint import Checkpoint, digest
+from stratagem.search.constraints import Constraints
+from stratagem.search.course import Course, Report
 from stratagem.search.methods import METHODS
-from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.result import (
     Budget,
     Fate,
-    FrontPoint,
     SearchResult,
     StopReason,
-    TracePoint,
 )
-from stratagem.search.space import ZERO_STAGES, Options, Skeleton, skeletons
-from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
-from stratagem.search.strategies import Choices
-from stratagem.search.windows import improve_by_windows
+from stratagem.search.rewriting import rewritings
+from stratagem.search.space import ZERO_STAGES, Options, skeletons
+from stratagem.search.space_search import Space
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.plan import Plan, Prediction
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.substitutions import Rewritten
 from stratagem.simulator.training import Training
 
 QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 """Methods of the literature that every search is compared with unless told."""
-CHAINS = 4
-"""Chains on a skeleton: so many cores can help, and one core makes the same plan."""
-MOST_RANKED, RANKED_OPERATORS = 48, 16_000
-"""Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
-BOUND_ROUNDS = 12
-"""Cutting planes of a skeleton's bound."""
-PROGRAM_SECONDS = 10.0
-"""What an integer program over a whole skeleton may take."""
-WINDOWS = 24
-"""Windows that are solved on a skeleton."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a search is: what it does, how much of it is done (0 to 1), best step so far (s)."""
-
-    phase: str
-    fraction: float
-    best: float
-
-
-Report = Callable[[Progress], None]
 
 
 def search(
@@ -85,6 +53,7 @@ def search(
     start: Plan | None = None,
     checkpoint: Path | None = None,
     num_threads: int | None = None,
+    num_rewritten: int = 0,
     progress: Report | None = None,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
@@ -126,6 +95,8 @@ def search(
         checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
         num_threads: how many chains run at once; the cores of the process when left out. The plan
             does not depend on it.
+        num_rewritten: how many graphs that compute the same are searched as well, those that
+            algebraic substitutions make best of (see `rewriting`); the budget is shared.
         progress: called often with a `Progress`.
 
     Returns:
@@ -136,28 +107,106 @@ def search(
         ValueError: the constraints leave no plan, the checkpoint is another search's, or `start`
             is a plan for another model or cluster.
     """
-    allowed = options or Options()
-    wishes = constraints or Constraints()
+    spend, base = budget or Budget(), Training() if training is None else training
+    situation = Situation(graph, cluster, base, costs or default_costs())
+    graphs = [Rewritten(graph), *_rewritten(situation, num_rewritten)]
+    parts = [
+        _search_graph(
+            replace(situation, graph=each.graph),
+            budget=replace(spend, evaluations=spend.evaluations // len(graphs)),
+            seed=seed,
+            schedule=schedule,
+            zero_stages=zero_stages,
+            num_skeletons=num_skeletons,
+            num_bounded=num_bounded,
+            options=options or Options(),
+            wishes=constraints or Constraints(),
+            baselines=QUICK_METHODS if baselines is None or each.steps else baselines,
+            start=start if not each.steps else None,
+            checkpoint=checkpoint if not each.steps else None,
+            num_threads=num_threads,
+            progress=progress or (lambda _: None),
+        )
+        for each in graphs
+    ]
+    return _joined(graph, graphs, parts) if num_rewritten else parts[0]
+
+
+def _rewritten(situation: Situation, count: int) -> list[Rewritten]:
+    """The best graphs that compute the same but are not the model's own."""
+    if count == 0:
+        return []
+
+    def score(graph: OperatorGraph) -> float:
+        here = replace(situation, graph=graph)
+        found = baseline_plans(here, pipelines=False)
+        return min(rank(simulation)[-1] for simulation in found.values())
+
+    found = rewritings(situation.graph, score, limit=4 * count + 4)
+    return [r.rewritten for r in found if r.rewritten.steps][:count]
+
+
+def _joined(
+    graph: OperatorGraph, graphs: Sequence[Rewritten], parts: Sequence[SearchResult]
+) -> SearchResult:
+    """The best of searches on graphs that compute the same."""
+    best = min(range(len(parts)), key=lambda k: (rank(parts[k].simulation), k))
+    steps, winner = graphs[best].steps, parts[best]
+    plan = replace(winner.plan, substitutions=steps) if steps else winner.plan
+    bounds = [part.bound for part in parts]
+    known = [bound for bound in bounds if bound is not None]
+    return replace(
+        winner,
+        graph=graph,
+        plan=plan,
+        simulation=replace(winner.simulation, plan=plan),
+        baselines=parts[0].baselines,
+        bound=min(known) if len(known) == len(bounds) else None,
+        space=tuple(record for part in parts for record in part.space),
+        trace=tuple(point for part in parts for point in part.trace),
+        evaluations=sum(part.evaluations for part in parts),
+        seconds=sum(part.seconds for part in parts),
+    )
+
+
+def _search_graph(
+    situation: Situation,
+    *,
+    budget: Budget,
+    seed: int,
+    schedule: str | Sequence[str],
+    zero_stages: Sequence[int],
+    num_skeletons: int,
+    num_bounded: int,
+    options: Options,
+    wishes: Constraints,
+    baselines: Sequence[str],
+    start: Plan | None,
+    checkpoint: Path | None,
+    num_threads: int | None,
+    progress: Report,
+) -> SearchResult:
+    """`search` on one graph."""
+    graph, cluster = situation.graph, situation.cluster
     schedules = (schedule,) if isinstance(schedule, str) else tuple(schedule)
     if wishes.schedules is not None:
         schedules = wishes.schedules
     zeros = tuple(zero_stages)
     if wishes.zero_stages is not None:
         zeros = wishes.zero_stages
-    methods = {name: _method(name) for name in baselines or QUICK_METHODS}
-    situation = Situation(graph, cluster, training or Training(), costs or default_costs())
-    run = _Run(
-        Space(situation, allowed, zeros, wishes.bind(graph)),
-        budget or Budget(),
+    methods = {name: _method(name) for name in baselines}
+    run = Course(
+        Space(situation, options, zeros, wishes.bind(graph)),
+        budget,
         seed,
         num_threads,
-        progress or (lambda _: None),
+        progress,
         Checkpoint(
             checkpoint,
             digest(
                 graph.fingerprint, cluster, situation.training, type(situation.costs).__name__,
-                (budget or Budget()).evaluations, seed, schedules, zeros, num_skeletons, allowed,
-                wishes, start.to_json() if start else None,
+                budget.evaluations, seed, schedules, zeros, num_skeletons, options, wishes,
+                start.to_json() if start else None,
             ),
         ),
     )  # fmt: skip
@@ -204,11 +253,13 @@ def _method(name: str) -> Method:
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, 1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"no method {name!r} to compare with{hint}; there are {', '.join(METHODS)}")
+        raise ValueError(
+            f"no method {name!r} to compare with{hint}; there are {', '.join(METHODS)}"
+        )
     return METHODS[name]
 
 
-def _no_plan(run: _Run, wishes: Constraints) -> str:
+def _no_plan(run: Course, wishes: Constraints) -> str:
     entries = run.space.entries
     forbidden = sum(entry.fate is Fate.FORBIDDEN for entry in entries)
     reasons = sorted({entry.why for entry in entries if entry.why})
@@ -216,356 +267,4 @@ def _no_plan(run: _Run, wishes: Constraints) -> str:
         f"no plan meets the constraints {wishes}: of {len(entries)} skeletons {forbidden} have "
         f"degrees that they do not allow; {'; '.join(reasons[:3]) or 'none was searched'}. Loosen "
         "one of them"
-    )
-
-
-class _Run:
-    """The state of one search."""
-
-    def __init__(
-        self,
-        space: Space,
-        budget: Budget,
-        seed: int,
-        num_threads: int | None,
-        show: Report,
-        checkpoint: Checkpoint,
-    ) -> None:
-        self.space, self.budget, self.seed = space, budget, seed
-        self.num_threads, self._show, self._checkpoint = num_threads, show, checkpoint
-        self.started = time.monotonic()
-        self.best: Simulation | None = None
-        self.front: list[FrontPoint] = []
-        self.trace: list[TracePoint] = []
-        self.evaluations = 0
-        self.notes: dict[str, str] = {}
-
-    # -- the course ----------------------------------------------------------------------------
-
-    def go(
-        self,
-        listed: Iterable[Skeleton],
-        schedules: Sequence[str],
-        start: Plan | None,
-        num_skeletons: int,
-        num_bounded: int,
-    ) -> StopReason:
-        """Bound, rank, search and certify."""
-        space = self.space
-        space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-3)))
-        operators = len(space.situation.graph.operators)
-        most = max(8, min(MOST_RANKED, RANKED_OPERATORS // operators))
-        ranked = space.rank(
-            self.offer,
-            lambda: self.best_time,
-            most,
-            lambda n: self.report("ranking skeletons", 0.1 + 0.15 * n / most),
-        )
-        planned = self._plan_stages(schedules, num_skeletons)
-        order = sorted([*planned, *ranked], key=_by_simulation)
-        chosen = self._open(order)[:num_skeletons]
-        if start is not None:
-            chosen = [self._entry_of(start), *chosen]
-        share, rest = divmod(self.budget.evaluations, max(1, len(chosen)))
-        for number, entry in enumerate(chosen):
-            self._search_entry(entry, share + (number < rest), number, len(chosen))
-            if self._time_is_up():
-                return StopReason.SECONDS
-        self._certify(num_bounded)
-        if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
-            return StopReason.PROVED
-        if self._time_is_up():
-            return StopReason.SECONDS
-        return StopReason.EVALUATIONS if self.evaluations else StopReason.ONE_PLAN
-
-    def _plan_stages(self, schedules: Sequence[str], most: int) -> list[Entry]:
-        """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
-        self.report("planning stages", 0.22)
-        wishes = self.space.constraints.constraints
-        try:
-            found = candidates(
-                self.space.situation,
-                schedules=schedules,
-                limit=2 * most,
-                limits=_limits(wishes, self.space),
-            )
-        except ValueError as error:
-            self.notes["inter-operator program"] = str(error)
-            return []
-        for reason, count in found.pruned.items():
-            self.notes[f"inter-operator program: {reason}"] = str(count)
-        if found.shortage is not None:
-            self.notes["inter-operator program: nothing fits"] = str(found.shortage)
-        simulated = [(self.space.situation.simulate(c.plan(self.space.situation)), c)
-                     for c in found.plans]
-        allowed = [(s, c) for s, c in simulated if self.offer(s)]
-        return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
-
-    def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
-        """Skeletons with something to choose; of several policies that do not fit the last."""
-        last: dict[Skeleton, Entry] = {}
-        for entry in ranked:
-            base = replace(entry.skeleton, recompute="none")
-            fits = entry.simulation is not None and entry.simulation.fits
-            if base not in last or fits:
-                last.setdefault(base, entry)
-        many = [e for e in last.values() if any(m.num_devices > 1 for m in e.skeleton.meshes)]
-        return many
-
-    def _entry_of(self, start: Plan) -> Entry:
-        """The skeleton of a plan that somebody gave, with the plan as its start."""
-        graph = self.space.situation.graph
-        start.check(graph)
-        if start.cluster != self.space.situation.cluster:
-            raise ValueError(
-                f"the plan to start from is for cluster {start.cluster.name!r} as it was then, "
-                f"not for the {self.space.situation.cluster.name!r} given: search anew"
-            )
-        simulation = self.space.situation.simulate(start)
-        self.offer(simulation)
-        entry = self.space.take(skeleton_of(start), choices_of(start), simulation)
-        entry.is_given = True
-        return entry
-
-    def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
-        """Bound, integer program, chains and windows on one skeleton."""
-        if entry.bound >= self.best_time:
-            entry.fate = Fate.PRUNED
-            return
-        low, high = 0.25 + 0.6 * number / count, 0.25 + 0.6 * (number + 1) / count
-        self._phase = (f"searching {entry.skeleton}", low, high)
-        self.report(self._phase[0], low)
-        key = digest(entry.skeleton, entry.starts[:1])
-        known = self._checkpoint.get(key)
-        if known is not None:
-            self.offer(self.space.situation.simulate(known.plan))
-            self.evaluations += known.evaluations
-            entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
-            return
-        try:
-            problem = self._problem(entry)
-        except NoChoiceError as error:
-            entry.fate, entry.why = Fate.FORBIDDEN, str(error)
-            return
-        before = self.evaluations
-        starts = [problem.encode(choices) for choices in entry.starts[:2]]
-        first = starts[0] if starts else np.zeros(len(problem.choices), dtype=np.int64)
-        bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
-        entry.fate = Fate.ANNEALED
-        if np.isfinite(bound.score):
-            starts.append(bound.choice)
-        starts += self._programmed(problem)
-        best = self._chains(problem, starts, evaluations, number)
-        if not self._time_is_up():
-            best = improve_by_windows(
-                problem, best, max_windows=WINDOWS, stop=self._time_is_up
-            )
-        simulation = self._simulate(problem, best)
-        self.offer(simulation)
-        if simulation.fits and (
-            entry.simulation is None or rank(simulation) < rank(entry.simulation)
-        ):
-            entry.simulation = simulation
-        if not self._time_is_up():
-            spent = self.evaluations - before
-            self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound))
-
-    def _sharpen(self, entry: Entry, problem: Problem, first: IntArray, rounds: int) -> Bound:
-        bound = lower_bound(problem, first, rounds=rounds, target=self.best_time)
-        entry.bound = max(entry.bound, bound.seconds)
-        self._spread(entry, bound, problem, first, rounds)
-        return bound
-
-    def _spread(
-        self, entry: Entry, bound: Bound, problem: Problem, first: IntArray, rounds: int
-    ) -> None:
-        """What a bound says of the same skeleton under policies that recompute more."""
-        policies = self.space.policies
-        if entry.skeleton.recompute != policies[0] or len(policies) == 1:
-            return
-        seconds = bound.seconds
-        if bound.is_full:
-            free = lower_bound(problem, first, rounds=rounds, target=self.best_time, memory=False)
-            seconds = free.seconds
-        for other in self.space.entries:
-            if replace(other.skeleton, recompute=policies[0]) == entry.skeleton:
-                other.bound = max(other.bound, seconds)
-
-    def _programmed(self, problem: Problem) -> list[IntArray]:
-        """The best choices under a sum of costs, as OptCNN and Alpa have it."""
-        program = IntraProgram(problem)
-        seconds = PROGRAM_SECONDS if self.budget.seconds is not None else None
-        if len(problem.choices) * max(map(len, problem.choices)) > LARGE_PROGRAM:
-            return []
-        solution = program.solve(
-            program.sum_weights(), memory=True, seconds=seconds, tolerance=1e-3
-        )
-        return [solution.choice] if solution.choice is not None else []
-
-    def _chains(
-        self, problem: Problem, starts: list[IntArray], evaluations: int, number: int
-    ) -> IntArray:
-        """The best choices that chains from the two best starts come to."""
-        ranked = sorted(
-            (Chain(problem, start, 1, 0) for start in starts),
-            key=lambda chain: float(chain.scores[0]),
-        )
-        share, rest = divmod(evaluations, CHAINS)
-        chains = [
-            Chain(
-                problem,
-                ranked[k % min(2, len(ranked))].choice,
-                share + (k < rest),
-                self.seed * 7919 + number * CHAINS + k,
-            )
-            for k in range(CHAINS)
-        ]
-        try:
-            run_chains(
-                chains,
-                num_threads=self.num_threads,
-                after_round=lambda: self._after_round(chains),
-            )
-        except KeyboardInterrupt:
-            best = min(chains, key=lambda chain: float(chain.scores[1]))
-            self.offer(self._simulate(problem, best.best))
-            raise
-        self.evaluations += sum(chain.done for chain in chains)
-        return min([*chains, *ranked], key=lambda chain: float(chain.scores[1])).best
-
-    def _after_round(self, chains: list[Chain]) -> bool:
-        done = sum(chain.done for chain in chains)
-        best = min(float(chain.scores[1]) for chain in chains)
-        name, low, high = self._phase
-        total = max(1, sum(chain.total for chain in chains))
-        self.trace.append(TracePoint(self.evaluations + done, name, min(best, self.best_time)))
-        self.report(name, low + (high - low) * done / total, min(best, self.best_time))
-        return self._time_is_up()
-
-    def _certify(self, most: int) -> None:
-        """Sharpen the bounds that limit the certificate, weakest first."""
-        for number in range(most):
-            weak = [
-                entry
-                for entry in self.space.entries
-                if entry.bound < self.best_time and entry.fate in (Fate.OPEN, Fate.RANKED)
-            ]
-            if not weak or self._time_is_up():
-                return
-            self.report("certifying", 0.85 + 0.15 * number / most)
-            entry = min(weak, key=lambda e: e.bound)
-            try:
-                problem = self._problem(entry)
-            except NoChoiceError as error:
-                entry.fate, entry.why = Fate.FORBIDDEN, str(error)
-                continue
-            entry.fate = Fate.BOUNDED
-            first = np.zeros(len(problem.choices), dtype=np.int64)
-            if entry.starts:
-                first = problem.encode(entry.starts[0])
-            bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
-            if bound.score < self.best_time:
-                self.offer(self._simulate(problem, bound.choice))
-
-    # -- what is known -------------------------------------------------------------------------
-
-    @property
-    def best_time(self) -> float:
-        """Seconds of the best plan that fits; infinite if none does."""
-        return self.best.step_time if self.best is not None and self.best.fits else float("inf")
-
-    def offer(self, simulation: Simulation) -> bool:
-        """Take a simulated plan; whether the constraints allow it."""
-        ranks = len({frozenset(stage.mesh.devices) for stage in simulation.plan.stages})
-        if self.space.constraints.violations(simulation, ranks) or not self._is_option(
-            simulation.plan
-        ):
-            return False
-        if self.best is None or rank(simulation) < rank(self.best):
-            self.best = simulation
-        if simulation.fits:
-            self._extend_front(simulation)
-        return True
-
-    def _is_option(self, plan: Plan) -> bool:
-        """Whether a plan only does what the options of the search allow."""
-        options = self.space.options
-        regathers = any(c.regather for stage in plan.stages for c in stage.choices.values())
-        return (options.inputs_first or not plan.inputs_first) and (
-            options.regather or not regathers
-        )
-
-    def _extend_front(self, simulation: Simulation) -> None:
-        devices = simulation.plan.num_devices
-        point = FrontPoint(
-            simulation.step_time, simulation.peak_memory, devices, simulation.plan
-        )
-        if any(_is_as_good(other, point) for other in self.front):
-            return
-        self.front = [other for other in self.front if not _is_as_good(point, other)]
-        self.front.append(point)
-        self.front.sort(key=lambda p: p.step_time)
-
-    def report(self, phase: str, fraction: float, best: float | None = None) -> None:
-        """Tell whoever watches."""
-        self._show(Progress(phase, fraction, self.best_time if best is None else best))
-
-    def _time_is_up(self) -> bool:
-        limit = self.budget.seconds
-        return limit is not None and time.monotonic() - self.started > limit
-
-    def _simulate(self, problem: Problem, choice: IntArray) -> Simulation:
-        plan = problem.plan(
-            choice,
-            name="searched",
-            seed=self.seed,
-            fingerprint=self.space.situation.graph.fingerprint,
-        )
-        return self.space.situation.simulate(plan)
-
-    def _problem(self, entry: Entry) -> Problem:
-        s = self.space.situation
-        include: Choices = entry.starts[0] if entry.is_given else {}
-        return make_problem(
-            s.graph,
-            entry.skeleton,
-            s.cluster,
-            s.training,
-            s.costs,
-            self.space.zero_stages,
-            s.memory,
-            self.space.options,
-            include=include,
-            constraints=self.space.constraints,
-        )
-
-
-LARGE_PROGRAM = 400_000
-"""Operators times choices above which no integer program over a whole skeleton is tried."""
-
-
-def _by_simulation(entry: Entry) -> tuple[float, float]:
-    return rank(entry.simulation) if entry.simulation is not None else (float("inf"), 0.0)
-
-
-def _limits(wishes: Constraints, space: Space) -> Limits:
-    """Constraints as the inter-operator program knows them; the rest is checked on its plans."""
-    return Limits(
-        max_stages=wishes.max_pipeline or 64,
-        num_stages=(wishes.pipeline,) if wishes.pipeline else (),
-        tensor_ways=tuple(
-            range(1, (wishes.tensor or wishes.max_tensor or 0) + 1)
-        ),
-        zero_stages=space.zero_stages,
-        microbatches=wishes.microbatches or (),
-        recompute=space.policies,
-        headroom=wishes.headroom,
-    )
-
-
-def _is_as_good(one: FrontPoint, other: FrontPoint) -> bool:
-    return (
-        one.step_time <= other.step_time
-        and one.peak_memory <= other.peak_memory
-        and one.num_devices <= other.num_devices
     )

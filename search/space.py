@@ -196,8 +196,9 @@ def stage_meshes(
 ) -> list[DeviceMesh]:
     """Logical shapes for a stage's consecutive devices: nodes apart, a node whole or cut in two.
 
-    Where there are several nodes all devices may be one axis too. With two axes only, those that would be cut in two have the nodes in their first axis: data
-    parallel ways over all nodes, tensor parallel ways inside one.
+    Where there are several nodes all devices may be one axis too. With two axes only, nodes that
+    would be cut in two have their cuts in the first axis as well: data parallel ways over all
+    nodes, tensor parallel ways inside one.
 
     Example:
         >>> cluster = Cluster.preset("dgx-a100")

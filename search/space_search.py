@@ -202,7 +202,7 @@ class Space:
             ]
         if expert_dims(small):
             made += [expert_parallel(small, shape, zero=zero) for zero in self.zero_stages[:2]]
-        return [with_recompute(small, choices, skeleton.recompute) for choices in made]
+        return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
     def plan(self, skeleton: Skeleton, choices: Choices) -> Plan:
         """A strategy on a skeleton."""

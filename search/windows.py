@@ -1,4 +1,4 @@
-"""Windows: some operators chosen anew by integer programming, the rest fixed, judged by simulation.
+"""Windows: some operators chosen anew by integer programs, the rest fixed, judged by simulation.
 
 Costs are weighted by what the simulated step waits for, so the program moves work off the critical
 path instead of making sums small. The simulator decides whether a solution is kept.
@@ -64,9 +64,7 @@ def _windows(problem: Problem, size: int) -> Iterator[list[int]]:
         yield open_ones[begin : begin + size]
 
 
-def _everywhere(
-    problem: Problem, best: IntArray, found: IntArray, window: list[int]
-) -> IntArray:
+def _everywhere(problem: Problem, best: IntArray, found: IntArray, window: list[int]) -> IntArray:
     """What changed in a window, done to all operators of the same class too."""
     classes = problem.moves.class_of
     changed = {int(classes[i]): int(found[i]) for i in window if found[i] != best[i]}

@@ -1,4 +1,4 @@
-"""The lower bound of the search against every plan of small spaces, and its parts by brute force."""
+"""The lower bound of the search against all plans of small spaces; its parts by brute force."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from stratagem.search.constraints import Constraints, most_tensor_ways
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
-from stratagem.search.search import Progress, search
+from stratagem.search.course import Progress
+from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt, mlp
@@ -32,7 +33,8 @@ def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
 
 def test_the_certificate_holds_for_everything_that_was_met() -> None:
     result = quick(tiny_gpt())
-    assert result.bound is not None and result.gap is not None
+    assert result.bound is not None
+    assert result.gap is not None
     assert 0 < result.bound <= result.simulation.step_time
     for simulation in result.baselines.values():
         if simulation.fits:
@@ -177,7 +179,9 @@ def test_methods_of_the_literature_are_rows() -> None:
     assert {"Tofu", "Mesh-TensorFlow", "random"} <= set(result.baselines)
     best = min(s.step_time for s in result.baselines.values() if s.fits)
     assert result.simulation.step_time <= best
-    with pytest.raises(ValueError, match="no method 'Tofoo' to compare with .did you mean 'Tofu'"):
+    with pytest.raises(
+        ValueError, match=r"no method 'Tofoo' to compare with .did you mean 'Tofu'"
+    ):
         quick(tiny_gpt(), baselines=["Tofoo"])
 
 

@@ -319,10 +319,6 @@ def best_chains(
     return size
 
 
-
-
-
-
 @numba.njit(cache=True)
 def least_over(over: Ints, table_of: Ints, sizes: Ints, count: int) -> tuple[int, Ints]:
     """The chain of `count` stages whose worst stage is over the memory by least.

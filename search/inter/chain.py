@@ -1,4 +1,4 @@
-"""A graph as a chain: its operators in order, its edges by their producers, where it may be cut."""
+"""A graph as a chain: operators in order, edges by their producers, where it may be cut."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import IntArray
 
 
-
 def stage_mesh(devices: Sequence[int], tensor: int) -> DeviceMesh:
     """Data × tensor ways, tensor-parallel devices next to each other (as Megatron-LM has them)."""
     axes = (MeshAxis("data", len(devices) // tensor), MeshAxis("tensor", tensor))

@@ -25,6 +25,7 @@ _HOMES = {
     "Calibration": "stratagem.simulator.cluster",
     "Choice": "stratagem.simulator.plan",
     "Cluster": "stratagem.simulator.cluster",
+    "Constraints": "stratagem.search.constraints",
     "DeviceMesh": "stratagem.simulator.mesh",
     "DeviceType": "stratagem.simulator.device",
     "ExecutionResult": "stratagem.executor.run",

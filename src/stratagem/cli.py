@@ -21,6 +21,7 @@ from stratagem import __version__, face
 from stratagem.cache_cli import cache_app
 from stratagem.model_spec import load_cluster, load_graph
 from stratagem.profile_cli import profile
+from stratagem.search.constraints import Constraints
 from stratagem.search.result import Budget
 from stratagem.search.space import Options
 from stratagem.simulator.cluster import Cluster, preset_names
@@ -174,6 +175,42 @@ def search(
     bucket_mib: Annotated[
         float, typer.Option(help="reduce gradients in buckets of at least so many MiB")
     ] = 0.0,
+    tensor: Annotated[
+        int | None, typer.Option(help="tensor-parallel ways at most (experts count)")
+    ] = None,
+    pipeline: Annotated[int | None, typer.Option(help="pipeline ranks, exactly")] = None,
+    zero: Annotated[
+        list[int] | None, typer.Option(help="ZeRO stages that are allowed; repeatable")
+    ] = None,
+    microbatches: Annotated[
+        list[int] | None, typer.Option(help="numbers of microbatches allowed; repeatable")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(help="DIM=AXIS: never shard a dim on an axis, as vocab=node; repeatable"),
+    ] = None,
+    require: Annotated[
+        list[str] | None, typer.Option(help="DIM=AXIS: always shard a dim there; repeatable")
+    ] = None,
+    headroom: Annotated[
+        float, typer.Option(help="share of each device's memory that must stay free")
+    ] = 0.0,
+    compare_with: Annotated[
+        list[str] | None,
+        typer.Option("--baseline", help="method to compare with, as Alpa or FlexFlow; repeatable"),
+    ] = None,
+    rewrite: Annotated[
+        int, typer.Option(help="search so many rewritten graphs too, that compute the same")
+    ] = 0,
+    start: Annotated[
+        Path | None, typer.Option(help="plan file to go on from, perhaps edited")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="file that keeps finished parts, to go on from")
+    ] = None,
+    space: Annotated[
+        bool, typer.Option("--space", help="list every skeleton and what became of it")
+    ] = False,
     evaluations: Annotated[int, typer.Option(help="plans to evaluate")] = Budget.evaluations,
     seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
     seed: Annotated[int, typer.Option(help="of every random number")] = 0,
@@ -199,15 +236,42 @@ def search(
             fuse=fuse,
             bucket_bytes=round(bucket_mib * 2**20),
         ),
+        constraints=Constraints(
+            max_tensor=tensor,
+            pipeline=pipeline,
+            zero_stages=tuple(zero) if zero else None,
+            microbatches=tuple(microbatches) if microbatches else None,
+            forbid=_dims_on_axes("--forbid", forbid),
+            require=_dims_on_axes("--require", require),
+            headroom=headroom,
+        ),
+        baselines=compare_with,
+        start=Plan.load(start) if start is not None else None,
+        checkpoint=checkpoint,
+        num_rewritten=rewrite,
     )
     result.plan.save(out)
     console.print(strategy_table({"the plan found": result.simulation, **result.baselines}))
     console.print(
         f"{result.evaluations:,} plans evaluated in {result.seconds:.1f} s; "
-        f"{result.stop_reason.value}.\n"
+        f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
     )
+    if space:
+        console.print(result.space_table)
+        for reason, count in result.notes.items():
+            console.print(f"{reason}: {count}")
     _report(result.simulation, graph, plot, trace)
     console.print(f"\nWritten to {out}")
+
+
+def _dims_on_axes(option: str, given: list[str] | None) -> tuple[tuple[str, str], ...]:
+    pairs: list[tuple[str, str]] = []
+    for text in given or ():
+        dim, equals, axis = text.partition("=")
+        if not (dim and equals and axis):
+            raise ValueError(f"{option} {text!r}: write DIM=AXIS, such as vocab=node")
+        pairs.append((dim, axis))
+    return tuple(pairs)
 
 
 @app.command()

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from stratagem.progress import progress_bar
 from stratagem.search import search as searching
+from stratagem.search.constraints import Constraints
+from stratagem.search.course import Progress
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.space import ZERO_STAGES, Options
 from stratagem.simulator import schedule_comparison
@@ -48,13 +50,20 @@ def search(
     training: Training | None = None,
     budget: Budget | None = None,
     seed: int = 0,
-    schedule: str = "1f1b",
+    schedule: str | Sequence[str] = "1f1b",
     zero_stages: Sequence[int] = ZERO_STAGES,
     num_skeletons: int = 4,
+    num_bounded: int = 12,
     options: Options | None = None,
+    constraints: Constraints | None = None,
+    baselines: Sequence[str] | None = None,
+    start: Plan | None = None,
+    checkpoint: str | Path | None = None,
+    num_threads: int | None = None,
+    num_rewritten: int = 0,
     progress: bool = True,
 ) -> SearchResult:
-    """Find a plan to train `graph` on `cluster`, with a progress bar.
+    """Find a plan to train `graph` on `cluster`, and bound the best there can be.
 
     Example:
         >>> from stratagem.simulator.models import mlp
@@ -73,19 +82,32 @@ def search(
         training: precision and optimizer; float32 and Adam when left out.
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number; equal arguments give equal plans.
-        schedule: of the pipelines tried, ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zb-h1"``
-            (the last two are simulated only).
+        schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
+            ``"interleaved"`` and ``"zb-h1"`` (the last two are simulated only).
         zero_stages: the ZeRO stages that an operator's parameters may have.
-        num_skeletons: how many of the best skeletons are annealed: stages, meshes, microbatches.
+        num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.
+        num_bounded: how many more have their lower bounds sharpened, for the certificate.
         options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`.
+        constraints: what the plan must meet; see `Constraints`.
+        baselines: methods to compare with, such as ``["Alpa", "FlexFlow"]``; see
+            `stratagem.search.methods.METHODS`.
+        start: a plan, perhaps edited, to go on from.
+        checkpoint: a file in which finished parts are kept; an equal call goes on from it.
+        num_threads: chains that run at once; all cores when left out. The plan is the same.
+        num_rewritten: how many graphs that compute the same are searched as well.
         progress: False shows nothing.
 
     Returns:
-        The best plan that fits, beside every baseline; where nothing fits, the plan closest to it.
+        The best plan that fits, beside every baseline, and what no plan can be under; where
+        nothing fits, the plan closest to it.
+
+    Raises:
+        ValueError: no plan meets the constraints; an unknown name; a checkpoint or a plan to start
+            from that is not for this search.
     """
     with progress_bar(enabled=progress) as show:
 
-        def report(where: searching.Progress) -> None:
+        def report(where: Progress) -> None:
             best = f"best {format_duration(where.best)}" if where.best < inf else ""
             show(where.phase, where.fraction, best)
 
@@ -99,7 +121,14 @@ def search(
             schedule=schedule,
             zero_stages=zero_stages,
             num_skeletons=num_skeletons,
+            num_bounded=num_bounded,
             options=options,
+            constraints=constraints,
+            baselines=baselines,
+            start=start,
+            checkpoint=Path(checkpoint) if checkpoint is not None else None,
+            num_threads=num_threads,
+            num_rewritten=num_rewritten,
             progress=report,
         )
 
