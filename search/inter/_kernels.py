@@ -57,14 +57,16 @@ def _forward_costs(
     edge_starts: Ints,
     there: Ints,
     shares_link: bool,
+    limit: float,
+    whole: bool,
     costs: Ints,
 ) -> None:
     """Fill the forward pass of every range: the end moves up, as forward runs.
 
     A gather starts when the operator with parameters two before its own has run.
     """
-    for first in range(cuts.size - 1):
-        start, last = cuts[first], first + 1
+    for first in range(1 if whole else cuts.size - 1):
+        start, last = cuts[first], cuts.size - 1 if whole else first + 1
         chain, link, launch, released, before = 0, 0, 0, 0, 0
         for c in range(start, cuts[cuts.size - 1]):
             if columns[GATHER, c]:
@@ -82,6 +84,8 @@ def _forward_costs(
             chain += columns[FORWARD, c]
             if columns[STATE, c]:
                 released, before = before, chain
+            if chain > limit:
+                break
             if c + 1 == cuts[last]:
                 costs[STAGE_FORWARD, first, last] = max(chain, launch)
                 last += 1
@@ -130,6 +134,8 @@ def range_costs(
     again: Ints,
     ties: Ints,
     shares_link: bool,
+    limit: float,
+    whole: bool,
     costs: Ints,
 ) -> None:
     """Fill ``costs[:, a, b]`` with what the operators from cut a to cut b cost as one stage.
@@ -152,13 +158,18 @@ def range_costs(
         again: [E], conversions that backward repeats.
         ties: [T, 3], owner, user, bytes saved where both are in the range.
         shares_link: whether conversions use the link of gathers and syncs.
-        costs: [NUM_COSTS, cuts, cuts], result.
+        limit: ranges whose forward or backward pass is longer are of no interest (ns).
+        whole: whether the range of all operators alone is of interest.
+        costs: [NUM_COSTS, cuts, cuts], result; a peak of −1 where a range is left out.
     """
-    _forward_costs(columns, cuts, in_edges[0], in_edges[1], there[1], shares_link, costs)
+    costs[STAGE_FORWARD] = costs[STAGE_PEAK] = -1
+    _forward_costs(
+        columns, cuts, in_edges[0], in_edges[1], there[1], shares_link, limit, whole, costs
+    )
     offsets, ends = out_edges
     inner, final = np.zeros((2, 6), dtype=np.int64)
-    for last in range(1, cuts.size):
-        end, first = cuts[last], last - 1
+    for last in range(cuts.size - 1 if whole else 1, cuts.size):
+        end, first = cuts[last], 0 if whole else last - 1
         convert_back, repeat, launch, weight, update = 0, 0, 0, 0, 0
         state, held, peak = 0, 0, 0
         inner[:] = 0
@@ -178,8 +189,12 @@ def range_costs(
             state += columns[STATE, a]
             held += columns[HELD, a]
             peak = max(peak, columns[WORKING, a]) + columns[HELD, a]
+            if inner[0] > limit:
+                break
             if a != cuts[first]:
                 continue
+            if costs[STAGE_FORWARD, first, last] < 0:
+                break
             least = max(convert_back + repeat, launch)
             link = max(inner[1], inner[2]) + inner[3] if inner[3] else 0
             backward = max(inner[0], link, least)
@@ -195,7 +210,7 @@ def range_costs(
             costs[STAGE_STATE, first, last] = state - tied
             costs[STAGE_HELD, first, last] = held
             costs[STAGE_PEAK, first, last] = peak
-            first -= 1
+            first = 0 if whole else first - 1
 
 
 @numba.njit(cache=True)
@@ -220,6 +235,8 @@ def offer(
     """
     for a in range(counts.shape[0]):
         for b in range(a + 1, counts.shape[0]):
+            if costs[STAGE_PEAK, a, b] < 0:
+                continue
             period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + sends[b]
             total = period + costs[STAGE_LAST, a, b]
             if late_weights:

@@ -155,8 +155,17 @@ class _Search:
     ) -> Iterator[Candidate]:
         """Candidates with one number of microbatches."""
         modes = list(dict.fromkeys(mode_of(s, n) for s in self.schedules for n in (1, 2)))
+        # M microbatches pass every stage one after the other, even the slowest.
+        longest = SLACK * self.best * 1e9 / parts
         maker = TableMaker(
-            self.chain, self.situation, self.limits, self.layouts, parts, modes, self.pruned
+            self.chain,
+            self.situation,
+            self.limits,
+            self.layouts,
+            parts,
+            modes,
+            self.pruned,
+            longest,
         )
         drafter = Drafter(self.chain, self.situation, parts)
         for schedule, num_stages, devices, counts in problems(parts, maker):

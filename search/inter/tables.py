@@ -89,7 +89,10 @@ def place_kind(devices: range, cluster: Cluster) -> tuple[object, ...] | None:
 
 @dataclass(eq=False)
 class TableMaker:
-    """Makes stage tables at one number of microbatches; devices of one kind share a table."""
+    """Makes stage tables at one number of microbatches; devices of one kind share a table.
+
+    Stages whose forward or backward pass is longer than `limit` ns are left out.
+    """
 
     chain: Chain
     situation: Situation
@@ -98,6 +101,7 @@ class TableMaker:
     num_microbatches: int
     modes: Sequence[Mode]
     pruned: Pruned
+    limit: float = np.inf
 
     def __post_init__(self) -> None:
         self._known: dict[tuple[object, ...], dict[Mode, StageTable]] = {}
@@ -116,6 +120,7 @@ class TableMaker:
     def _make(self, devices: range) -> dict[Mode, StageTable]:
         makers = {mode: _Draft(len(self.chain.cuts), mode) for mode in self.modes}
         ways: list[Ways] = []
+        whole = len(devices) == self.situation.cluster.num_devices
         for mesh in self._meshes(devices):
             capacity = self.limits.capacity(mesh.memory_bytes(self.situation.cluster))
             pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
@@ -125,7 +130,7 @@ class TableMaker:
                     continue
                 sends = pricer.sends(found[0])
                 for profile in pricer.profiles(found):
-                    costs = profile.range_costs(self.chain)
+                    costs = profile.range_costs(self.chain, limit=self.limit, whole=whole)
                     for draft in makers.values():
                         draft.offer(costs, sends, capacity, len(ways))
                     ways.append(Ways(mesh.shape[1], profile.variant))
