@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,15 +61,15 @@ def transfer_seconds(
     Receivers of a node share its network cards, as do the senders, and no device uses more than
     one card; inside a node every device has its own link.
     """
-    nodes = Counter(cluster.node_of(d) for d in target.devices)
-    senders = Counter(cluster.node_of(d) for d in source.devices)
     copies = target.num_devices / source.num_devices
-    if len(nodes | senders) == 1:
+    per_node = cluster.devices_per_node
+    most = [max(mesh.per_node(per_node).values()) for mesh in (source, target)]
+    if len(source.per_node(per_node) | target.per_node(per_node)) == 1:
         link, busiest = cluster.intra_node, max(1.0, copies)
     else:
         link = cluster.inter_node
-        alone = min(link.num_cards, cluster.devices_per_node) * max(1.0, copies)
-        busiest = max(max(nodes.values()), max(senders.values()) * copies, alone)
+        alone = min(link.num_cards, per_node) * max(1.0, copies)
+        busiest = max(most[1], most[0] * copies, alone)
     return link.latency_us * 1e-6 + busiest * nbytes / (link.bandwidth_gb_s * 1e9)
 
 
@@ -150,7 +149,7 @@ def _landing_seconds(
 
 def transfer_mask(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> int:
     """The link class that a transfer between two meshes occupies."""
-    nodes = {cluster.node_of(d) for d in (*source.devices, *target.devices)}
+    nodes = source.per_node(cluster.devices_per_node) | target.per_node(cluster.devices_per_node)
     return INTRA_NODE if len(nodes) == 1 else INTER_NODE
 
 

@@ -107,6 +107,16 @@ class DeviceMesh:
         """The group along `axis` that `device` belongs to, in axis order."""
         return next(group for group in self.groups(axis) if device in group)
 
+    def per_node(self, devices_per_node: int) -> Counter[int]:
+        """How many of its devices each node has, where a node has so many devices."""
+        if devices_per_node not in self._per_node:
+            self._per_node[devices_per_node] = Counter(d // devices_per_node for d in self.devices)
+        return self._per_node[devices_per_node]
+
+    @cached_property
+    def _per_node(self) -> dict[int, Counter[int]]:
+        return {}
+
     def memory_bytes(self, cluster: Cluster) -> int:
         """Memory of its smallest device: what every device of a stage must get by with."""
         smallest = min(cluster.device_type(device).memory_bytes for device in self.devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,8 +51,12 @@ class OperatorPricer:
     def row(self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...]) -> OperatorRow:
         """The row of operator `i`; `uses` says what it is to each of its weights."""
         operator = self.graph.operators[i]
-        passes = [self._passes(i, choice) for choice in choices]
-        moved = [self._parameters(operator, uses, choice) for choice in choices]
+        # ZeRO changes nothing about passes, recompute nothing about parameters.
+        apart = {replace(c, zero=0) for c in choices}, {replace(c, recompute=False) for c in choices}
+        passed = {c: self._passes(i, c) for c in apart[0]}
+        placed = {c: self._parameters(operator, uses, c) for c in apart[1]}
+        passes = [passed[replace(choice, zero=0)] for choice in choices]
+        moved = [placed[replace(choice, recompute=False)] for choice in choices]
         footprints = [
             operator_footprint(
                 operator,

@@ -39,8 +39,8 @@ STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT, STAGE_LAST, STAGE_STATE, STAGE_HELD
 """Rows of `range_costs`: passes, the part of backward for weights, what the last microbatch adds;
 bytes of state, held per waiting microbatch, and of the running one at its peak."""
 
-NUM_OPTION = 4 + NUM_COSTS
-"""Columns of an option of a stage: sum, period, in flight, variant, and its costs."""
+NUM_OPTION = 4
+"""Columns of an option of a stage: sum, period, microbatches in flight, variant."""
 
 NO_RANGE = np.iinfo(np.int64).max
 """Bytes over the memory of a range that no variant was offered for."""
@@ -50,74 +50,167 @@ UNLIMITED = 1 << 40
 
 
 @numba.njit(cache=True)
-def range_costs(
+def _forward_costs(
     columns: Ints,
     cuts: Ints,
     edge_offsets: Ints,
-    edge_ends: Ints,
+    edge_starts: Ints,
+    there: Ints,
+    shares_link: bool,
+    limit: float,
+    whole: bool,
+    costs: Ints,
+) -> None:
+    """Fill the forward pass of every range: the end moves up, as forward runs.
+
+    A gather starts when the operator with parameters two before its own has run.
+    """
+    for first in range(1 if whole else cuts.size - 1):
+        start, last = cuts[first], cuts.size - 1 if whole else first + 1
+        chain, link, launch, released, before = 0, 0, 0, 0, 0
+        for c in range(start, cuts[cuts.size - 1]):
+            if columns[GATHER, c]:
+                link = max(link, released) + columns[GATHER, c]
+            convert = 0
+            for e in range(edge_offsets[c], edge_offsets[c + 1]):
+                if edge_starts[e] >= start:
+                    convert += there[e]
+            if convert:
+                chain = (max(chain, link) if shares_link else chain) + convert
+                link = max(link, chain) if shares_link else link
+            if columns[GATHER, c]:
+                chain = max(chain, link)
+            launch += columns[LAUNCH, c]
+            chain += columns[FORWARD, c]
+            if columns[STATE, c]:
+                released, before = before, chain
+            if chain > limit:
+                break
+            if c + 1 == cuts[last]:
+                costs[STAGE_FORWARD, first, last] = max(chain, launch)
+                last += 1
+
+
+@numba.njit(cache=True)
+def _backward(
+    columns: Ints, syncs: Ints, a: int, convert: int, shares_link: bool, clock: Ints
+) -> None:
+    """Advance the clock of a backward block by operator `a`, after `convert` ns of conversions.
+
+    The clock is: end of the chain of passes and conversions, end of the link, when the gradient
+    that waits for its sync was made, how long that takes, and the ends of the last two operators
+    with parameters. A conversion goes before a sync that is ready at the same time.
+    """
+    chain, link, made, sync, before, released = clock
+    if convert:
+        chain = (max(chain, link) if shares_link else chain) + convert
+        link = max(link, chain) if shares_link else link
+    if sync:
+        link = max(link, made) + sync
+    if columns[GATHER, a]:
+        link = max(link, released) + columns[GATHER, a]
+        chain = max(chain, link)
+    chain += columns[BACKWARD, a]
+    if columns[STATE, a]:
+        released, before = before, chain
+    clock[0], clock[1], clock[2], clock[3], clock[4], clock[5] = (
+        chain,
+        link,
+        chain,
+        syncs[a],
+        before,
+        released,
+    )
+
+
+@numba.njit(cache=True)
+def range_costs(
+    columns: Ints,
+    cuts: Ints,
+    out_edges: tuple[Ints, Ints],
+    in_edges: tuple[Ints, Ints],
     there: Ints,
     back: Ints,
     again: Ints,
     ties: Ints,
     shares_link: bool,
+    limit: float,
+    whole: bool,
     costs: Ints,
 ) -> None:
     """Fill ``costs[:, a, b]`` with what the operators from cut a to cut b cost as one stage.
 
-    For a fixed end the start moves down, as backward runs. Computing and conversions are one
-    chain; gathers and gradient syncs run beside it on a link of their own, where a sync starts
-    when the operator's gradient is there:
+    For a fixed end the start moves down, as backward runs. Passes and conversions are one chain;
+    gathers and gradient syncs run beside it on a link of their own, unless `shares_link`:
 
         chain     B₃ ─▶ B₂ ─▶ B₁ ─▶ updates
         link         S₃ ─▶ ┄ S₂ ─▶ S₁              finish = max(chain + updates, link + update)
 
     The running microbatch needs max over i of (held by a … i) + working(i) bytes.
+
+    Args:
+        columns: [NUM_COLUMNS, N].
+        cuts: places of the cuts.
+        out_edges: offsets by producer, and the consumer of each edge.
+        in_edges: offsets by consumer, and the producer of each edge; edges as ``there[1]``.
+        there: [2, E], forward conversions (ns) by producer, by consumer.
+        back: [E], backward conversions by producer.
+        again: [E], conversions that backward repeats.
+        ties: [T, 3], owner, user, bytes saved where both are in the range.
+        shares_link: whether conversions use the link of gathers and syncs.
+        limit: ranges whose forward or backward pass is longer are of no interest (ns).
+        whole: whether the range of all operators alone is of interest.
+        costs: [NUM_COSTS, cuts, cuts], result; a peak of −1 where a range is left out.
     """
-    for last in range(1, cuts.size):
-        end, first = cuts[last], last - 1
-        chain, chain_back, convert, convert_back, repeat = 0, 0, 0, 0, 0
-        gather, launch, launch_back, weight, each, link, update = 0, 0, 0, 0, 0, 0, 0
+    costs[STAGE_FORWARD] = costs[STAGE_PEAK] = -1
+    _forward_costs(
+        columns, cuts, in_edges[0], in_edges[1], there[1], shares_link, limit, whole, costs
+    )
+    offsets, ends = out_edges
+    inner, final = np.zeros((2, 6), dtype=np.int64)
+    for last in range(cuts.size - 1 if whole else 1, cuts.size):
+        end, first = cuts[last], 0 if whole else last - 1
+        convert_back, repeat, launch, weight, update = 0, 0, 0, 0, 0
         state, held, peak = 0, 0, 0
+        inner[:] = 0
+        final[:] = 0
         for a in range(end - 1, -1, -1):
-            chain += columns[FORWARD, a]
-            chain_back += columns[BACKWARD, a]
-            for e in range(edge_offsets[a], edge_offsets[a + 1]):
-                if edge_ends[e] < end:
-                    convert += there[e]
-                    convert_back += back[e]
+            convert = 0
+            for e in range(offsets[a], offsets[a + 1]):
+                if ends[e] < end:
+                    convert += back[e]
                     repeat += again[e]
-                    chain_back += back[e]
-            launch += columns[LAUNCH, a]
-            launch_back += columns[LAUNCH_BACK, a]
-            gather += columns[GATHER, a]
+            convert_back += convert
+            _backward(columns, columns[EACH_SYNC], a, convert, shares_link, inner)
+            _backward(columns, columns[SYNC], a, convert, shares_link, final)
+            launch += columns[LAUNCH_BACK, a]
             weight += columns[WEIGHT, a]
-            each += columns[EACH_SYNC, a]
-            link = max(link, chain_back) + columns[SYNC, a]
             update += columns[UPDATE, a]
             state += columns[STATE, a]
             held += columns[HELD, a]
             peak = max(peak, columns[WORKING, a]) + columns[HELD, a]
+            if inner[0] > limit:
+                break
             if a != cuts[first]:
                 continue
-            beside = convert if shares_link else 0
-            beside_back = convert_back + repeat if shares_link else 0
-            forward = max(chain + convert, gather + beside, launch)
-            backward = max(
-                chain_back, gather + each + beside_back, convert_back + repeat, launch_back
-            )
-            finish = max(chain_back + update, link + columns[UPDATE, a], backward)
+            if costs[STAGE_FORWARD, first, last] < 0:
+                break
+            least = max(convert_back + repeat, launch)
+            link = max(inner[1], inner[2]) + inner[3] if inner[3] else 0
+            backward = max(inner[0], link, least)
+            link = max(final[1], final[2]) + final[3] if final[3] else 0
+            finish = max(final[0] + update, link + columns[UPDATE, a], backward)
             tied = 0
             for t in range(ties.shape[0]):
                 if ties[t, 0] >= a and ties[t, 1] < end:
                     tied += ties[t, 2]
-            costs[STAGE_FORWARD, first, last] = forward
             costs[STAGE_BACKWARD, first, last] = backward
             costs[STAGE_WEIGHT, first, last] = min(weight, backward)
             costs[STAGE_LAST, first, last] = finish - backward
             costs[STAGE_STATE, first, last] = state - tied
             costs[STAGE_HELD, first, last] = held
             costs[STAGE_PEAK, first, last] = peak
-            first -= 1
+            first = 0 if whole else first - 1
 
 
 @numba.njit(cache=True)
@@ -129,18 +222,21 @@ def offer(
     late_weights: bool,
     variant: int,
     options: Ints,
+    kept_costs: Ints,
     counts: Ints,
     over: Ints,
 ) -> bool:
     """Offer a variant for every range; keep those that no other beats. False if room is lacking.
 
     ``options[a, b]`` are rows of `NUM_OPTION` columns: what a stage adds to the sum of a step, to
-    its slowest stage, how many microbatches it can hold, the variant, and its `range_costs`. A
-    variant is beaten by one that is no worse in the first three. `over` is by how many bytes the
-    best variant exceeds the capacity with one microbatch.
+    its slowest stage, how many microbatches it can hold, and the variant; ``kept_costs`` are the
+    `range_costs` of each. A variant is beaten by one that is no worse in the first three. `over`
+    is by how many bytes the best variant exceeds the capacity with one microbatch.
     """
     for a in range(counts.shape[0]):
         for b in range(a + 1, counts.shape[0]):
+            if costs[STAGE_PEAK, a, b] < 0:
+                continue
             period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + sends[b]
             total = period + costs[STAGE_LAST, a, b]
             if late_weights:
@@ -163,6 +259,7 @@ def offer(
                 row = options[a, b, r]
                 if not (total <= row[0] and period <= row[1] and flight >= row[2]):
                     options[a, b, kept] = row
+                    kept_costs[a, b, kept] = kept_costs[a, b, r]
                     kept += 1
             if kept == options.shape[2]:
                 return False
@@ -170,7 +267,7 @@ def offer(
             options[a, b, kept, 1] = period
             options[a, b, kept, 2] = flight
             options[a, b, kept, 3] = variant
-            options[a, b, kept, 4:] = costs[:, a, b]
+            kept_costs[a, b, kept] = costs[:, a, b]
             counts[a, b] = kept + 1
     return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,13 @@ UNEQUAL_UNITS = 16
 
 UNEQUAL_SCHEDULES = ("1f1b", "gpipe")
 """Schedules under which what a stage holds is known from its place before the end alone."""
+
+
+UNEQUAL_MICROBATCHES = 3
+"""At how many numbers of microbatches, the best of equal stages, unequal ones are tried."""
+
+_Posed = tuple[str, int, Devices, tuple[int, ...]]
+"""A schedule, the most stages, how devices may be dealt out, numbers of stages asked for."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,19 @@ class _Search:
     def run(self) -> list[Candidate]:
         """All candidates within the slack, best first."""
         found: list[Candidate] = []
-        for parts in self._microbatch_counts():
-            found += self._at(parts)
+        counts = self._microbatch_counts()
+        for parts in counts:
+            found += self._solved(parts, self._equal)
+        if not self.limits.equal_meshes:
+            ranked = sorted(found, key=lambda c: c.seconds)
+            best = list(dict.fromkeys(c.skeleton.num_microbatches for c in ranked))
+            chosen = best[:UNEQUAL_MICROBATCHES] or counts
+            self.pruned.add(
+                "unequal stages at numbers of microbatches where equal ones are slower",
+                len(counts) - len(chosen),
+            )
+            for parts in chosen:
+                found += self._solved(parts, self._unequal)
         near = [c for c in found if c.seconds <= SLACK * self.best]
         if len(near) < len(found):
             self.pruned.add(f"more than {SLACK} times the best estimate", len(found) - len(near))
@@ -130,18 +148,27 @@ class _Search:
         divisors = [n for n in range(1, batch + 1) if batch % n == 0]
         allowed = [n for n in divisors if self.limits.allows_microbatches(n)]
         self.pruned.add("numbers of microbatches not allowed", len(divisors) - len(allowed))
-        if not self.pruned.counts["numbers of microbatches not allowed"]:
-            del self.pruned.counts["numbers of microbatches not allowed"]
         return allowed[::-1]
 
-    def _at(self, parts: int) -> Iterator[Candidate]:
+    def _solved(
+        self, parts: int, problems: Callable[[int, TableMaker], Iterator[_Posed]]
+    ) -> Iterator[Candidate]:
         """Candidates with one number of microbatches."""
         modes = list(dict.fromkeys(mode_of(s, n) for s in self.schedules for n in (1, 2)))
+        # M microbatches pass every stage one after the other, even the slowest.
+        longest = SLACK * self.best * 1e9 / parts
         maker = TableMaker(
-            self.chain, self.situation, self.limits, self.layouts, parts, modes, self.pruned
+            self.chain,
+            self.situation,
+            self.limits,
+            self.layouts,
+            parts,
+            modes,
+            self.pruned,
+            longest,
         )
         drafter = Drafter(self.chain, self.situation, parts)
-        for schedule, num_stages, devices, counts in self._problems(parts, maker):
+        for schedule, num_stages, devices, counts in problems(parts, maker):
             held = microbatches_held(schedule, num_stages, parts)
             objective = objective_of(schedule, parts, num_stages)
             solutions = solve(
@@ -172,10 +199,8 @@ class _Search:
 
     # -- how devices may be dealt out -------------------------------------------------------------
 
-    def _problems(
-        self, parts: int, maker: TableMaker
-    ) -> Iterator[tuple[str, int, Devices, tuple[int, ...]]]:
-        """(schedule, most stages, devices, numbers of stages asked for)."""
+    def _equal(self, parts: int, maker: TableMaker) -> Iterator[_Posed]:
+        """Stages of equally many devices."""
         for ranks in self._equal_ranks():
             for schedule in self.schedules if ranks > 1 else self.schedules[:1]:
                 copies = mode_of(schedule, ranks).copies
@@ -183,20 +208,20 @@ class _Search:
                 if not self._allows(ranks, stages, parts, schedule):
                     continue
                 mode = mode_of(schedule, ranks)
-                tables = [maker.table(self._share(r, ranks), mode) for r in range(ranks)]
-                if all(table.counts.any() or table.ways for table in tables):
+                found = [maker.table(self._share(r, ranks), mode) for r in range(ranks)]
+                tables = [table for table in found if table is not None]
+                if len(tables) == ranks:
                     yield schedule, stages, _in_turn(tables, copies), (stages,)
-        for schedule in UNEQUAL_SCHEDULES:
-            if schedule in self.schedules and not self.limits.equal_meshes:
-                yield from self._unequal(schedule, parts, maker)
 
     def _allows(self, ranks: int, stages: int, parts: int, schedule: str) -> bool:
         if not self.limits.allows_stages(stages):
             self.pruned.add("numbers of stages not allowed")
         elif stages >= len(self.chain.cuts):
             self.pruned.add("more stages than places to cut")
-        elif ranks > 1 and parts < ranks:
-            self.pruned.add("fewer microbatches than stages: the bubble is over half of the step")
+        elif ranks > 1 and parts < 2:
+            self.pruned.add("a pipeline of one microbatch")
+        elif np.isfinite(self.best) and (ranks - 1) / parts > SLACK - 1:
+            self.pruned.add(f"a bubble alone makes it {SLACK} times as long")
         elif schedule == "interleaved" and parts % ranks:
             self.pruned.add("interleaved: microbatches are no multiple of the ranks")
         else:
@@ -211,16 +236,14 @@ class _Search:
         each = self.situation.cluster.num_devices // ranks
         return range(rank * each, (rank + 1) * each)
 
-    def _unequal(
-        self, schedule: str, parts: int, maker: TableMaker
-    ) -> Iterator[tuple[str, int, Devices, tuple[int, ...]]]:
+    def _unequal(self, parts: int, maker: TableMaker) -> Iterator[_Posed]:
         """Stages of any number of units each, of as many units as there may be."""
         cluster = self.situation.cluster
         whole = cluster.num_nodes if cluster.num_nodes > 2 else cluster.num_devices
         units = max(n for n in range(1, UNEQUAL_UNITS + 1) if whole % n == 0)
         most = min(units, parts, len(self.chain.cuts) - 1, self.limits.max_stages)
         counts = tuple(n for n in range(2, most + 1) if self.limits.allows_stages(n))
-        if not counts:
+        if not counts or not set(UNEQUAL_SCHEDULES) & set(self.schedules):
             return
         each = cluster.num_devices // units
         sizes = [n for n in range(1, units) if _is_handy(n)]
@@ -229,14 +252,16 @@ class _Search:
         for z, size in enumerate(sizes):
             for begin in range(units - size + 1):
                 devices = range(begin * each, (begin + size) * each)
-                table = maker.table(devices, mode_of(schedule, 2))
-                if table.ways:
+                table = maker.table(devices, mode_of("1f1b", 2))
+                if table is not None:
                     number, _ = tables.setdefault(id(table), (len(tables), table))
                     table_of[z, begin] = number
         listed = tuple(table for _, table in tables.values())
         if listed:
-            held = Devices(listed, table_of, np.array(sizes, dtype=np.int64), each)
-            yield schedule, max(counts), held, counts
+            dealt = Devices(listed, table_of, np.array(sizes, dtype=np.int64), each)
+            for schedule in UNEQUAL_SCHEDULES:
+                if schedule in self.schedules:
+                    yield schedule, max(counts), dealt, counts
 
 
 def _is_handy(units: int) -> bool:

@@ -27,6 +27,7 @@ class Chain:
         operators: [N], indices into the graph.
         cuts: places among the operators where a stage may begin or end, 0 and N included.
         edge_offsets: [N + 1], edges are sorted by producer.
+        edge_starts: [E], place of the producer.
         edge_ends: [E], place of the consumer.
         edge_numbers: [E], which edge of the compact graph it is like.
         ties: [T, 2], places of the owner and of another user of a parameter.
@@ -36,6 +37,7 @@ class Chain:
     operators: IntArray
     cuts: IntArray
     edge_offsets: IntArray
+    edge_starts: IntArray
     edge_ends: IntArray
     edge_numbers: IntArray
     ties: IntArray
@@ -51,15 +53,22 @@ class Chain:
         return self.compact.stands_for[self.operators]
 
     @cached_property
+    def by_consumer(self) -> tuple[IntArray, IntArray, IntArray]:
+        """The edges sorted by consumer: which they are, offsets by consumer, places of producers."""
+        order = np.argsort(self.edge_ends, kind="stable")
+        counts = np.bincount(self.edge_ends, minlength=len(self.operators))
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return order, offsets, np.ascontiguousarray(self.edge_starts[order])
+
+    @cached_property
     def crossings(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per cut (producer's place, edge of the compact graph) of all edges across it."""
         places = [set[tuple[int, int]]() for _ in self.cuts]
-        producers = np.repeat(np.arange(len(self.operators)), np.diff(self.edge_offsets))
-        first = np.searchsorted(self.cuts, producers, side="right")
+        first = np.searchsorted(self.cuts, self.edge_starts, side="right")
         behind = np.searchsorted(self.cuts, self.edge_ends, side="right")
         for e in np.flatnonzero(first < behind):
             for cut in range(int(first[e]), int(behind[e])):
-                places[cut].add((int(producers[e]), int(self.edge_numbers[e])))
+                places[cut].add((int(self.edge_starts[e]), int(self.edge_numbers[e])))
         return tuple(tuple(sorted(found)) for found in places)
 
 
@@ -102,6 +111,7 @@ def chain_of(graph: OperatorGraph) -> Chain:
         operators=np.array(operators, dtype=np.int64),
         cuts=_cuts(graph, operators),
         edge_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        edge_starts=np.ascontiguousarray(producers),
         edge_ends=np.ascontiguousarray(ends),
         edge_numbers=np.ascontiguousarray(like),
         ties=np.array(ties, dtype=np.int64).reshape(-1, 2),

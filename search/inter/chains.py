@@ -25,18 +25,16 @@ class Objective(NamedTuple):
 
 @dataclass(frozen=True)
 class StageDraft:
-    """A stage of a drafted plan: cuts, devices, what it does, and its option's row."""
+    """A stage of a drafted plan: cuts, devices, what it does and what it costs.
+
+    `costs` are [NUM_COSTS], see `kernels.range_costs`.
+    """
 
     first: int
     last: int
     devices: range
     ways: Ways
-    row: IntArray
-
-    @property
-    def costs(self) -> IntArray:
-        """[NUM_COSTS], see `kernels.range_costs`."""
-        return self.row[4:]
+    costs: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +157,9 @@ class _Search:
             number, first = divmod(rest, num_cuts)
             table = self.devices.tables[number]
             devices = range(begin, begin + table.num_devices)
-            row = self.options[number, first, last, r].copy()
-            stages.append(StageDraft(first, last, devices, table.ways[int(row[3])], row))
+            ways = table.ways[int(table.options[first, last, r, 3])]
+            costs = table.costs[first, last, r]
+            stages.append(StageDraft(first, last, devices, ways, costs))
             begin, label = devices.stop, int(links[label, 1])
         return tuple(stages)
 

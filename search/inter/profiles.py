@@ -7,7 +7,7 @@ whose backward frees it, so that a stage holds what its own operators need, rece
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import EdgeRow, OperatorRow
 
 
 def stage_mesh(devices: Sequence[int], tensor: int) -> DeviceMesh:
@@ -50,20 +51,25 @@ class Profile:
     ties: IntArray
     shares_link: bool
 
-    def range_costs(self, chain: Chain) -> IntArray:
+    def range_costs(
+        self, chain: Chain, *, limit: float = np.inf, whole: bool = False
+    ) -> IntArray:
         """[NUM_COSTS, cuts, cuts], see `kernels.range_costs`."""
         size = chain.cuts.size
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
+        order, offsets, starts = chain.by_consumer
         kernels.range_costs(
             self.columns,
             chain.cuts,
-            chain.edge_offsets,
-            chain.edge_ends,
-            self.there,
+            (chain.edge_offsets, chain.edge_ends),
+            (offsets, starts),
+            np.stack([self.there, self.there[order]]),
             self.back,
             self.again,
             self.ties,
             self.shares_link,
+            limit,
+            whole,
             costs,
         )
         return costs
@@ -100,41 +106,31 @@ class MeshPricer:
             numbers[:, i] = [choices[i].index(choice) for choice in listed]
         table = self.builder.build(range(len(graph.operators)), choices)
         life = stage_lifetimes(table, {})
-        apart = self._apart(table, choices)
+        prices = _Prices(table)
+        users = sorted({user for _, user in table.ties})
+        apart = {user: _states(self.builder.build([user], choices).row(user)) for user in users}
         return [
-            self._profile(variant, table, life, number, apart)
+            self._profile(variant, life, number, prices, apart)
             for variant, number in zip(variants, numbers, strict=True)
         ]
-
-    def _apart(
-        self, table: CostTable, choices: dict[int, tuple[Choice, ...]]
-    ) -> dict[int, CostTable]:
-        """Tables of users of tied parameters without their owners."""
-        users = sorted({user for _, user in table.ties})
-        return {user: self.builder.build([user], choices) for user in users}
 
     def _profile(
         self,
         variant: Variant,
-        table: CostTable,
         life: Lifetimes,
         number: IntArray,
-        apart: dict[int, CostTable],
+        prices: _Prices,
+        apart: Mapping[int, IntArray],
     ) -> Profile:
-        columns = np.zeros((kernels.NUM_COLUMNS, len(number)), dtype=np.int64)
-        for i in table.operators:
-            columns[:, i] = _column(table, i, int(number[i]))
-        held, working = _memory(life, life.bytes_under(number))
-        columns[kernels.HELD], columns[kernels.WORKING] = held, working
+        columns = prices.columns(number)
+        columns[kernels.HELD], columns[kernels.WORKING] = _memory(life, life.bytes_under(number))
         saved = np.zeros(len(number), dtype=np.int64)
-        for user, alone in apart.items():
-            state = _column(alone, user, int(number[user]))[kernels.STATE]
-            saved[user] = state - columns[kernels.STATE, user]
-            columns[kernels.STATE, user] = state
-        edges = _edge_columns(table, number)
+        for user, states in apart.items():
+            saved[user] = states[number[user]] - columns[kernels.STATE, user]
+            columns[kernels.STATE, user] = states[number[user]]
+        edges = prices.edges(number)
         chain, users = self.chain, self.chain.ties[:, 1]
         together = saved[chain.representatives[users]]
-        links = self.builder.links
         return Profile(
             variant=variant,
             columns=np.ascontiguousarray(columns[:, chain.representatives]),
@@ -142,7 +138,7 @@ class MeshPricer:
             back=edges[1][chain.edge_numbers],
             again=edges[2][chain.edge_numbers],
             ties=np.column_stack([chain.ties, together]).astype(np.int64),
-            shares_link=links[0].crosses_nodes == links[1].crosses_nodes,
+            shares_link=prices.shares_link(number),
         )
 
     def sends(self, variant: Variant) -> IntArray:
@@ -207,44 +203,83 @@ class BoundaryPricer:
         return self._known[key]
 
 
-def _column(table: CostTable, i: int, c: int) -> list[int]:
-    """One operator under its choice number `c`; held and working memory follow later."""
-    row = table.row(i)
-    pieces = int(row.pieces[c])
-    backward = int(row.backward.ns[c]) * pieces + int(row.recompute.ns[c])
-    launch_back = int(row.launch_backward.ns[c]) + int(row.launch_recompute.ns[c])
-    state = row.parameter_bytes[c] + row.gradient_bytes[c] + row.optimizer_bytes[c]
-    return [
-        int(row.forward.ns[c]) * pieces,
-        int(row.launch_forward.ns[c]),
-        int(row.gather.ns[c]),
-        backward,
-        launch_back,
-        int(row.weight_gradient.ns[c]) * pieces,
-        int(row.each_sync.ns[c]),
-        int(row.sync.ns[c]) + int(row.publish.ns[c]),
-        int(row.update.ns[c]),
-        int(state),
-        0,
-        0,
-    ]
+class _Prices:
+    """The rows of a table, all choices of all operators after one another."""
+
+    def __init__(self, table: CostTable) -> None:
+        rows = [table.row(i) for i in table.operators]
+        sizes = [len(row.choices) for row in rows]
+        self._starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        self._columns = np.concatenate([_columns(row) for row in rows], axis=1)
+        self._masks = np.concatenate([row.gather.mask | row.sync.mask for row in rows])
+        self._edges(table)
+
+    def _edges(self, table: CostTable) -> None:
+        """Pairs of choices of all edges; those that are not priced take no time."""
+        place = {(e.consumer, e.slot): k for k, e in enumerate(table.graph.edges)}
+        self._ends = np.zeros((3, len(place)), dtype=np.int64)
+        flat: list[IntArray] = [np.zeros((4, 1), dtype=np.int64)]
+        known: dict[int, int] = {}
+        size = 1
+        self._bases = np.zeros(len(place), dtype=np.int64)
+        for edge, which in zip(table.edges, table.edge_row_of, strict=True):
+            k = place[edge.consumer, edge.slot]
+            row = table.edge_rows[which]
+            if which not in known:
+                known[which] = size
+                flat.append(_edge_columns(row))
+                size += row.copy_bytes.size
+            self._bases[k] = known[which]
+            self._ends[:, k] = edge.producer, edge.consumer, row.copy_bytes.shape[1]
+        self._flat = np.concatenate(flat, axis=1)
+
+    def columns(self, number: IntArray) -> IntArray:
+        """[NUM_COLUMNS, operators] under a choice each; memory while it runs follows later."""
+        found: IntArray = self._columns[:, self._starts + number]
+        return found
+
+    def edges(self, number: IntArray) -> IntArray:
+        """[4, edges]: forward, backward with recompute, gathered again (ns); link masks."""
+        producer, consumer, width = self._ends
+        at = number[producer] * width + number[consumer]
+        found: IntArray = self._flat[:, np.where(self._bases > 0, self._bases + at, 0)]
+        return found
+
+    def shares_link(self, number: IntArray) -> bool:
+        """Whether conversions use a link class that gathers and syncs use."""
+        parameters = np.bitwise_or.reduce(self._masks[self._starts + number])
+        return bool(parameters & np.bitwise_or.reduce(self.edges(number)[3]))
 
 
-def _edge_columns(table: CostTable, number: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Per edge of the compact graph: forward, backward with recompute, gathered again (ns)."""
-    edges = table.graph.edges
-    there, back, again = np.zeros((3, len(edges)), dtype=np.int64)
-    place = {(e.consumer, e.slot): k for k, e in enumerate(edges)}
-    for edge, which in zip(table.edges, table.edge_row_of, strict=True):
-        row = table.edge_rows[which]
-        ends = int(number[edge.producer]), int(number[edge.consumer])
-        k = place[edge.consumer, edge.slot]
-        pieces = max(int(row.made_forward[ends]), int(row.read_forward[ends]), 1)
-        there[k] = row.forward.ns[ends] * pieces
-        pieces = max(int(row.made_backward[ends]), int(row.read_backward[ends]), 1)
-        back[k] = row.backward.ns[ends] * pieces + row.recompute.ns[ends]
-        again[k] = row.regather.ns[ends]
-    return there, back, again
+def _columns(row: OperatorRow) -> IntArray:
+    """One operator, by choice; held and working memory follow later."""
+    columns = np.zeros((kernels.NUM_COLUMNS, len(row.choices)), dtype=np.int64)
+    columns[kernels.FORWARD] = row.forward.ns * row.pieces
+    columns[kernels.LAUNCH] = row.launch_forward.ns
+    columns[kernels.GATHER] = row.gather.ns
+    columns[kernels.BACKWARD] = row.backward.ns * row.pieces + row.recompute.ns
+    columns[kernels.LAUNCH_BACK] = row.launch_backward.ns + row.launch_recompute.ns
+    columns[kernels.WEIGHT] = row.weight_gradient.ns * row.pieces
+    columns[kernels.EACH_SYNC] = row.each_sync.ns
+    columns[kernels.SYNC] = row.sync.ns + row.publish.ns
+    columns[kernels.UPDATE] = row.update.ns
+    columns[kernels.STATE] = _states(row)
+    return columns
+
+
+def _states(row: OperatorRow) -> IntArray:
+    """Bytes of parameters, gradients and optimizer state, by choice."""
+    found: IntArray = row.parameter_bytes + row.gradient_bytes + row.optimizer_bytes
+    return found
+
+
+def _edge_columns(row: EdgeRow) -> IntArray:
+    """[4, pairs of choices]: forward, backward with recompute, gathered again, link mask."""
+    there = row.forward.ns * np.maximum(np.maximum(row.made_forward, row.read_forward), 1)
+    back = row.backward.ns * np.maximum(np.maximum(row.made_backward, row.read_backward), 1)
+    masks = row.forward.mask | row.backward.mask
+    parts = (there, back + row.recompute.ns, row.regather.ns, masks)
+    return np.stack([part.ravel() for part in parts]).astype(np.int64)
 
 
 def _memory(life: Lifetimes, nbytes: IntArray) -> tuple[IntArray, IntArray]:

@@ -50,6 +50,7 @@ class StageTable:
         num_devices: of the stage.
         ways: what the numbers of variants in `options` mean.
         options: [cuts, cuts, rows, NUM_OPTION].
+        costs: [cuts, cuts, rows, NUM_COSTS] of each option.
         counts: [cuts, cuts], rows in use.
         over: [cuts, cuts], bytes by which the leanest variant exceeds the memory; below 0: room.
     """
@@ -57,6 +58,7 @@ class StageTable:
     num_devices: int
     ways: tuple[Ways, ...]
     options: IntArray
+    costs: IntArray
     counts: IntArray
     over: IntArray
 
@@ -69,21 +71,28 @@ class Pruned:
 
     def add(self, reason: str, count: int = 1) -> None:
         """Count something that is left out."""
-        self.counts[reason] = self.counts.get(reason, 0) + count
+        if count:
+            self.counts[reason] = self.counts.get(reason, 0) + count
 
 
-def place_kind(devices: range, cluster: Cluster) -> tuple[object, ...]:
-    """Equal for device ranges that price alike: size, device types, where nodes begin in them."""
+def place_kind(devices: range, cluster: Cluster) -> tuple[object, ...] | None:
+    """Equal for device ranges that price alike: size and device types; None for one that straddles.
+
+    A stage lies inside a node, or begins or ends where a node does.
+    """
     per_node = cluster.devices_per_node
     first, last = devices.start // per_node, (devices.stop - 1) // per_node
-    aligned = first == last or (devices.start % per_node == 0 and len(devices) % per_node == 0)
-    kinds = tuple(sorted(set(cluster.node_devices[first : last + 1])))
-    return len(devices), kinds, 0 if aligned else devices.start % per_node
+    if first != last and devices.start % per_node and devices.stop % per_node:
+        return None
+    return len(devices), tuple(sorted(set(cluster.node_devices[first : last + 1])))
 
 
 @dataclass(eq=False)
 class TableMaker:
-    """Makes stage tables at one number of microbatches; devices of one kind share a table."""
+    """Makes stage tables at one number of microbatches; devices of one kind share a table.
+
+    Stages whose forward or backward pass is longer than `limit` ns are left out.
+    """
 
     chain: Chain
     situation: Situation
@@ -92,20 +101,26 @@ class TableMaker:
     num_microbatches: int
     modes: Sequence[Mode]
     pruned: Pruned
+    limit: float = np.inf
 
     def __post_init__(self) -> None:
         self._known: dict[tuple[object, ...], dict[Mode, StageTable]] = {}
 
-    def table(self, devices: range, mode: Mode) -> StageTable:
-        """The table of a stage on `devices`."""
+    def table(self, devices: range, mode: Mode) -> StageTable | None:
+        """The table of a stage on `devices`; None if they straddle nodes, or nothing is priced."""
         kind = place_kind(devices, self.situation.cluster)
+        if kind is None:
+            self.pruned.add("devices that straddle nodes")
+            return None
         if kind not in self._known:
             self._known[kind] = self._make(devices)
-        return self._known[kind][mode]
+        table = self._known[kind][mode]
+        return table if table.ways else None
 
     def _make(self, devices: range) -> dict[Mode, StageTable]:
         makers = {mode: _Draft(len(self.chain.cuts), mode) for mode in self.modes}
         ways: list[Ways] = []
+        whole = len(devices) == self.situation.cluster.num_devices
         for mesh in self._meshes(devices):
             capacity = self.limits.capacity(mesh.memory_bytes(self.situation.cluster))
             pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
@@ -115,7 +130,7 @@ class TableMaker:
                     continue
                 sends = pricer.sends(found[0])
                 for profile in pricer.profiles(found):
-                    costs = profile.range_costs(self.chain)
+                    costs = profile.range_costs(self.chain, limit=self.limit, whole=whole)
                     for draft in makers.values():
                         draft.offer(costs, sends, capacity, len(ways))
                     ways.append(Ways(mesh.shape[1], profile.variant))
@@ -150,7 +165,9 @@ class _Draft:
     mode: Mode
 
     def __post_init__(self) -> None:
-        self._options = np.zeros((self.size, self.size, ROOM, kernels.NUM_OPTION), dtype=np.int64)
+        shape = (self.size, self.size, ROOM)
+        self._options = np.zeros((*shape, kernels.NUM_OPTION), dtype=np.int64)
+        self._costs = np.zeros((*shape, kernels.NUM_COSTS), dtype=np.int64)
         self._counts = np.zeros((self.size, self.size), dtype=np.int64)
         self._over = np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64)
 
@@ -164,13 +181,15 @@ class _Draft:
             self.mode.late_weights,
             number,
             self._options,
+            self._costs,
             self._counts,
             self._over,
         ):
             self._options = np.concatenate([self._options, np.zeros_like(self._options)], axis=2)
+            self._costs = np.concatenate([self._costs, np.zeros_like(self._costs)], axis=2)
 
     def finish(self, num_devices: int, ways: Sequence[Ways]) -> StageTable:
         """The table, without unused room."""
         rows = max(1, int(self._counts.max()))
-        options = np.ascontiguousarray(self._options[:, :, :rows])
-        return StageTable(num_devices, tuple(ways), options, self._counts, self._over)
+        options, costs = self._options[:, :, :rows].copy(), self._costs[:, :, :rows].copy()
+        return StageTable(num_devices, tuple(ways), options, costs, self._counts, self._over)
