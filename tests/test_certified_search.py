@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.constraints import Constraints, most_tensor_ways
-from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.course import Progress
+from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph

@@ -12,9 +12,9 @@ import pytest
 
 from stratagem.search.anneal import Chain
 from stratagem.search.baselines import Situation, baseline_plans, rank
+from stratagem.search.course import Progress
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.result import Budget, StopReason
-from stratagem.search.course import Progress
 from stratagem.search.search import search
 from stratagem.search.space import Options, Skeleton, operator_choices, skeletons, stage_meshes
 from stratagem.simulator.cluster import Calibration, Cluster

@@ -257,7 +257,7 @@ def search(
         f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
     )
     if space:
-        console.print(result.space_table)
+        console.print(result_table(result.space_table))
         for reason, count in result.notes.items():
             console.print(f"{reason}: {count}")
     _report(result.simulation, graph, plot, trace)
