@@ -34,7 +34,7 @@ from stratagem.simulator.simulation import Simulation
 
 CHAINS = 4
 """Chains on a skeleton: so many cores can help, and one core makes the same plan."""
-MOST_RANKED, RANKED_OPERATORS = 48, 16_000
+MOST_RANKED, RANKED_OPERATORS = 48, 8_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
