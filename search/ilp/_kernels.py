@@ -129,3 +129,137 @@ def min_plus(costs: Floats, one: Floats, other: Floats) -> tuple[Floats, Ints]:
                         best[a, b] = base + other[k, b]
                         choice[a, b] = k
     return best, choice
+
+
+@numba.njit(cache=True)
+def ascend(
+    passes: int,
+    starts: Ints,
+    costs: Floats,
+    adjacency: Ints,
+    neighbours: Ints,
+    reverse: Ints,
+    tables: Ints,
+    pool: Floats,
+    places: Ints,
+    messages: Floats,
+    theta: Floats,
+) -> None:
+    """Raise the dual bound by passes over the nodes, to and fro (TRW-S, Kolmogorov 2006).
+
+    A node takes from the edges to nodes before it all that they can give,
+    m_ij(k) = min over l of c_ij(k, l) − m_ji(l), and gives the edges to nodes after it equal
+    shares of what it then has. `places[e]` is where the message of edge e to its node starts,
+    `reverse[e]` the same edge seen from its other node. `messages` and `theta` are changed.
+    """
+    num_nodes = len(starts) - 1
+    for step in range(2 * passes):
+        forward = step % 2 == 0
+        for number in range(num_nodes):
+            node = number if forward else num_nodes - 1 - number
+            lo, hi = starts[node], starts[node + 1]
+            theta[lo:hi] = costs[lo:hi]
+            before, after = 0, 0
+            for e in range(adjacency[node], adjacency[node + 1]):
+                other = neighbours[e]
+                if (other < node) == forward:
+                    before += 1
+                    columns = starts[other + 1] - starts[other]
+                    theirs = places[reverse[e]]
+                    for k in range(hi - lo):
+                        least = np.inf
+                        line = tables[e] + k * columns
+                        for column in range(columns):
+                            least = min(least, pool[line + column] - messages[theirs + column])
+                        messages[places[e] + k] = least
+                else:
+                    after += 1
+                for k in range(hi - lo):
+                    theta[lo + k] += messages[places[e] + k]
+            share = 1.0 / max(before, after, 1)
+            for e in range(adjacency[node], adjacency[node + 1]):
+                if (neighbours[e] < node) != forward:
+                    for k in range(hi - lo):
+                        messages[places[e] + k] -= share * theta[lo + k]
+            if after:
+                theta[lo:hi] *= 1.0 - share * after
+
+
+@numba.njit(cache=True)
+def dual_bound(
+    starts: Ints,
+    costs: Floats,
+    adjacency: Ints,
+    neighbours: Ints,
+    reverse: Ints,
+    tables: Ints,
+    pool: Floats,
+    places: Ints,
+    messages: Floats,
+    theta: Floats,
+) -> float:
+    """Σ min θ_i + Σ min θ_ij under some messages; `theta` is filled with the θ_i."""
+    total = 0.0
+    for node in range(len(starts) - 1):
+        lo, hi = starts[node], starts[node + 1]
+        theta[lo:hi] = costs[lo:hi]
+        for e in range(adjacency[node], adjacency[node + 1]):
+            ours = places[e]
+            for k in range(hi - lo):
+                theta[lo + k] += messages[ours + k]
+            other = neighbours[e]
+            if node < other:
+                columns = starts[other + 1] - starts[other]
+                theirs = places[reverse[e]]
+                least = np.inf
+                for k in range(hi - lo):
+                    line = tables[e] + k * columns
+                    for column in range(columns):
+                        rest = messages[ours + k] + messages[theirs + column]
+                        least = min(least, pool[line + column] - rest)
+                total += least
+        total += theta[lo:hi].min()
+    return total
+
+
+@numba.njit(cache=True)
+def priced_costs(
+    starts: Ints,
+    costs: Floats,
+    first: Ints,
+    width: Ints,
+    window: Ints,
+    num_strategies: Ints,
+    nbytes: Ints,
+    prices: Floats,
+    priced: Floats,
+) -> None:
+    """Fill `priced` with the costs of strategies and the price of what they hold."""
+    for node in range(len(starts) - 1):
+        for k in range(starts[node + 1] - starts[node]):
+            total = costs[starts[node] + k]
+            line = window[node] + k * width[node]
+            for row in range(width[node]):
+                total += prices[first[node] + row] * nbytes[line + row]
+            priced[starts[node] + k] = total
+
+
+@numba.njit(cache=True)
+def bytes_held(
+    starts: Ints,
+    theta: Floats,
+    first: Ints,
+    width: Ints,
+    window: Ints,
+    num_strategies: Ints,
+    nbytes: Ints,
+    used: Floats,
+) -> None:
+    """Fill `used` with the bytes of each row where every node takes its least θ."""
+    used[:] = 0
+    for node in range(len(starts) - 1):
+        if width[node]:
+            k = theta[starts[node] : starts[node + 1]].argmin()
+            line = window[node] + k * width[node]
+            for row in range(width[node]):
+                used[first[node] + row] += nbytes[line + row]

@@ -102,8 +102,15 @@ class Memory:
         """Whether the node's choice matters to any row."""
         return bool(self.windows[node].nbytes.size)
 
-    def tighten(self) -> None:
-        """Take off what is held in any case; drop rows that can never be full or are implied.
+    @property
+    def size(self) -> int:
+        """Entries of all windows."""
+        return sum(window.nbytes.size for window in self.windows)
+
+    def tighten(self, *, implied: bool = False) -> None:
+        """Take off what is held in any case; drop rows that can never be full.
+
+        With `implied`, those that another row implies too, which takes longer.
 
         Raises:
             OverLimitError: a row is over its limit whatever is chosen.
@@ -124,10 +131,12 @@ class Memory:
                 int(self.devices[row]), int(self.steps[row]), -int(self.limits[row])
             )
         taken = most > self.limits
-        self._take_rows(taken)
-        self._drop_implied(most[taken])
+        self.take_rows(taken)
+        if implied:
+            self._drop_implied(most[taken])
 
-    def _take_rows(self, taken: npt.NDArray[np.bool_]) -> None:
+    def take_rows(self, taken: npt.NDArray[np.bool_]) -> None:
+        """Drop the other rows."""
         if taken.all():
             return
         place = np.concatenate(([0], np.cumsum(taken)))
@@ -146,7 +155,7 @@ class Memory:
         if self.num_rows < 2:
             return
         flat = FlatWindows.of(self.windows)
-        self._take_rows(~implied_rows(self.limits, most - self.limits, *flat.arrays))
+        self.take_rows(~implied_rows(self.limits, most - self.limits, *flat.arrays))
 
 
 def _trimmed(window: Window) -> Window:
@@ -171,15 +180,16 @@ class FlatWindows:
     @classmethod
     def of(cls, windows: list[Window]) -> FlatWindows:
         """Lay out the windows of all nodes, strategy by strategy."""
-        sizes = [window.nbytes.size for window in windows]
+        starts = np.concatenate(([0], np.cumsum([window.nbytes.size for window in windows])))
+        pool = np.empty(int(starts[-1]), np.int64)
+        for start, window in zip(starts.tolist(), windows, strict=False):
+            pool[start : start + window.nbytes.size] = window.nbytes.ravel()
         return cls(
             first=np.array([window.first for window in windows], np.int64),
             width=np.array([window.nbytes.shape[1] for window in windows], np.int64),
-            start=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
+            start=starts.astype(np.int64),
             num_strategies=np.array([len(window.nbytes) for window in windows], np.int64),
-            pool=np.concatenate(
-                [window.nbytes.ravel() for window in windows] or [np.empty(0, np.int64)]
-            ).astype(np.int64),
+            pool=pool,
         )
 
     @property
@@ -195,7 +205,7 @@ def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
         OverLimitError: a row is over its limit whatever is chosen.
     """
     memory = gather(instance, roots, maps)
-    memory.tighten()
+    memory.tighten(implied=True)
     return memory
 
 
