@@ -24,6 +24,8 @@ FIRST_PASSES, PASSES = 20, 5
 """Passes to begin with, and after every change of prices."""
 SMALLEST_STEP = 1e-5
 """Share of the step to the target at which prices are left as they are."""
+HOPE = 0.05
+"""How far over its bound a problem's optimum is guessed to be where no solution is known."""
 SURE_SHARE = 0.5
 """Share of the nodes that weights make sure of."""
 
@@ -43,23 +45,26 @@ class Ascent:
         self.bound = -np.inf
 
     def run(self, target: float, steps: int, deadline: float) -> None:
-        """Raise the bound towards a target, the cost of a solution or a guess at it."""
+        """Raise the bound towards a target: what a solution costs, infinite if none is known."""
         self.bound = self._passes(FIRST_PASSES)
+        goal = target
         best = self.messages.copy(), self.prices.copy()
         slope, share = self._slope(), 1.0
         scale = np.maximum(self.limits, 1.0)
         for _ in range(steps):
             if share < SMALLEST_STEP or self.bound > target or time.perf_counter() > deadline:
                 break
+            if not np.isfinite(target):
+                goal = self.bound + HOPE * abs(self.bound)
             change = slope / scale
             change[(self.prices <= 0) & (change < 0)] = 0.0
             if not change.any():
                 break
-            step = share * (target - self.bound) / float(change @ change)
+            step = share * (goal - self.bound) / float(change @ change)
             self.prices = np.maximum(0.0, self.prices + step * change / scale)
             bound = self._passes(PASSES)
             if bound > self.bound:
-                share *= 1.5 if bound > self.bound + 1e-3 * (target - self.bound) else 0.7
+                share *= 1.5 if bound > self.bound + 1e-3 * (goal - self.bound) else 0.7
                 share = min(share, 2.0)
                 self.bound, slope = bound, self._slope()
                 best = self.messages.copy(), self.prices.copy()

@@ -31,10 +31,12 @@ SETTLED = 0.9
 """Weight from which a dive takes a strategy for chosen."""
 MAX_PROGRAM = 40_000
 """Entries of the largest problem that is handed to HiGHS."""
+RETREAT = 4
+"""Where choices do not go together, a dive tries this fraction of them, the clearest."""
+MAX_LEVELS = 200
+"""Relaxations after which a dive is given up."""
 STEPS = 60
 """Changes of prices a bound."""
-HOPE = 0.05
-"""How far over its bound a problem's optimum is guessed to be where no solution is known."""
 
 RowKey = tuple[int, int]
 """A row by device and step, which outlasts reductions."""
@@ -133,11 +135,7 @@ def ascended(part: Part, incumbent: Incumbent) -> Relaxed:
     assert memory is not None
     keys = row_keys(memory)
     ascent = Ascent(part.problem, np.array([part.prices.get(key, 0.0) for key in keys]))
-    target = incumbent.cutoff
-    if not np.isfinite(target):
-        ascent.run(-np.inf, 0, incumbent.deadline)
-        target = ascent.bound + HOPE * abs(ascent.bound)
-    ascent.run(target, STEPS, incumbent.deadline)
+    ascent.run(incumbent.cutoff, STEPS, incumbent.deadline)
     _remember_prices(part, keys, ascent.prices)
     return ascent.relaxed()
 
@@ -181,13 +179,35 @@ def num_entries(problem: Problem) -> int:
 
 def dive(part: Part, incumbent: Incumbent) -> None:
     """Look for a solution: settle what the relaxation is sure of, relax again, and so on."""
-    below = Part(copy(part.problem), part.bound, part.prices, part.relaxed)
-    settled = False
-    while not settled and below.relaxed is not None and incumbent.seconds_left > 0:
-        for node, strategy in sure_choices(below.problem, below.relaxed).items():
-            keep(below.problem, node, np.array([strategy]))
-        below.relaxed = None
-        settled = not tighten(below, incumbent)
+    above = part
+    for _ in range(MAX_LEVELS):
+        assert above.relaxed is not None
+        chosen = list(sure_choices(above.problem, above.relaxed).items())
+        found = incumbent.cost
+        below = _settled(above, chosen)
+        while not tighten(below, incumbent):
+            if incumbent.cost < found or incumbent.seconds_left <= 0 or not chosen:
+                return
+            if len(chosen) > 1:
+                chosen = chosen[: max(1, len(chosen) // RETREAT)]
+                below = _settled(above, chosen)
+            else:
+                ((node, strategy),) = chosen
+                below = Part(copy(above.problem), above.bound, above.prices)
+                keep(
+                    below.problem,
+                    node,
+                    np.delete(np.arange(len(above.problem.costs[node])), strategy),
+                )
+                chosen = []
+        above = below
+
+
+def _settled(part: Part, chosen: list[tuple[int, int]]) -> Part:
+    below = Part(copy(part.problem), part.bound, part.prices)
+    for node, strategy in chosen:
+        keep(below.problem, node, np.array([strategy]))
+    return below
 
 
 def sure_choices(problem: Problem, relaxed: Relaxed) -> dict[int, int]:
