@@ -151,7 +151,7 @@ def exactly_relaxed(part: Part, incumbent: Incumbent) -> Relaxed | None:
     while True:
         relaxed = program.relax(incumbent.seconds_left)
         if relaxed is None:
-            return part.relaxed if not program.infeasible else None
+            return None if program.infeasible else ascended(part, incumbent)
         if not program.add_broken(relaxed.weights):
             _remember_prices(part, keys, relaxed.dual.prices)
             return relaxed

@@ -90,13 +90,17 @@ class Memory:
         """Rows of its own; windows are never changed in place and are shared."""
         return Memory(self.limits.copy(), self.devices, self.steps, list(self.windows))
 
-    def fits(self, choice: Ints) -> bool:
-        """Whether no row is over its limit."""
+    def held(self, choice: Ints) -> Ints:
+        """Bytes of each row under a choice of the nodes."""
         used = np.zeros(self.num_rows, np.int64)
         for node, window in enumerate(self.windows):
             if window.nbytes.shape[1]:
                 used[window.first : window.end] += window.nbytes[choice[node]]
-        return bool((used <= self.limits).all())
+        return used
+
+    def fits(self, choice: Ints) -> bool:
+        """Whether no row is over its limit."""
+        return bool((self.held(choice) <= self.limits).all())
 
     def uses(self, node: int) -> bool:
         """Whether the node's choice matters to any row."""

@@ -23,6 +23,7 @@ from stratagem.search.ilp.reduce import (
     copy,
     make_problem,
 )
+from stratagem.search.ilp.trees import TreeSearch
 
 
 class Status(Enum):
@@ -142,6 +143,10 @@ def whole_costs(instance: Instance) -> bool:
 
 PATIENCE = 40
 """Regions without a better solution after which the search turns to its proof."""
+MOVES = 40
+"""Moves of trees per node that a search makes at the most."""
+LOOKING, SHORTLY = 0.85, 0.1
+"""Shares of the time for that, where a proof is out of reach and where it is not."""
 IMPROVING = 0.4
 """Share of the time for that."""
 PROVABLE = 200_000
@@ -157,7 +162,10 @@ def _search(branching: Branching, problem: Problem, seed: int) -> tuple[float, i
         return incumbent.cost, 0
     assert part.relaxed is not None
     fractional = part.relaxed.num_fractional
-    dive(part, incumbent)
+    if fractional:
+        _search_trees(part, incumbent, seed)
+    if incumbent.choice is None:
+        dive(part, incumbent)
     if incumbent.choice is None:
         return branching.run(part), fractional
     for number in itertools.count():
@@ -173,6 +181,17 @@ def _search(branching: Branching, problem: Problem, seed: int) -> tuple[float, i
             break
     part.relaxed = None
     return branching.run(part), fractional
+
+
+def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:
+    """Look for solutions with what the first bound knows."""
+    problem, relaxed = part.problem, part.relaxed
+    assert relaxed is not None
+    search = TreeSearch(problem, relaxed, incumbent, seed)
+    moves = MOVES * len(problem.alive)
+    share = LOOKING if num_entries(problem) > PROVABLE else SHORTLY
+    now = time.perf_counter()
+    search.run(moves, part.bound, now + share * (incumbent.deadline - now))
 
 
 def _solution(
