@@ -21,8 +21,6 @@ WHOLE, LARGEST = 0.05, 7.0
 """Share of the moves whose tree is as large as it will grow; others have up to 2^(1 + this)."""
 RISE, SINK = 1.1, 0.999
 """Factors of the weight of a row that is over its limit, and of one that is not."""
-REPRICED = 8
-"""Moves for which the prices of memory stand."""
 
 
 @numba.njit(cache=True)
@@ -363,16 +361,25 @@ def fill_values(
     inside: Bools,
     above: Ints,
     choice: Ints,
+    first: Ints,
+    width: Ints,
+    window: Ints,
+    nbytes: Ints,
+    prices: Floats,
     value: Floats,
 ) -> None:
     """Fill `value` with the least cost of each node's subtree by its strategy (min-sum).
 
-    `costs` have the prices of memory in them; nodes outside the tree are as in `choice`.
+    Bytes have their prices; nodes outside the tree are as in `choice`.
     """
     for where in range(count):
         node = order[where]
         lo, hi = starts[node], starts[node + 1]
-        value[lo:hi] = costs[lo:hi]
+        for k in range(hi - lo):
+            value[lo + k] = costs[lo + k]
+            line = window[node] + k * width[node]
+            for row in range(width[node]):
+                value[lo + k] += prices[first[node] + row] * nbytes[line + row]
         for e in range(adjacency[node], adjacency[node + 1]):
             other = neighbours[e]
             if not inside[other]:
@@ -476,7 +483,7 @@ def search_trees(
     np.random.seed(seed)
     num_nodes = len(starts) - 1
     used, prices = np.zeros(len(limits), np.int64), np.zeros(len(limits))
-    priced, value = np.empty(len(costs)), np.empty(len(costs))
+    value = np.empty(len(costs))
     inside, seen = np.zeros(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
     above, order = np.full(num_nodes, -1), np.empty(num_nodes, np.int64)
     queue, old = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
@@ -496,14 +503,10 @@ def search_trees(
             choice,
         )
         change_held(node, choice[node], 1, first, width, window, nbytes, used)
-    for move in range(moves):
-        if move % REPRICED == 0:
-            nearness = 0.9 + 0.1 * np.random.random()
-            for row in range(len(limits)):
-                prices[row] = weights[row] if used[row] > nearness * limits[row] else 0.0
-            priced_costs(
-                starts, costs, first, width, window, num_strategies, nbytes, prices, priced
-            )
+    for _ in range(moves):
+        nearness = 0.9 + 0.1 * np.random.random()
+        for row in range(len(limits)):
+            prices[row] = weights[row] if used[row] > nearness * limits[row] else 0.0
         size = num_nodes
         if np.random.random() > WHOLE:
             size = int(2.0 ** (1.0 + LARGEST * np.random.random()))
@@ -513,7 +516,7 @@ def search_trees(
             count,
             order,
             starts,
-            priced,
+            costs,
             adjacency,
             neighbours,
             tables,
@@ -521,6 +524,11 @@ def search_trees(
             inside,
             above,
             choice,
+            first,
+            width,
+            window,
+            nbytes,
+            prices,
             value,
         )
         change = -total_penalty(used, limits, weights)

@@ -16,12 +16,14 @@ from stratagem.search.ilp._kernels import ascend, bytes_held, dual_bound, priced
 from stratagem.search.ilp.dual import Dual
 from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.instance import Floats
-from stratagem.search.ilp.memory import FlatWindows
+from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
 
 FIRST_PASSES, PASSES = 20, 5
 """Passes to begin with, and after every change of prices."""
+MAX_ROWS = 64
+"""Rows that are priced and rows spread over time that are taken where there are many."""
 SMALLEST_STEP = 1e-5
 """Share of the step to the target at which prices are left as they are."""
 HOPE = 0.05
@@ -37,9 +39,12 @@ class Ascent:
         assert problem.memory is not None
         self.problem = problem
         self.flat = flat = Flat.of(problem)
-        self.limits = problem.memory.limits.astype(np.float64)
-        self.windows = FlatWindows.of([problem.memory.windows[node] for node in flat.nodes])
-        self.prices = prices
+        memory = problem.memory
+        self.rows = some_rows(memory.num_rows, prices, MAX_ROWS)
+        self.limits = memory.limits[self.rows].astype(np.float64)
+        windows = [memory.windows[node] for node in flat.nodes]
+        self.windows = FlatWindows.of([only(window, self.rows) for window in windows])
+        self.prices = prices[self.rows]
         self.messages = np.zeros(int(flat.places[-1]))
         self.costs, self.theta = flat.costs.copy(), flat.costs.copy()
         self.bound = -np.inf
@@ -98,6 +103,14 @@ class Ascent:
         bytes_held(self.flat.starts, self.theta, *self.windows.arrays, used)
         return used - self.limits
 
+    def all_prices(self) -> Floats:
+        """Prices of all rows of the problem; those that were left out have none."""
+        memory = self.problem.memory
+        assert memory is not None
+        prices = np.zeros(memory.num_rows)
+        prices[self.rows] = self.prices
+        return prices
+
     def relaxed(self) -> Relaxed:
         """The duals, and weights that say how clear the choice of each node is.
 
@@ -113,7 +126,7 @@ class Ascent:
         for node, theta in zip(flat.nodes, parts, strict=True):
             heat = np.exp(-theta / temperature)
             weights[node] = heat / heat.sum()
-        dual = Dual(self.problem, self.prices.copy())
+        dual = Dual(self.problem, self.all_prices())
         messages = np.split(self.messages, flat.places[1:-1])
         for number, node in enumerate(flat.nodes):
             for edge in range(flat.adjacency[number], flat.adjacency[number + 1]):

@@ -136,7 +136,7 @@ def ascended(part: Part, incumbent: Incumbent) -> Relaxed:
     keys = row_keys(memory)
     ascent = Ascent(part.problem, np.array([part.prices.get(key, 0.0) for key in keys]))
     ascent.run(incumbent.cutoff, STEPS, incumbent.deadline)
-    _remember_prices(part, keys, ascent.prices)
+    _remember_prices(part, keys, ascent.all_prices())
     return ascent.relaxed()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.search.ilp._kernels import implied_rows
-from stratagem.search.ilp.instance import Instance, Ints, Use, limits
+from stratagem.search.ilp.instance import Floats, Instance, Ints, Use, limits
 
 
 class OverLimitError(Exception):
@@ -169,6 +169,20 @@ def _trimmed(window: Window) -> Window:
         return EMPTY
     lo, hi = int(rows[0]), int(rows[-1]) + 1
     return Window(window.first + lo, np.ascontiguousarray(window.nbytes[:, lo:hi]))
+
+
+def some_rows(num_rows: int, prices: Floats, count: int) -> Ints:
+    """Rows to begin with where there are many: the dearest, and as many spread over time."""
+    if num_rows <= 2 * count:
+        return np.arange(num_rows)
+    dearest = np.argsort(-prices, kind="stable")[:count]
+    return np.union1d(dearest[prices[dearest] > 0], np.arange(0, num_rows, num_rows // count))
+
+
+def only(window: Window, rows: Ints) -> Window:
+    """The window of a node in a memory that has some of the rows, by number, ascending."""
+    lo, hi = np.searchsorted(rows, (window.first, window.end))
+    return Window(int(lo), np.ascontiguousarray(window.nbytes[:, rows[lo:hi] - window.first]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from stratagem.search.ilp._kernels import search_trees
 from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Ints
-from stratagem.search.ilp.memory import FlatWindows, Window
+from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
 
@@ -49,21 +49,21 @@ class TreeSearch:
         self.best = self.choice.copy()
         charged = prices[prices > 0]
         self.first_weights = np.maximum(prices, 0.1 * charged.mean() if len(charged) else 1e-3)
-        num_rows = problem.memory.num_rows
-        spread = np.arange(0, num_rows, max(1, num_rows // MAX_ROWS))
-        self._know(np.union1d(spread, np.flatnonzero(prices)))
+        self.rows, self.weights = np.empty(0, np.int64), np.empty(0)
+        self._know(some_rows(problem.memory.num_rows, prices, MAX_ROWS))
 
     def _know(self, rows: Ints) -> None:
         """Take rows into account, those that are known already among them."""
         memory = self.problem.memory
         assert memory is not None
-        self.rows = rows
+        weights = self.first_weights.copy()
+        weights[self.rows] = self.weights
+        self.rows, self.weights = rows, weights[rows]
         self.limits = memory.limits[rows]
         self.windows = FlatWindows.of(
-            [_only(memory.windows[node], rows) for node in self.flat.nodes]
+            [only(memory.windows[node], rows) for node in self.flat.nodes]
         )
         self.least_weights = LEAST_WEIGHT * self.first_weights[rows]
-        self.weights = self.first_weights[rows].copy()
         self.best_cost = np.inf
 
     def run(self, moves: int, bound: float, deadline: float) -> None:
@@ -116,9 +116,3 @@ class TreeSearch:
             self._know(np.union1d(self.rows, broken))
         else:
             self.incumbent.consider(self.problem, choice)
-
-
-def _only(window: Window, rows: Ints) -> Window:
-    """The window of a node in a memory that has some of the rows."""
-    lo, hi = np.searchsorted(rows, (window.first, window.end))
-    return Window(int(lo), np.ascontiguousarray(window.nbytes[:, rows[lo:hi] - window.first]))
