@@ -1,4 +1,4 @@
-"""Branch and bound over reduced problems: relax, fix, simplify, and split what is left.
+"""Branch and bound over reduced problems: bound, fix, simplify, and split what is left.
 
 Each part of the search is a problem of its own, reduced again as soon as its bound or the
 incumbent rules strategies out; most vanish before they are split. Nodes are split by what they
@@ -10,63 +10,36 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from stratagem.search.ilp.ascent import Ascent
 from stratagem.search.ilp.eliminate import simplify
-from stratagem.search.ilp.instance import Floats, Instance, Ints
-from stratagem.search.ilp.memory import OverLimitError
+from stratagem.search.ilp.incumbent import Incumbent
+from stratagem.search.ilp.instance import Floats, Ints
+from stratagem.search.ilp.memory import Memory, OverLimitError
 from stratagem.search.ilp.reduce import ContradictionError, Problem, copy, keep
-from stratagem.search.ilp.relax import FIRST_ROWS, Program, Relaxed
+from stratagem.search.ilp.relax import Program
+from stratagem.search.ilp.relaxed import Relaxed
 
 WORTHWHILE = 0.1
-"""Share of the entries that must go for a part to be relaxed again before it is split."""
+"""Share of the entries that must go for a part to be bounded again before it is split."""
 SPREAD = 1e-9
 """Cost of what a node holds, as a share of the bound, that may differ between its weights."""
 SETTLED = 0.9
 """Weight from which a dive takes a strategy for chosen."""
+MAX_PROGRAM = 40_000
+"""Entries of the largest problem that is handed to HiGHS."""
+RETREAT = 4
+"""Where choices do not go together, a dive tries this fraction of them, the clearest."""
+MAX_LEVELS = 200
+"""Relaxations after which a dive is given up."""
+STEPS = 60
+"""Changes of prices a bound."""
 
-
-@dataclass
-class Incumbent:
-    """The best solution so far, and the cost that a better one may have at most."""
-
-    instance: Instance
-    tolerance: float
-    deadline: float
-    integral: bool
-    choice: Ints | None = None
-    cost: float = np.inf
-    trace: list[tuple[float, float]] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def cutoff(self) -> float:
-        """Costs beyond this are of no interest: no better, or not by more than the tolerance."""
-        if not np.isfinite(self.cost):
-            return np.inf
-        better = self.cost - self.tolerance * abs(self.cost)
-        return min(better, self.cost - 0.5) if self.integral else better
-
-    @property
-    def seconds_left(self) -> float:
-        """Time until the deadline."""
-        return self.deadline - time.perf_counter()
-
-    def offer(self, choice: Ints) -> bool:
-        """Take a choice of all nodes if it is allowed and better."""
-        cost = self.instance.objective(choice)
-        if not cost < self.cost or self.instance.excess(choice) > 0:
-            return False
-        self.choice, self.cost = choice, cost
-        self.trace.append((time.perf_counter() - self.started, cost))
-        return True
-
-
-RowKeys = frozenset[tuple[int, int]]
-"""Rows by device and step, which outlast reductions."""
+RowKey = tuple[int, int]
+"""A row by device and step, which outlasts reductions."""
 
 
 @dataclass
@@ -74,26 +47,25 @@ class Part:
     """A part of the search: a problem, a bound of it, and its relaxation once it has one."""
 
     problem: Problem
-    bound: float
-    rows: RowKeys = frozenset()
+    bound: float = -np.inf
+    prices: dict[RowKey, float] = field(default_factory=dict)
     relaxed: Relaxed | None = None
 
 
 class Branching:
-    """A best-first search with a dive from the first part."""
+    """A best-first search that dives for solutions now and then."""
 
     def __init__(self, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
         self.heap: list[tuple[float, int, Part]] = []
         self.numbers = itertools.count()
         self.num_parts = 0
-        self.root: Relaxed | None = None
 
-    def run(self, problem: Problem) -> float:
-        """Search until all is known or time is up; gives a lower bound of the best cost."""
-        self._push(Part(problem, -np.inf))
+    def run(self, part: Part, max_parts: int | None = None) -> float:
+        """Search until all is known or time or parts are up; gives a lower bound."""
+        self._push(part)
         while self.heap and self.heap[0][0] <= self.incumbent.cutoff:
-            if self.incumbent.seconds_left <= 0:
+            if self.incumbent.seconds_left <= 0 or self.num_parts == max_parts:
                 return self.heap[0][0]
             _, _, part = heapq.heappop(self.heap)
             if part.relaxed is None:
@@ -108,48 +80,39 @@ class Branching:
     def _relax(self, part: Part) -> None:
         """Bound a part, and put it back unless that settles it."""
         self.num_parts += 1
-        outcome = tighten(part, self.incumbent)
-        if self.root is None:
-            self.root = part.relaxed
-        if outcome and self._time_to_dive():
+        if not tighten(part, self.incumbent):
+            return
+        if self.incumbent.choice is None or self.num_parts & (self.num_parts - 1) == 0:
             dive(part, self.incumbent)
-        if outcome:
-            self._push(part)
-
-    def _time_to_dive(self) -> bool:
-        """From the first part, then ever more rarely, unless nothing was found yet."""
-        return self.incumbent.choice is None or self.num_parts & (self.num_parts - 1) == 0
+        self._push(part)
 
     def _split(self, part: Part) -> None:
-        assert part.relaxed is not None
         node, first, second = choose_split(part)
         for strategies in (first, second):
             problem = copy(part.problem)
             keep(problem, node, strategies)
-            self._push(Part(problem, part.bound, part.rows))
+            self._push(Part(problem, part.bound, part.prices))
 
 
 def tighten(part: Part, incumbent: Incumbent) -> bool:
-    """Relax and reduce a part until it is settled (False) or little changes (True)."""
+    """Bound and reduce a part until it is settled (False) or little changes (True)."""
+    exact = False
     while True:
+        problem = part.problem
         try:
-            simplify(part.problem)
+            simplify(problem)
         except (ContradictionError, OverLimitError):
             return False
-        problem = part.problem
         size = num_entries(problem)
         if not problem.alive:
-            incumbent.offer(problem.expand(np.zeros(len(problem.costs), np.int64)))
+            incumbent.consider(problem, np.zeros(len(problem.costs), np.int64))
             return False
-        relaxed = relax(part, incumbent)
+        relaxed = exactly_relaxed(part, incumbent) if exact else ascended(part, incumbent)
         if relaxed is None:
-            return incumbent.seconds_left <= 0
+            return False
         part.relaxed = relaxed
         part.bound = max(part.bound, relaxed.dual.bound())
-        choice = relaxed.rounded(len(problem.costs))
-        cost, fits = problem.evaluate(choice)
-        if fits and cost < incumbent.cost:
-            incumbent.offer(problem.expand(choice))
+        incumbent.consider(problem, relaxed.rounded(len(problem.costs)))
         if part.bound > incumbent.cutoff:
             return False
         try:
@@ -158,37 +121,49 @@ def tighten(part: Part, incumbent: Incumbent) -> bool:
             return False
         for node, kept in left.items():
             relaxed.weights[node] = relaxed.weights[node][kept]
-        if dropped < WORTHWHILE * size:
+        if incumbent.seconds_left <= 0:
             return True
+        if dropped < WORTHWHILE * size:
+            if exact or size > MAX_PROGRAM:
+                return True
+            exact = True
 
 
-def relax(part: Part, incumbent: Incumbent) -> Relaxed | None:
-    """Relax a part; rows are added while the relaxation breaks any."""
-    problem = part.problem
-    memory = problem.memory
+def ascended(part: Part, incumbent: Incumbent) -> Relaxed:
+    """Bound a part by ascent, from the prices that are known."""
+    memory = part.problem.memory
     assert memory is not None
-    keys = list(zip(memory.devices.tolist(), memory.steps.tolist(), strict=True))
-    reference = incumbent.cost if np.isfinite(incumbent.cost) else typical_cost(problem)
-    program = Program(problem, max(reference - problem.constant, 1e-300) * 1e-6)
-    program.rows = [row for row, key in enumerate(keys) if key in part.rows]
-    if not program.rows:
-        program.rows = list(range(0, len(keys), max(1, len(keys) // FIRST_ROWS)))
+    keys = row_keys(memory)
+    ascent = Ascent(part.problem, np.array([part.prices.get(key, 0.0) for key in keys]))
+    ascent.run(incumbent.cutoff, STEPS, incumbent.deadline)
+    _remember_prices(part, keys, ascent.all_prices())
+    return ascent.relaxed()
+
+
+def exactly_relaxed(part: Part, incumbent: Incumbent) -> Relaxed | None:
+    """Relax a part by HiGHS, rows added while its solution breaks any; None if it has none."""
+    memory = part.problem.memory
+    assert memory is not None
+    keys = row_keys(memory)
+    scale = incumbent.cost if np.isfinite(incumbent.cost) else part.bound
+    program = Program(part.problem, max(abs(scale - part.problem.constant), 1e-300) * 1e-6)
+    program.rows = [row for row, key in enumerate(keys) if part.prices.get(key, 0.0) > 0]
     while True:
         relaxed = program.relax(incumbent.seconds_left)
-        if relaxed is None or not program.add_broken(relaxed.weights):
-            part.rows = frozenset(keys[row] for row in program.rows)
+        if relaxed is None:
+            return None if program.infeasible else ascended(part, incumbent)
+        if not program.add_broken(relaxed.weights):
+            _remember_prices(part, keys, relaxed.dual.prices)
             return relaxed
 
 
-def typical_cost(problem: Problem) -> float:
-    """A scale for costs where no solution is known: what nodes cost with their cheapest pairs."""
-    total = 0.0
-    for node in problem.alive:
-        least = problem.costs[node].copy()
-        for table in problem.links[node].values():
-            least = least + table.min(axis=1) / 2
-        total += float(np.median(least[np.isfinite(least)]))
-    return abs(total) or 1.0
+def row_keys(memory: Memory) -> list[RowKey]:
+    """What rows are called across reductions."""
+    return list(zip(memory.devices.tolist(), memory.steps.tolist(), strict=True))
+
+
+def _remember_prices(part: Part, keys: list[RowKey], prices: Floats) -> None:
+    part.prices = {keys[row]: float(prices[row]) for row in np.flatnonzero(prices)}
 
 
 def num_entries(problem: Problem) -> int:
@@ -203,24 +178,64 @@ def num_entries(problem: Problem) -> int:
 
 
 def dive(part: Part, incumbent: Incumbent) -> None:
-    """Look for a solution: settle the nodes that the relaxation is sure of, relax again.
-
-    One that it is not sure of is settled too each time: the one with the heaviest strategy.
-    """
-    below = Part(copy(part.problem), part.bound, part.rows, part.relaxed)
-    settled = False
-    while not settled and below.relaxed is not None and incumbent.seconds_left > 0:
-        unsure = []
-        for node, weights in below.relaxed.weights.items():
-            if weights.max() > SETTLED:
-                keep(below.problem, node, np.array([weights.argmax()]))
+    """Look for a solution: settle what the relaxation is sure of, relax again, and so on."""
+    above = part
+    for _ in range(MAX_LEVELS):
+        assert above.relaxed is not None
+        chosen = list(sure_choices(above.problem, above.relaxed).items())
+        found = incumbent.cost
+        below = _settled(above, chosen)
+        while not tighten(below, incumbent):
+            if incumbent.cost < found or incumbent.seconds_left <= 0 or not chosen:
+                return
+            if len(chosen) > 1:
+                chosen = chosen[: max(1, len(chosen) // RETREAT)]
+                below = _settled(above, chosen)
             else:
-                unsure.append((float(weights.max()), -node, int(weights.argmax())))
-        if unsure:
-            _, node, strategy = max(unsure)
-            keep(below.problem, -node, np.array([strategy]))
-        below.relaxed = None
-        settled = not tighten(below, incumbent)
+                ((node, strategy),) = chosen
+                below = Part(copy(above.problem), above.bound, above.prices)
+                keep(
+                    below.problem,
+                    node,
+                    np.delete(np.arange(len(above.problem.costs[node])), strategy),
+                )
+                chosen = []
+        above = below
+
+
+def _settled(part: Part, chosen: list[tuple[int, int]]) -> Part:
+    below = Part(copy(part.problem), part.bound, part.prices)
+    for node, strategy in chosen:
+        keep(below.problem, node, np.array([strategy]))
+    return below
+
+
+def sure_choices(problem: Problem, relaxed: Relaxed) -> dict[int, int]:
+    """Choices of the nodes whose weights are clear, each given those before it.
+
+    Nodes come by their heaviest weight. One whose choice the edges to those before make dearer
+    than another waits, and so do all that are not clear, but for the clearest of them.
+    """
+    order = sorted(
+        (node for node in problem.alive if len(problem.costs[node]) > 1),
+        key=lambda node: (-float(relaxed.weights[node].max()), node),
+    )
+    chosen: dict[int, int] = {}
+    unclear = 0
+    for node in order:
+        weights = relaxed.weights[node]
+        strategy = int(weights.argmax())
+        if weights[strategy] <= SETTLED:
+            unclear += 1
+            if unclear > 1:
+                break
+        costs = relaxed.dual.node_costs(node)
+        for other in problem.links[node]:
+            if other in chosen:
+                costs += relaxed.dual.edge_costs(node, other)[:, chosen[other]]
+        if costs[strategy] <= costs.min() or not chosen:
+            chosen[node] = strategy
+    return chosen
 
 
 def choose_split(part: Part) -> tuple[int, Ints, Ints]:
@@ -240,7 +255,8 @@ def choose_split(part: Part) -> tuple[int, Ints, Ints]:
     if best is not None and best[0] > SPREAD * max(1.0, abs(part.bound)):
         _, node, held = best
         low = held <= relaxed.weights[node] @ held
-        return node, np.flatnonzero(low), np.flatnonzero(~low)
+        if 0 < low.sum() < len(low):
+            return node, np.flatnonzero(low), np.flatnonzero(~low)
     node = min(
         (node for node in problem.alive if len(problem.costs[node]) > 1),
         key=lambda each: float(relaxed.weights[each].max()),

@@ -64,7 +64,7 @@ class Dual:
     def fix(self, cutoff: float) -> tuple[int, dict[int, Ints]]:
         """Drop all strategies and pairs that no solution at or under `cutoff` can have.
 
-        Gives how many, and what is left of nodes that lost some. Messages are of no use after.
+        Gives how many, and what is left of nodes that lost some.
 
         Raises:
             ContradictionError: there is no such solution.
@@ -98,4 +98,6 @@ class Dual:
                 dropped += len(costs) - len(kept)
                 left[node] = kept
                 keep(problem, node, kept)
+                for other in problem.links[node]:
+                    self.messages[node, other] = self.messages[node, other][kept]
         return dropped, left

@@ -63,9 +63,16 @@ def _drop_oversized(problem: Problem) -> set[int]:
         if not fits.all():
             keep(problem, node, np.flatnonzero(fits))
             touched |= {node, *problem.links[node]}
+    peaks = [int(window.nbytes.max(initial=0)) for window in memory.windows]
+    least = [
+        int(memory.limits[window.first : window.end].min(initial=2**62))
+        for window in memory.windows
+    ]
     for node in problem.alive:
         for other in list(problem.links[node]):
-            if node < other and _forbid_pairs(problem, memory, node, other):
+            together = peaks[node] + peaks[other]
+            close = together > max(least[node], least[other])
+            if node < other and close and _forbid_pairs(problem, memory, node, other):
                 touched |= {node, other}
     return touched
 

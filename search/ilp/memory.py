@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.search.ilp._kernels import implied_rows
-from stratagem.search.ilp.instance import Instance, Ints, Use, limits
+from stratagem.search.ilp.instance import Floats, Instance, Ints, Use, limits
 
 
 class OverLimitError(Exception):
@@ -90,20 +90,31 @@ class Memory:
         """Rows of its own; windows are never changed in place and are shared."""
         return Memory(self.limits.copy(), self.devices, self.steps, list(self.windows))
 
-    def fits(self, choice: Ints) -> bool:
-        """Whether no row is over its limit."""
+    def held(self, choice: Ints) -> Ints:
+        """Bytes of each row under a choice of the nodes."""
         used = np.zeros(self.num_rows, np.int64)
         for node, window in enumerate(self.windows):
             if window.nbytes.shape[1]:
                 used[window.first : window.end] += window.nbytes[choice[node]]
-        return bool((used <= self.limits).all())
+        return used
+
+    def fits(self, choice: Ints) -> bool:
+        """Whether no row is over its limit."""
+        return bool((self.held(choice) <= self.limits).all())
 
     def uses(self, node: int) -> bool:
         """Whether the node's choice matters to any row."""
         return bool(self.windows[node].nbytes.size)
 
-    def tighten(self) -> None:
-        """Take off what is held in any case; drop rows that can never be full or are implied.
+    @property
+    def size(self) -> int:
+        """Entries of all windows."""
+        return sum(window.nbytes.size for window in self.windows)
+
+    def tighten(self, *, implied: bool = False) -> None:
+        """Take off what is held in any case; drop rows that can never be full.
+
+        With `implied`, those that another row implies too, which takes longer.
 
         Raises:
             OverLimitError: a row is over its limit whatever is chosen.
@@ -124,10 +135,12 @@ class Memory:
                 int(self.devices[row]), int(self.steps[row]), -int(self.limits[row])
             )
         taken = most > self.limits
-        self._take_rows(taken)
-        self._drop_implied(most[taken])
+        self.take_rows(taken)
+        if implied:
+            self._drop_implied(most[taken])
 
-    def _take_rows(self, taken: npt.NDArray[np.bool_]) -> None:
+    def take_rows(self, taken: npt.NDArray[np.bool_]) -> None:
+        """Drop the other rows."""
         if taken.all():
             return
         place = np.concatenate(([0], np.cumsum(taken)))
@@ -146,7 +159,7 @@ class Memory:
         if self.num_rows < 2:
             return
         flat = FlatWindows.of(self.windows)
-        self._take_rows(~implied_rows(self.limits, most - self.limits, *flat.arrays))
+        self.take_rows(~implied_rows(self.limits, most - self.limits, *flat.arrays))
 
 
 def _trimmed(window: Window) -> Window:
@@ -156,6 +169,20 @@ def _trimmed(window: Window) -> Window:
         return EMPTY
     lo, hi = int(rows[0]), int(rows[-1]) + 1
     return Window(window.first + lo, np.ascontiguousarray(window.nbytes[:, lo:hi]))
+
+
+def some_rows(num_rows: int, prices: Floats, count: int) -> Ints:
+    """Rows to begin with where there are many: the dearest, and as many spread over time."""
+    if num_rows <= 2 * count:
+        return np.arange(num_rows)
+    dearest = np.argsort(-prices, kind="stable")[:count]
+    return np.union1d(dearest[prices[dearest] > 0], np.arange(0, num_rows, num_rows // count))
+
+
+def only(window: Window, rows: Ints) -> Window:
+    """The window of a node in a memory that has some of the rows, by number, ascending."""
+    lo, hi = np.searchsorted(rows, (window.first, window.end))
+    return Window(int(lo), np.ascontiguousarray(window.nbytes[:, rows[lo:hi] - window.first]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,15 +198,16 @@ class FlatWindows:
     @classmethod
     def of(cls, windows: list[Window]) -> FlatWindows:
         """Lay out the windows of all nodes, strategy by strategy."""
-        sizes = [window.nbytes.size for window in windows]
+        starts = np.concatenate(([0], np.cumsum([window.nbytes.size for window in windows])))
+        pool = np.empty(int(starts[-1]), np.int64)
+        for start, window in zip(starts.tolist(), windows, strict=False):
+            pool[start : start + window.nbytes.size] = window.nbytes.ravel()
         return cls(
             first=np.array([window.first for window in windows], np.int64),
             width=np.array([window.nbytes.shape[1] for window in windows], np.int64),
-            start=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
+            start=starts.astype(np.int64),
             num_strategies=np.array([len(window.nbytes) for window in windows], np.int64),
-            pool=np.concatenate(
-                [window.nbytes.ravel() for window in windows] or [np.empty(0, np.int64)]
-            ).astype(np.int64),
+            pool=pool,
         )
 
     @property
@@ -195,7 +223,7 @@ def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
         OverLimitError: a row is over its limit whatever is chosen.
     """
     memory = gather(instance, roots, maps)
-    memory.tighten()
+    memory.tighten(implied=True)
     return memory
 
 

@@ -56,12 +56,14 @@ class Decided:
 class Problem:
     """A problem in the making: costs by node, tables by pair of nodes, memory where known.
 
-    `log` says, in order, what was done to it. Nodes that went away have no costs (length 0).
+    `counts` are the strategies that nodes had at first. `log` says, in order, what was done to
+    it. Nodes that went away have no costs (length 0).
     """
 
     costs: list[Floats]
     links: list[dict[int, Floats]]
     tables: Tables
+    counts: list[int]
     memory: Memory | None = None
     constant: float = 0.0
     log: list[Kept | Decided] = field(default_factory=list)
@@ -80,6 +82,14 @@ class Problem:
             else:
                 full[step.node] = step.table[tuple(full[node] for node in step.by)]
         return full
+
+    def original(self) -> list[Ints]:
+        """By node the strategies that it has left, as they were numbered at first."""
+        left = [np.arange(max(1, count)) for count in self.counts]
+        for step in self.log:
+            if isinstance(step, Kept):
+                left[step.node] = left[step.node][step.strategies]
+        return left
 
     def evaluate(self, choice: Ints) -> tuple[float, bool]:
         """Cost of a choice of the nodes that are alive, and whether it fits the memory."""
@@ -114,10 +124,29 @@ def copy(problem: Problem) -> Problem:
         list(problem.costs),
         [dict(links) for links in problem.links],
         problem.tables,
+        problem.counts,
         None if problem.memory is None else problem.memory.copy(),
         problem.constant,
         list(problem.log),
     )
+
+
+def compact(problem: Problem) -> tuple[Problem, Ints]:
+    """The problem with the nodes that are alive numbered from 0, and what they were before."""
+    assert problem.memory is not None
+    nodes = problem.alive
+    place = {node: number for number, node in enumerate(nodes)}
+    memory = problem.memory.copy()
+    memory.windows = [memory.windows[node] for node in nodes]
+    smaller = Problem(
+        [problem.costs[node] for node in nodes],
+        [{place[other]: table for other, table in problem.links[node].items()} for node in nodes],
+        problem.tables,
+        [len(problem.costs[node]) for node in nodes],
+        memory,
+        problem.constant,
+    )
+    return smaller, np.array(nodes, np.int64)
 
 
 def make_problem(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> Problem:
@@ -128,7 +157,8 @@ def make_problem(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> Prob
     """
     tables = Tables()
     links: list[dict[int, Floats]] = [{} for _ in instance.costs]
-    problem = Problem([costs.copy() for costs in instance.costs], links, tables)
+    counts = [len(costs) for costs in instance.costs]
+    problem = Problem([costs.copy() for costs in instance.costs], links, tables, counts)
     for edge in instance.edges:
         connect(problem, edge.first, edge.second, tables.intern(edge.costs))
     for group in tied:

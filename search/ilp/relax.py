@@ -8,40 +8,19 @@ breaks them. The bound does not rest on the solver's tolerances: it is computed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import scipy.sparse as sparse
 from scipy.optimize import linprog
 
 from stratagem.search.ilp.dual import Dual
-from stratagem.search.ilp.instance import Floats, Ints
+from stratagem.search.ilp.instance import Floats
 from stratagem.search.ilp.reduce import Problem
+from stratagem.search.ilp.relaxed import Relaxed
 
 FIRST_ROWS = 32
-"""Rows of memory that the first relaxation has."""
+"""Rows of memory that come in at a time."""
 BROKEN = 1e-7
 """Share of a limit beyond which a row counts as broken."""
-
-
-@dataclass(frozen=True, eq=False)
-class Relaxed:
-    """A solution of the relaxation: weights by strategy of each node, and the duals."""
-
-    weights: dict[int, Floats]
-    dual: Dual
-
-    @property
-    def num_fractional(self) -> int:
-        """Nodes that no strategy has to itself."""
-        return sum(weights.max() < 1 - 1e-6 for weights in self.weights.values())
-
-    def rounded(self, num_nodes: int) -> Ints:
-        """The heaviest strategy of every node."""
-        choice = np.zeros(num_nodes, np.int64)
-        for node, weights in self.weights.items():
-            choice[node] = weights.argmax()
-        return choice
 
 
 class Program:
@@ -60,6 +39,7 @@ class Program:
         ]
         self._lay_out()
         self.rows: list[int] = []
+        self.infeasible = False
 
     def _lay_out(self) -> None:
         problem = self.problem
@@ -149,6 +129,7 @@ class Program:
             method="highs-ds",
             options=options,
         )
+        self.infeasible = found.status == 2
         if found.status != 0:
             return None
         weights = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +10,20 @@ from enum import Enum
 
 import numpy as np
 
-from stratagem.search.ilp.branch import Branching, Incumbent
+from stratagem.search.ilp.branch import Branching, Part, dive, num_entries, tighten
+from stratagem.search.ilp.improve import Improver
+from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Instance, Ints
 from stratagem.search.ilp.memory import OverLimitError, make_memory
-from stratagem.search.ilp.reduce import ContradictionError, Problem, Propagation, make_problem
+from stratagem.search.ilp.reduce import (
+    ContradictionError,
+    Problem,
+    Propagation,
+    compact,
+    copy,
+    make_problem,
+)
+from stratagem.search.ilp.trees import TreeSearch
 
 
 class Status(Enum):
@@ -73,7 +84,8 @@ def solve(
     Args:
         instance: The problem.
         seconds: Time limit; none: until the gap is within the tolerance.
-        tolerance: Relative gap that counts as optimal.
+        tolerance: Relative gap that counts as optimal. Where all costs are whole numbers, up to
+            1e-9 means to the unit.
         seed: Of the searches for solutions; without a time limit, equal seeds give equal results.
         tied: Groups of nodes that must choose alike, such as identical layers.
 
@@ -83,24 +95,31 @@ def solve(
     if tolerance < 0:
         raise ValueError(f"tolerance is {tolerance}; give a relative gap of 0 or more")
     started = time.perf_counter()
+    phases: dict[str, float] = {}
+    try:
+        problem = reduced(instance, tied)
+    except (ContradictionError, OverLimitError):
+        phases["reduce"] = time.perf_counter() - started
+        return Solution(Status.INFEASIBLE, None, np.inf, np.inf, 0, 0, (), phases)
+    phases["reduce"] = time.perf_counter() - started
+    core, nodes = compact(problem)
     incumbent = Incumbent(
-        instance,
+        core,
         tolerance,
         deadline=np.inf if seconds is None else started + seconds,
         integral=whole_costs(instance),
         started=started,
     )
     branching = Branching(incumbent)
-    phases: dict[str, float] = {}
-    bound = np.inf
-    try:
-        problem = reduced(instance, tied)
-        phases["reduce"] = time.perf_counter() - started
-        bound = branching.run(problem)
-        phases["search"] = time.perf_counter() - started - phases["reduce"]
-    except (ContradictionError, OverLimitError):
-        phases["reduce"] = time.perf_counter() - started
-    return _solution(incumbent, branching, bound, phases)
+    bound, fractional = _search(branching, copy(core), seed)
+    phases["search"] = time.perf_counter() - started - phases["reduce"]
+    choice = None
+    if incumbent.choice is not None:
+        full = np.zeros(instance.num_nodes, np.int64)
+        full[nodes] = incumbent.choice
+        choice = problem.expand(full)
+        assert instance.excess(choice) == 0
+    return _solution(instance, choice, incumbent, branching, bound, fractional, phases)
 
 
 def reduced(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> Problem:
@@ -122,24 +141,81 @@ def whole_costs(instance: Instance) -> bool:
     return all(bool((costs == np.rint(costs)).all()) for costs in every)
 
 
+PATIENCE = 40
+"""Regions without a better solution after which the search turns to its proof."""
+MOVES = 40
+"""Moves of trees per node that a search makes at the most."""
+LOOKING, SHORTLY = 0.85, 0.1
+"""Shares of the time for that, where a proof is out of reach and where it is not."""
+IMPROVING = 0.4
+"""Share of the time for that."""
+PROVABLE = 200_000
+"""Entries up to which a proof is tried before the time for solutions is up."""
+
+
+def _search(branching: Branching, problem: Problem, seed: int) -> tuple[float, int]:
+    """A first solution by a dive, better ones by regions, then the proof."""
+    incumbent = branching.incumbent
+    started = time.perf_counter()
+    part = Part(problem)
+    if not tighten(part, incumbent):
+        return incumbent.cost, 0
+    assert part.relaxed is not None
+    fractional = part.relaxed.num_fractional
+    if fractional:
+        _search_trees(part, incumbent, seed)
+    if incumbent.choice is None:
+        dive(part, incumbent)
+    if incumbent.choice is None:
+        return branching.run(part), fractional
+    for number in itertools.count():
+        if not tighten(part, incumbent):
+            return incumbent.cost, fractional
+        large = num_entries(part.problem) > PROVABLE
+        until = (
+            incumbent.deadline if large else started + IMPROVING * (incumbent.deadline - started)
+        )
+        before = incumbent.cost
+        Improver(part.problem, part.prices, incumbent, seed + number).run(PATIENCE, until)
+        if incumbent.cost == before or time.perf_counter() > until:
+            break
+    part.relaxed = None
+    return branching.run(part), fractional
+
+
+def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:
+    """Look for solutions with what the first bound knows."""
+    problem, relaxed = part.problem, part.relaxed
+    assert relaxed is not None
+    search = TreeSearch(problem, relaxed, incumbent, seed)
+    moves = MOVES * len(problem.alive)
+    share = LOOKING if num_entries(problem) > PROVABLE else SHORTLY
+    now = time.perf_counter()
+    search.run(moves, part.bound, now + share * (incumbent.deadline - now))
+
+
 def _solution(
-    incumbent: Incumbent, branching: Branching, bound: float, phases: dict[str, float]
+    instance: Instance,
+    choice: Ints | None,
+    incumbent: Incumbent,
+    branching: Branching,
+    bound: float,
+    fractional: int,
+    phases: dict[str, float],
 ) -> Solution:
-    bound = min(bound, incumbent.cost)
+    objective = np.inf if choice is None else instance.objective(choice)
+    if choice is None:
+        status = Status.INFEASIBLE if bound == np.inf else Status.UNKNOWN
+    else:
+        status = Status.OPTIMAL if bound > incumbent.cutoff else Status.FEASIBLE
     if incumbent.integral and np.isfinite(bound):
         bound = float(np.ceil(bound - 0.5))
-    if incumbent.choice is None:
-        status = Status.INFEASIBLE if bound == np.inf else Status.UNKNOWN
-    elif bound >= incumbent.cost - incumbent.tolerance * abs(incumbent.cost):
-        status = Status.OPTIMAL
-    else:
-        status = Status.FEASIBLE
     return Solution(
         status=status,
-        choice=incumbent.choice,
-        objective=incumbent.cost,
-        bound=bound,
-        num_fractional=branching.root.num_fractional if branching.root is not None else 0,
+        choice=choice,
+        objective=objective,
+        bound=min(bound, objective),
+        num_fractional=fractional,
         num_parts=branching.num_parts,
         trace=tuple(incumbent.trace),
         seconds=phases,

@@ -1,0 +1,118 @@
+"""Solutions by local search: random induced trees choose anew, exactly (`search_trees`).
+
+Large problems have thousands of rows of memory that few solutions come near. The search knows
+some of them, and learns those that a solution of it breaks.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from stratagem.search.ilp._kernels import search_trees
+from stratagem.search.ilp.flat import Flat
+from stratagem.search.ilp.incumbent import Incumbent
+from stratagem.search.ilp.instance import Ints
+from stratagem.search.ilp.memory import FlatWindows, only, some_rows
+from stratagem.search.ilp.reduce import Problem
+from stratagem.search.ilp.relaxed import Relaxed
+
+MAX_ROWS, MORE_ROWS = 64, 16
+"""Rows that a search knows at first, and learns at a time."""
+HOTTEST, COLDEST = 1e-3, 1e-6
+"""Temperatures, as shares of the bound, at the first and at the last move."""
+LEAST_WEIGHT = 0.01
+"""Weights of rows do not sink under this share of what they were at first."""
+CHUNK = 500
+"""Moves between looks at the clock."""
+
+
+class TreeSearch:
+    """A search that starts from what the duals suggest: the least θ, rows at their prices."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        relaxed: Relaxed,
+        incumbent: Incumbent,
+        seed: int,
+    ) -> None:
+        assert problem.memory is not None
+        self.problem, self.incumbent = problem, incumbent
+        self.flat = Flat.of(problem)
+        self.rng = np.random.default_rng(seed)
+        self.choice = np.array(
+            [int(relaxed.weights[node].argmax()) for node in self.flat.nodes], np.int64
+        )
+        prices = relaxed.dual.prices
+        self.best = self.choice.copy()
+        charged = prices[prices > 0]
+        self.first_weights = np.maximum(prices, 0.1 * charged.mean() if len(charged) else 1e-3)
+        self.rows, self.weights = np.empty(0, np.int64), np.empty(0)
+        self._know(some_rows(problem.memory.num_rows, prices, MAX_ROWS))
+
+    def _know(self, rows: Ints) -> None:
+        """Take rows into account, those that are known already among them."""
+        memory = self.problem.memory
+        assert memory is not None
+        weights = self.first_weights.copy()
+        weights[self.rows] = self.weights
+        self.rows, self.weights = rows, weights[rows]
+        self.limits = memory.limits[rows]
+        self.windows = FlatWindows.of(
+            [only(memory.windows[node], rows) for node in self.flat.nodes]
+        )
+        self.least_weights = LEAST_WEIGHT * self.first_weights[rows]
+        self.best_cost = np.inf
+
+    def run(self, moves: int, bound: float, deadline: float) -> None:
+        """Make moves while the search cools down; better solutions go to the incumbent."""
+        started = time.perf_counter()
+        made = 0
+        while made < moves:
+            now = time.perf_counter()
+            if now > deadline:
+                return
+            done = max(made / moves, (now - started) / (deadline - started))
+            heat = HOTTEST * (COLDEST / HOTTEST) ** done * abs(bound)
+            before = self.best_cost
+            self._move(heat)
+            made += CHUNK
+            if self.best_cost < before:
+                self._report()
+
+    def _move(self, temperature: float) -> None:
+        flat = self.flat
+        self.best_cost = search_trees(
+            CHUNK,
+            int(self.rng.integers(2**31)),
+            temperature,
+            flat.starts,
+            flat.costs,
+            flat.adjacency,
+            flat.neighbours,
+            flat.tables,
+            flat.pool,
+            *self.windows.arrays,
+            self.limits,
+            self.least_weights,
+            self.weights,
+            self.choice,
+            self.best,
+            self.best_cost,
+        )
+
+    def _report(self) -> None:
+        """Offer the best choice, or learn the rows that it breaks."""
+        memory = self.problem.memory
+        assert memory is not None
+        choice = np.zeros(len(self.problem.costs), np.int64)
+        choice[self.flat.nodes] = self.best
+        over = memory.held(choice) / np.maximum(memory.limits, 1) - 1
+        worst = np.argsort(-over, kind="stable")[:MORE_ROWS]
+        broken = worst[over[worst] > 0]
+        if len(broken):
+            self._know(np.union1d(self.rows, broken))
+        else:
+            self.incumbent.consider(self.problem, choice)
