@@ -22,10 +22,11 @@ from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, inception_v3, moe, nmt
+from stratagem.simulator.models import gpt, inception_v3, mlp, moe, nmt
 from stratagem.simulator.training import Training
 
 CASES: dict[str, Callable[[], OperatorGraph]] = {
+    "mlp": lambda: mlp([512, 2048, 512, 10], batch=64),
     "gpt": lambda: gpt(num_layers=4, hidden=512, num_heads=8, sequence=256, batch=64),
     "moe": lambda: moe(num_layers=4, hidden=256, num_heads=4, sequence=128, batch=32),
     "inception": lambda: inception_v3(batch=64),

@@ -18,6 +18,9 @@ from stratagem.simulator.training import Training
 
 MAX_OPERATORS = 8
 """Without sources."""
+MAX_DRAWS = 40
+MIN_LIMIT = 1_000
+"""Hardly a model has fewer plans."""
 WIDTHS = (64, 96, 512, 2048, 8192)
 BATCHES = (4, 16, 64, 512)
 DEVICES = ((1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (2, 4))
@@ -41,18 +44,27 @@ class SmallProblem:
 def draw_problem(seed: int, number: int, *, limit: int) -> SmallProblem:
     """Problem `number` of a seed, with more than one plan and at most `limit`.
 
-    First its devices are drawn, then models of all families until one is small enough.
+    First its devices are drawn, then models of all families until one is small enough; after
+    `MAX_DRAWS` models the devices are drawn again.
+
+    Raises:
+        ValueError: `limit` is below `MIN_LIMIT`.
     """
+    if limit < MIN_LIMIT:
+        raise ValueError(
+            f"limit is {limit}; it must be at least {MIN_LIMIT}: hardly a model has fewer plans"
+        )
     rng = np.random.default_rng((seed, number))
-    nodes, per_node = DEVICES[rng.integers(len(DEVICES))]
     while True:
-        family = list(FAMILIES)[rng.integers(len(FAMILIES))]
-        graph = draw_graph(rng, family)
-        training = Training(precision=str(rng.choice(["float32", "bfloat16"])))
-        cluster = draw_cluster(rng, graph, training, nodes, per_node)
-        num_plans = count_plans(graph, skeletons(graph, cluster))
-        if _num_layers(graph) <= MAX_OPERATORS and 1 < num_plans <= limit:
-            return SmallProblem(number, family, graph, cluster, training, num_plans)
+        nodes, per_node = DEVICES[rng.integers(len(DEVICES))]
+        for _ in range(MAX_DRAWS):
+            family = list(FAMILIES)[rng.integers(len(FAMILIES))]
+            graph = draw_graph(rng, family)
+            training = Training(precision=str(rng.choice(["float32", "bfloat16"])))
+            cluster = draw_cluster(rng, graph, training, nodes, per_node)
+            num_plans = count_plans(graph, skeletons(graph, cluster), limit=limit)
+            if _num_layers(graph) <= MAX_OPERATORS and 1 < num_plans <= limit:
+                return SmallProblem(number, family, graph, cluster, training, num_plans)
 
 
 def draw_graph(rng: np.random.Generator, family: str) -> OperatorGraph:

@@ -125,7 +125,7 @@ def exhaustive_plans(
     The skeletons are those of `skeletons`, nothing is recomputed.
     """
     candidates = list(skeletons(situation.graph, situation.cluster, schedule=schedule))
-    if count_plans(situation.graph, candidates, zero_stages) > limit:
+    if count_plans(situation.graph, candidates, zero_stages, limit=limit) > limit:
         return
     for skeleton in candidates:
         problem = make_problem(
@@ -143,9 +143,16 @@ def exhaustive_plans(
 
 
 def count_plans(
-    graph: OperatorGraph, candidates: Iterable[Skeleton], zero_stages: Sequence[int] = ZERO_STAGES
+    graph: OperatorGraph,
+    candidates: Iterable[Skeleton],
+    zero_stages: Sequence[int] = ZERO_STAGES,
+    *,
+    limit: float = math.inf,
 ) -> int:
-    """How many plans some skeletons have in all, without pricing them."""
+    """How many plans some skeletons have in all, without pricing them.
+
+    Counting stops at the first skeleton with which they are more than `limit`.
+    """
     counts: dict[tuple[int, str, tuple[int, ...]], int] = {}
     total = 0
     for skeleton in candidates:
@@ -161,6 +168,8 @@ def count_plans(
                     counts[key] = len(choices)
                 plans *= counts[key]
         total += plans
+        if total > limit:
+            break
     return total
 
 
