@@ -1,0 +1,1 @@
+"""Planners of other projects on their own inputs."""
