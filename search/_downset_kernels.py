@@ -116,7 +116,6 @@ def enumerate_sets(
 def pairs_above(
     first: int,
     last: int,
-    capacity: int,
     starts: Indices,
     targets: Indices,
     sources_alive: Flags,
@@ -124,13 +123,13 @@ def pairs_above(
     weight: Floats,
     limit: float,
     stamp: Indices,
-) -> tuple[int, Indices, Indices]:
+    outer: Indices,
+) -> tuple[int, Indices, int]:
     """Pairs (inner set, outer set) whose difference weighs at most `limit`, inner by inner.
 
     Args:
         first: the inner set to begin with.
         last: the inner set to stop before.
-        capacity: stop before the inner set with which there could be more pairs than this.
         starts: links upwards of each set, as of `enumerate_sets`.
         targets: the sets that they lead to.
         sources_alive: inner sets wanted.
@@ -138,21 +137,18 @@ def pairs_above(
         weight: weight of each set; grows from a set to one that holds it.
         limit: greatest weight of a difference.
         stamp: as long as there are sets, zero before the first call and left alone between.
+        outer: filled with the outer sets; must be longer than there are sets. The kernel stops
+            before an inner set whose pairs might not find room.
 
     Returns:
-        The inner set to go on with, the offsets of each inner set since `first`, outer sets.
+        The inner set to go on with, the offsets of each inner set since `first`, pairs found.
     """
     num_sets = len(weight)
     offsets = np.zeros(last - first + 1, np.int32)
-    outer = np.empty(min(capacity, 1 << 16) + num_sets, np.int32)
     queue = np.empty(num_sets, np.int32)
     count, current = 0, first
-    while current < last and (count + num_sets <= capacity or current == first):
+    while current < last and count + num_sets <= len(outer):
         if sources_alive[current]:
-            if count + num_sets > len(outer):
-                more = np.empty(2 * len(outer) + num_sets, np.int32)
-                more[:count] = outer[:count]
-                outer = more
             bound = weight[current] + limit
             mark = current + 1
             queue[0], head, tail = current, 0, 1
@@ -171,7 +167,7 @@ def pairs_above(
                         count += 1
         current += 1
         offsets[current - first] = count
-    return current, offsets[: current - first + 1], outer[:count]
+    return current, offsets[: current - first + 1], count
 
 
 @njit(cache=True)
@@ -184,6 +180,7 @@ def relax_stages(
     counts: Indices,
     add: bool,
     bound: float,
+    alive: Flags,
     best: Floats,
     origin: Longs,
     choice: Indices,
@@ -200,6 +197,7 @@ def relax_stages(
         counts: devices there are, by kind.
         add: the costs of stages are summed; otherwise the greatest counts.
         bound: partitions that cost as much are of no use.
+        alive: by set and state, whether a partition that ends there can be of use.
         best: cost by set and state; a state is the devices taken, kind 0 running fastest.
         origin: by set and state, ``inner set × states + state before``; -1 for none.
         choice: by set and state, the option of the last stage.
@@ -233,7 +231,11 @@ def relax_stages(
                         continue
                     stage = cost[pair, option]
                     total = so_far + stage if add else max(so_far, stage)
-                    if total < bound and total < best[outer[pair], place]:
+                    if (
+                        total < bound
+                        and total < best[outer[pair], place]
+                        and alive[outer[pair], place]
+                    ):
                         best[outer[pair], place] = total
                         origin[outer[pair], place] = inner * num_states + state
                         choice[outer[pair], place] = option

@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-PAIRS_AT_ONCE = 4_000_000
+PAIRS_AT_ONCE = 500_000
 """How many pairs of down-sets are held in memory at a time."""
 
 
@@ -111,20 +111,23 @@ class DownSets:
             limit: greatest weight of a difference.
             sources: inner sets that are wanted.
             targets: outer sets that are wanted.
-            at_once: pairs a batch, at least those of one inner set.
+            at_once: pairs a batch, about; more where one set could have more.
+
+        Yields:
+            Batches, each good until the next one is asked for.
         """
         everything = np.ones(len(self), dtype=np.bool_)
         sources = everything if sources is None else sources
         targets = everything if targets is None else targets
         stamp = np.zeros(len(self), dtype=np.int32)
+        outer = np.empty(at_once + len(self), dtype=np.int32)
         first = 0
         while first < len(self):
             last = int(np.searchsorted(self.sizes, self.sizes[first], side="right"))
             while first < last:
-                after, offsets, outer = pairs_above(
+                after, offsets, count = pairs_above(
                     first,
                     last,
-                    at_once,
                     self.starts,
                     self.targets,
                     sources,
@@ -132,9 +135,10 @@ class DownSets:
                     weight,
                     limit,
                     stamp,
+                    outer,
                 )
-                if len(outer):
-                    yield Pairs(first, offsets, outer)
+                if count:
+                    yield Pairs(first, offsets, outer[:count])
                 first = after
 
 
@@ -313,7 +317,8 @@ class StageProblem:
         limit: greatest weight of a stage.
         add: whether the costs of stages are summed; otherwise the greatest counts.
         exactly: whether all devices must be taken; otherwise some may stay idle.
-        alive: sets at which a partition may be cut, the first and the last among them.
+        alive: by set and state (devices taken, kind 0 running fastest), whether a partition that
+            ends there can be of use; None for always.
     """
 
     sets: DownSets
@@ -361,11 +366,11 @@ def cut_into_stages(
     weight = problem.weight
     if weight is None:
         weight = sets.sums(np.ones(sets.num_nodes))
-    alive = np.ones(len(sets), dtype=np.bool_) if problem.alive is None else problem.alive
+    alive = np.ones(best.shape, dtype=np.bool_) if problem.alive is None else problem.alive
     reached = np.zeros(len(sets), dtype=np.bool_)
     reached[start] = True
     table = StageTable(best, origin, choice, problem.exactly, start)
-    for pairs in sets.pairs(weight, problem.limit, sources=reached, targets=alive):
+    for pairs in sets.pairs(weight, problem.limit, sources=reached, targets=alive.any(axis=1)):
         relax_stages(
             pairs.first,
             pairs.offsets,
@@ -375,6 +380,7 @@ def cut_into_stages(
             counts,
             problem.add,
             min(bound, table.value),
+            alive,
             best,
             origin,
             choice,

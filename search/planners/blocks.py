@@ -103,7 +103,7 @@ def _forward_edges(graph: PartitionInput, block_of: dict[int, int]) -> list[tupl
     edges: set[tuple[int, int]] = set()
     for edge in graph.edges:
         tail, head = block_of[edge.source_id], block_of[edge.dest_id]
-        if tail == head or edge.dest_id in backward and edge.source_id not in backward:
+        if tail == head or (edge.dest_id in backward and edge.source_id not in backward):
             continue
         if edge.dest_id not in backward:
             edges.add((tail, head))

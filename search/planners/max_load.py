@@ -172,7 +172,7 @@ class LoadModel:
         self, sets: DownSets, bound: float = math.inf
     ) -> tuple[float, tuple[PlannedStage, ...]]:
         """Load and stages of the best split along some sets; infinite if none is below `bound`."""
-        along = _AlongSets(self, sets)
+        along = _AlongSets(self, sets, np.empty((0, 2)))
         ratio = _speed_of_cpu(self.blocks) if self.counts[1] else 0.0
         table = cut_into_stages(
             StageProblem(
@@ -202,6 +202,7 @@ class _AlongSets:
 
     model: LoadModel
     sets: DownSets
+    buffer: Floats
 
     @cached_property
     def totals(self) -> Floats:
@@ -226,7 +227,9 @@ class _AlongSets:
 
     def costs(self, pairs: Pairs) -> Floats:
         """Load of each stage on an accelerator and on a CPU core."""
-        cost = np.empty((len(pairs.outer), 2))
+        if len(self.buffer) < len(pairs.outer):
+            object.__setattr__(self, "buffer", np.empty((len(pairs.outer), 2)))
+        cost = self.buffer[: len(pairs.outer)]
         stage_loads(
             pairs.first,
             pairs.offsets,
@@ -241,22 +244,23 @@ class _AlongSets:
         return cost
 
     def alive(self, bound: float, ratio: float) -> Flags:
-        """Sets at which a split with all loads below `bound` might be cut.
+        """By set and devices taken, whether a split with all loads below `bound` can pass there.
 
-        Without a CPU on one side of the cut, the accelerators there have its work and pay for
-        each net that the cut splits at least once; with one, they have the work that it leaves.
+        Without a CPU core on one side of the cut, the accelerators there have its work and pay
+        for each net that the cut splits at least once; with one, they have the work that it leaves.
         """
-        everything = np.ones(len(self.sets), dtype=np.bool_)
-        if not math.isfinite(bound):
-            return everything
         accelerators, cpus = self.model.counts
-        work = self.totals[:, 0]
-        alive = np.zeros(len(self.sets), dtype=np.bool_)
-        for before in range(cpus + 1):
-            needed = _devices_needed(work, self.splits[1], bound, before, ratio)
-            needed += _devices_needed(work[-1] - work, self.splits[1], bound, cpus - before, ratio)
-            alive |= needed <= accelerators
-        return alive
+        alive = np.ones((len(self.sets), cpus + 1, accelerators + 1), dtype=np.bool_)
+        if math.isfinite(bound):
+            work, crossing = self.totals[:, 0], self.splits[1]
+            taken = np.arange(accelerators + 1)
+            for on_cpu in range(cpus + 1):
+                before = _devices_needed(work, crossing, bound, on_cpu, ratio)
+                behind = _devices_needed(work[-1] - work, crossing, bound, cpus - on_cpu, ratio)
+                alive[:, on_cpu] = (before[:, None] <= taken) & (
+                    behind[:, None] <= accelerators - taken
+                )
+        return alive.reshape(len(self.sets), -1)
 
 
 def _devices_needed(
