@@ -100,11 +100,12 @@ class DownSets:
         sources: Flags | None = None,
         targets: Flags | None = None,
         at_once: int = PAIRS_AT_ONCE,
+        by_size: bool = True,
     ) -> Iterator[Pairs]:
         """Pairs of a set and a larger one whose difference weighs at most `limit`, in batches.
 
-        The inner sets of a batch are of one size, so whatever is found out about larger sets
-        between two batches may be written to `sources` and counts.
+        By size, the inner sets of a batch have equally many nodes, so whatever is found out about
+        larger sets between two batches may be written to `sources` and counts.
 
         Args:
             weight: a weight a set that never falls from a set to one that holds it.
@@ -112,6 +113,7 @@ class DownSets:
             sources: inner sets that are wanted.
             targets: outer sets that are wanted.
             at_once: pairs a batch, about; more where one set could have more.
+            by_size: whether a batch ends where the inner sets grow.
 
         Yields:
             Batches, each good until the next one is asked for.
@@ -123,7 +125,8 @@ class DownSets:
         outer = np.empty(at_once + len(self), dtype=np.int32)
         first = 0
         while first < len(self):
-            last = int(np.searchsorted(self.sizes, self.sizes[first], side="right"))
+            same_size = int(np.searchsorted(self.sizes, self.sizes[first], side="right"))
+            last = same_size if by_size else len(self)
             while first < last:
                 after, offsets, count = pairs_above(
                     first,
@@ -356,37 +359,93 @@ def cut_into_stages(
         start: the set to begin with.
     """
     sets = problem.sets
-    counts = np.asarray(problem.counts, dtype=np.int32)
-    needs = np.asarray(problem.needs, dtype=np.int32).reshape(-1, len(counts))
-    num_states = int(np.prod(counts + 1))
-    best = np.full((len(sets), num_states), math.inf)
-    origin = np.full((len(sets), num_states), -1, dtype=np.int64)
-    choice = np.full((len(sets), num_states), -1, dtype=np.int32)
-    best[start, 0] = 0.0
-    weight = problem.weight
-    if weight is None:
-        weight = sets.sums(np.ones(sets.num_nodes))
-    alive = np.ones(best.shape, dtype=np.bool_) if problem.alive is None else problem.alive
+    table = _empty_table(problem, start)
     reached = np.zeros(len(sets), dtype=np.bool_)
     reached[start] = True
-    table = StageTable(best, origin, choice, problem.exactly, start)
+    alive = _alive(problem, table)
+    weight = sets.sizes.astype(np.float64) if problem.weight is None else problem.weight
     for pairs in sets.pairs(weight, problem.limit, sources=reached, targets=alive.any(axis=1)):
-        relax_stages(
-            pairs.first,
-            pairs.offsets,
-            pairs.outer,
-            problem.costs(pairs),
-            needs,
-            counts,
-            problem.add,
-            min(bound, table.value),
-            alive,
-            best,
-            origin,
-            choice,
-            reached,
-        )
+        cost = problem.costs(pairs)
+        _relax(problem, pairs, cost, min(bound, table.value), alive, table, reached)
     return table
+
+
+def cut_from_every_set(problem: StageProblem, first_costs: StageCosts) -> list[StageTable]:
+    """The tables of `cut_into_stages` for every start but the whole graph; costs are asked once.
+
+    Example:
+        >>> sets = linear_down_sets([[], [0], [1]])
+        >>> work = sets.sums([3, 1, 2])
+        >>> def costs(pairs):
+        ...     return (work[pairs.outer] - work[pairs.inner])[:, None]
+        >>> problem = StageProblem(sets, costs, needs=[[1]], counts=[2])
+        >>> [table.value for table in cut_from_every_set(problem, costs)]
+        [3.0, 2.0, 2.0]
+
+    Args:
+        problem: the sets, costs and devices, without a limit.
+        first_costs: cost of each pair as the first stage.
+    """
+    sets = problem.sets
+    (pairs,) = sets.pairs(sets.sizes.astype(np.float64), by_size=False, at_once=len(sets) ** 2)
+    later, first = problem.costs(pairs), first_costs(pairs)
+    tables = []
+    for start in range(len(sets) - 1):
+        table = _empty_table(problem, start)
+        own = slice(pairs.offsets[start], pairs.offsets[start + 1])
+        cost = later.copy()
+        cost[own] = first[own]
+        behind = Pairs(start, pairs.offsets[start:], pairs.outer)
+        alive, reached = _alive(problem, table), np.zeros(len(sets), dtype=np.bool_)
+        _relax(problem, behind, cost, math.inf, alive, table, reached)
+        tables.append(table)
+    return tables
+
+
+def _empty_table(problem: StageProblem, start: int) -> StageTable:
+    shape = (len(problem.sets), math.prod(count + 1 for count in problem.counts))
+    best = np.full(shape, math.inf)
+    best[start, 0] = 0.0
+    return StageTable(
+        best,
+        origin=np.full(shape, -1, dtype=np.int64),
+        choice=np.full(shape, -1, dtype=np.int32),
+        exactly=problem.exactly,
+        start=start,
+    )
+
+
+def _alive(problem: StageProblem, table: StageTable) -> Flags:
+    if problem.alive is None:
+        return np.ones(table.best.shape, dtype=np.bool_)
+    return problem.alive
+
+
+def _relax(
+    problem: StageProblem,
+    pairs: Pairs,
+    cost: Floats,
+    bound: float,
+    alive: Flags,
+    table: StageTable,
+    reached: Flags,
+) -> None:
+    counts = np.asarray(problem.counts, dtype=np.int32)
+    relax_stages(
+        pairs.first,
+        pairs.offsets,
+        pairs.outer,
+        cost,
+        np.asarray(problem.needs, dtype=np.int32).reshape(-1, len(counts)),
+        counts,
+        problem.add,
+        bound,
+        alive,
+        table.best,
+        table.origin,
+        table.choice,
+        reached,
+    )
 
 
 @dataclass(frozen=True)
