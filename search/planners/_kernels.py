@@ -92,3 +92,48 @@ def stage_loads(
                     both >>= ONE
                     net += 1
             cost[pair, 0] = load
+
+
+@njit(cache=True)
+def replica_seconds(
+    first: int,
+    offsets: Indices,
+    outer: Indices,
+    seconds: Floats,
+    inside: Floats,
+    parameters: Floats,
+    transfers: Floats,
+    bandwidth: float,
+    sharers: float,
+    cost: Floats,
+) -> None:
+    """Seconds of each pair of sets as a stage with 1, 2, … replicas (columns).
+
+    Args:
+        first: inner set of the first offset.
+        offsets: pairs of each inner set.
+        outer: outer set of each pair.
+        seconds: work of each set; not read where there is `inside`.
+        inside: work of each pair of sets, or an empty array.
+        parameters: bytes of parameters of each set.
+        transfers: bytes that cross behind each set, there and back.
+        bandwidth: bytes per second.
+        sharers: 0 for later stages; for a first stage, which pays for no transfer, the devices
+            that share its synchronisation.
+        cost: filled in.
+    """
+    for i in range(len(offsets) - 1):
+        inner = first + i
+        for pair in range(offsets[i], offsets[i + 1]):
+            other = outer[pair]
+            work = inside[inner, other] if inside.size else seconds[other] - seconds[inner]
+            held = parameters[other] - parameters[inner]
+            crossing = max(transfers[inner], transfers[other])
+            for replicas in range(1, cost.shape[1] + 1):
+                sync = 4 * (replicas - 1) * held / (bandwidth * replicas)
+                if sharers > 0:
+                    cost[pair, replicas - 1] = (work + sync / sharers) / replicas
+                else:
+                    cost[pair, replicas - 1] = max(
+                        (work + sync) / replicas, crossing / (bandwidth * replicas)
+                    )

@@ -24,6 +24,7 @@ from stratagem.search.downsets import (
     linear_down_sets,
     linearisations,
 )
+from stratagem.search.planners._kernels import replica_seconds
 from stratagem.search.planners.pipedream import PipeDreamGraph, read_pipedream_graph
 from stratagem.search.planners.result import PlannedStage, PlannerResult
 
@@ -115,7 +116,7 @@ def _seconds(model: _Model, plan: Sequence[Replicated], start: int, level: int) 
         inside = (
             _seconds(model, stage.inner, place, level - 1)
             if level
-            else model.seconds[end] - model.seconds[place]
+            else float(model.seconds[end] - model.seconds[place])
         )
         first = number == 0
         slowest = max(
@@ -280,25 +281,17 @@ class _Model:
         return crossing
 
     def stage_seconds(
-        self,
-        inner: int | npt.NDArray[np.int32],
-        outer: int | npt.NDArray[np.int32],
-        inside: Floats,
-        replicas: int,
-        level: int,
-        first: bool,
-    ) -> Floats:
-        """The slowest of computing, fetching and sending, for one or for many stages."""
+        self, inner: int, outer: int, inside: float, replicas: int, level: int, first: bool
+    ) -> float:
+        """The slowest of computing, fetching and sending."""
         bandwidth = self.levels[level].bandwidth
-        parameters = self.parameters[outer] - self.parameters[inner]
+        parameters = float(self.parameters[outer] - self.parameters[inner])
         sync = 4 * (replicas - 1) * parameters / (bandwidth * replicas)
-        if first and level:
-            sync = sync / self.levels[level - 1].count
-        computing = (inside + sync) / replicas
         if first:
-            return computing
-        crossing = np.maximum(self.transfers[inner], self.transfers[outer])
-        return np.maximum(computing, crossing / (bandwidth * replicas))
+            sharers = self.levels[level - 1].count if level else 1
+            return (inside + sync / sharers) / replicas
+        crossing = float(max(self.transfers[inner], self.transfers[outer]))
+        return max((inside + sync) / replicas, crossing / (bandwidth * replicas))
 
 
 def _best_model(
@@ -375,14 +368,21 @@ def _costs(
     model: _Model, level: int, inside: Floats | None, first: bool, pairs: Pairs
 ) -> Floats:
     """Seconds of each stage with 1, 2, … replicas, as the first stage or as a later one."""
-    inner, outer = pairs.inner, pairs.outer
-    work = (
-        model.seconds[outer] - model.seconds[inner] if inside is None else inside[inner, outer]
+    sharers = float(model.levels[level - 1].count if level else 1) if first else 0.0
+    cost = np.empty((len(pairs.outer), model.levels[level].count))
+    replica_seconds(
+        pairs.first,
+        pairs.offsets,
+        pairs.outer,
+        model.seconds,
+        np.empty((0, 0)) if inside is None else inside,
+        model.parameters,
+        model.transfers,
+        model.levels[level].bandwidth,
+        sharers,
+        cost,
     )
-    replicas = range(1, model.levels[level].count + 1)
-    return np.stack(
-        [model.stage_seconds(inner, outer, work, m, level, first) for m in replicas], axis=1
-    )
+    return cost
 
 
 def _problem(
