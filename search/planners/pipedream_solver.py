@@ -97,9 +97,7 @@ def pipeline_seconds(
     return _seconds(model, plan, 0, len(levels) - 1)
 
 
-def _by_level(
-    plan: Sequence[Replicated], depth: int
-) -> list[tuple[int, Sequence[Replicated]]]:
+def _by_level(plan: Sequence[Replicated], depth: int) -> list[tuple[int, Sequence[Replicated]]]:
     """Every group of stages that shares the devices of one level."""
     groups: list[tuple[int, Sequence[Replicated]]] = [(depth - 1, plan)]
     for stage in plan:
@@ -235,9 +233,7 @@ def antichain_sets(graph: PipeDreamGraph, *, limit: int = 200_000) -> DownSets:
     return _as_down_sets(count, ordered, links)
 
 
-def _as_down_sets(
-    num_nodes: int, ordered: Sequence[int], links: dict[int, list[int]]
-) -> DownSets:
+def _as_down_sets(num_nodes: int, ordered: Sequence[int], links: dict[int, list[int]]) -> DownSets:
     place = {members: i for i, members in enumerate(ordered)}
     num_words = max(1, -(-num_nodes // 64))
     words = np.array(
@@ -364,9 +360,7 @@ def _solved(model: _Model, bound: float) -> _Solved:
     return _Solved(model, tuple(tables))
 
 
-def _costs(
-    model: _Model, level: int, inside: Floats | None, first: bool, pairs: Pairs
-) -> Floats:
+def _costs(model: _Model, level: int, inside: Floats | None, first: bool, pairs: Pairs) -> Floats:
     """Seconds of each stage with 1, 2, … replicas, as the first stage or as a later one."""
     sharers = float(model.levels[level - 1].count if level else 1) if first else 0.0
     cost = np.empty((len(pairs.outer), model.levels[level].count))
@@ -385,9 +379,7 @@ def _costs(
     return cost
 
 
-def _problem(
-    model: _Model, level: int, inside: Floats | None, bound: float
-) -> StageProblem:
+def _problem(model: _Model, level: int, inside: Floats | None, bound: float) -> StageProblem:
     """Cutting the graph on one level, from the empty set on."""
     count = model.levels[level].count
 

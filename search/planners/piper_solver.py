@@ -1,0 +1,361 @@
+"""Stages with replicas, tensor parallelism and recompute under Piper's objective, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from stratagem.search.downsets import (
+    DownSets,
+    TooManyDownSetsError,
+    down_sets,
+    linear_down_sets,
+    linearisations,
+)
+from stratagem.search.planners._piper_kernels import relax_replicas, stage_table
+from stratagem.search.planners.piper import (
+    PiperInput,
+    read_piper_input,
+    stage_seconds,
+    with_seconds,
+)
+from stratagem.search.planners.result import PlannedStage, PlannerResult
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+EFFORT = 200_000
+"""Branches that the choice of ways of one stage may take."""
+GREEDY = 0
+ENTRIES_AT_ONCE = 4_000_000
+"""Entries of the table of stages that are held in memory at a time."""
+MAX_STATES = 60_000_000
+"""Entries of the table of plans; with more, only linear orders are searched."""
+
+
+def solve_piper(
+    source: PiperInput | str | Path, *, greedy: bool = False, limit: int = 200_000
+) -> PlannerResult:
+    """The best stages, replicas, tensor parallelism and ways to run, under Piper's objective.
+
+    Plans are built from the last stage to the first over sets closed under successors, as the
+    peer does; what a stage holds depends on the replicas from it on. Which nodes recompute is a
+    knapsack, solved exactly where the peer is greedy. A plan along a linear order bounds the rest.
+
+    Example:
+        >>> print(solve_piper("bert32a100.json"))  # doctest: +SKIP
+
+    Args:
+        source: the input or its file.
+        greedy: choose ways by the peer's greedy rule: its own plans.
+        limit: sets at most; beyond it only linear orders are searched.
+
+    Raises:
+        ValueError: the file is broken, or no plan fits into the memory.
+    """
+    graph = source if isinstance(source, PiperInput) else read_piper_input(source)
+    model = _Model(graph)
+    plan = _Plan(math.inf, (), proved=True)
+    for order in linearisations(model.successors):
+        sets = linear_down_sets(model.successors, order)
+        plan = min(plan, model.solve(sets, plan.value, GREEDY), key=lambda p: p.value)
+    complete, effort = True, GREEDY if greedy else EFFORT
+    try:
+        sets = down_sets(model.successors, limit=min(limit, MAX_STATES // model.num_states))
+    except TooManyDownSetsError as error:
+        complete, notes = False, [f"Cut along linear orders only: {error}."]
+        orders = linearisations(model.successors)
+        families = [linear_down_sets(model.successors, order) for order in orders]
+    else:
+        notes, families = [f"{len(sets):,} down-sets of {len(graph.nodes)} nodes."], [sets]
+    proved = True
+    for family in families:
+        found = model.solve(family, plan.value, effort)
+        proved &= found.proved
+        plan = min(plan, found, key=lambda p: p.value)
+    if not plan.stages:
+        raise ValueError(_does_not_fit(graph))
+    if not proved:
+        notes.append(f"Some choices of ways were cut off after {EFFORT:,} branches.")
+    stages = with_seconds(graph, plan.stages)
+    value = max(stage_seconds(graph, stages))
+    exact = complete and proved and not greedy
+    return PlannerResult(
+        input=graph.name,
+        objective=(
+            f"Piper's slowest stage, {graph.num_devices} devices of "
+            f"{graph.memory_bytes / 2**30:.4g} GiB, {graph.num_microbatches} microbatches"
+            f"{', greedy knapsack' if greedy else ''}"
+        ),
+        value=value,
+        unit="s",
+        bound=value if exact else float(model.least_work.sum() / graph.num_devices),
+        exact=exact,
+        stages=stages,
+        notes=tuple(notes),
+    )
+
+
+def _does_not_fit(graph: PiperInput) -> str:
+    least = max(
+        min(
+            (o.memory_usage_a + o.memory_usage_b for ways in n.options.values() for o in ways),
+            default=math.inf,
+        )
+        for n in graph.nodes
+    )
+    return (
+        f"{graph.name}: no plan fits on {graph.num_devices} devices of "
+        f"{graph.memory_bytes / 1e9:.4g} GB; the largest node alone takes {least / 1e9:.4g} GB "
+        f"in its smallest way; give more devices or memory"
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A plan and whether its search cut no choice of ways off."""
+
+    value: float
+    stages: tuple[PlannedStage, ...]
+    proved: bool
+
+
+@dataclass(frozen=True)
+class _Model:
+    """An input as arrays: by degree, node and way."""
+
+    graph: PiperInput
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """Direct successors of each node: what must be planned before it."""
+        after: list[list[int]] = [[] for _ in self.graph.nodes]
+        for node, before in enumerate(self.graph.predecessors):
+            for other in before:
+                after[other].append(node)
+        return tuple(map(tuple, after))
+
+    @property
+    def num_states(self) -> int:
+        """Entries of the table of plans for a set."""
+        return (self.graph.num_devices + 1) * (self.graph.most_replicas + 1)
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that some node offers and that fit on the devices."""
+        offered = {t for node in self.graph.nodes for t, ways in node.options.items() if ways}
+        return tuple(sorted(t for t in offered if 1 <= t <= self.graph.num_devices))
+
+    @cached_property
+    def options(self) -> tuple[tuple[int, int], ...]:
+        """Number of a degree, and replicas: every way to put a stage on devices."""
+        return tuple(
+            (number, d)
+            for number, t in enumerate(self.degrees)
+            for d in range(1, min(self.graph.num_devices // t, self.graph.most_replicas) + 1)
+            if self.graph.num_microbatches % d == 0
+        )
+
+    def column(self, field: str, missing: float) -> Floats:
+        """One attribute of all ways; `missing` where there is no such way."""
+        nodes = self.graph.nodes
+        ways = max((len(w) for n in nodes for w in n.options.values()), default=1)
+        array = np.full((len(self.degrees), len(nodes), ways), missing)
+        for number, t in enumerate(self.degrees):
+            for v, node in enumerate(nodes):
+                for o, option in enumerate(node.options.get(t, ())):
+                    array[number, v, o] = getattr(option, field)
+        return array
+
+    @cached_property
+    def time(self) -> Floats:
+        """Seconds by degree, node and way."""
+        return self.column("time_per_sample", math.inf)
+
+    @cached_property
+    def held_each(self) -> Floats:
+        """Bytes a microbatch in flight."""
+        return self.column("memory_usage_a", 0.0)
+
+    @cached_property
+    def held_once(self) -> Floats:
+        """Bytes besides."""
+        return self.column("memory_usage_b", 0.0)
+
+    @cached_property
+    def weights(self) -> Floats:
+        """Bytes of weights."""
+        return self.column("parameter_size", 0.0)
+
+    @cached_property
+    def edges(self) -> tuple[Indices, Floats, Floats, Floats]:
+        """Ends, bytes, and what consumers and producers add by edge, degree and way."""
+        graph, index = self.graph, self.graph.index
+        ends = np.array(
+            [(index[e.source_id], index[e.dest_id]) for e in graph.edges], dtype=np.int32
+        ).reshape(-1, 2)
+        num_bytes = np.array([e.communication_cost for e in graph.edges], dtype=np.float64)
+        shape = (len(graph.edges), len(self.degrees), self.time.shape[2])
+        fetch, send = np.zeros(shape), np.zeros(shape)
+        for e, edge in enumerate(graph.edges):
+            tail, head = graph.nodes[ends[e, 0]], graph.nodes[ends[e, 1]]
+            for number, t in enumerate(self.degrees):
+                for o, option in enumerate(head.options.get(t, ())):
+                    fetch[e, number, o] = option.sync_time_fw[edge.source_id]
+                for o, option in enumerate(tail.options.get(t, ())):
+                    send[e, number, o] = option.sync_time_bw[edge.dest_id]
+        return ends, num_bytes, fetch, send
+
+    @cached_property
+    def least_work(self) -> Floats:
+        """Device-seconds that each node takes at least, whatever the plan."""
+        per_device = self.time * np.array(self.degrees, dtype=np.float64)[:, None, None]
+        least: Floats = per_device.min(axis=(0, 2))
+        return least
+
+    def solve(self, sets: DownSets, bound: float, effort: int) -> _Plan:
+        """The best plan below `bound` along some sets, none if there is none."""
+        shape = (len(sets), self.graph.num_devices + 1, self.graph.most_replicas + 1)
+        best = np.full(shape, math.inf)
+        origin = np.full(shape, -1, dtype=np.int64)
+        choice = np.full(shape, -1, dtype=np.int32)
+        best[0, 0, 0] = 0.0
+        reached = np.zeros(len(sets), dtype=np.bool_)
+        reached[0] = True
+        work = sets.sums(self.least_work)
+        alive = self._alive(work, bound)
+        replicas = np.array([d for _, d in self.options], dtype=np.int32)
+        shards = np.array([self.degrees[number] for number, _ in self.options], dtype=np.int32)
+        entries = len(self.options) * (shape[2] + 1)
+        proved = True
+        for pairs in sets.pairs(
+            work,
+            bound * self.graph.num_devices,
+            sources=reached,
+            targets=alive.any(axis=1),
+            at_once=max(1, ENTRIES_AT_ONCE // entries),
+        ):
+            for start in range(0, len(pairs.offsets) - 1):
+                # Tables of stages are large: one inner set at a time.
+                lo, hi = pairs.offsets[start], pairs.offsets[start + 1]
+                if lo == hi:
+                    continue
+                offsets = np.array([0, hi - lo], dtype=np.int32)
+                outer = pairs.outer[lo:hi]
+                now = min(bound, float(best[-1].min()))
+                table, sure, _ = self.stage_seconds(
+                    sets, pairs.first + start, offsets, outer, now, effort
+                )
+                proved &= sure
+                relax_replicas(
+                    pairs.first + start,
+                    offsets,
+                    outer,
+                    table,
+                    shards,
+                    replicas,
+                    now,
+                    alive,
+                    best,
+                    origin,
+                    choice,
+                    reached,
+                )
+        value = float(best[-1].min())
+        if not math.isfinite(value):
+            return _Plan(math.inf, (), proved)
+        return _Plan(value, self._stages(sets, best, origin, choice, effort), proved)
+
+    def stage_seconds(
+        self,
+        sets: DownSets,
+        first: int,
+        offsets: Indices,
+        outer: Indices,
+        bound: float,
+        effort: int,
+        only: Iterable[int] | None = None,
+        flight: int | None = None,
+    ) -> tuple[Floats, bool, Indices]:
+        """Seconds of stages by pair, option and microbatches in flight, and the last ways."""
+        options = [self.options[i] for i in only] if only is not None else self.options
+        most = self.graph.most_replicas + 1 if flight is None else flight
+        table = np.empty((len(outer), len(options), most + 1))
+        pick = np.zeros(len(self.graph.nodes), dtype=np.int32)
+        proved = stage_table(
+            first,
+            offsets,
+            outer,
+            sets.words,
+            np.array([number for number, _ in options], dtype=np.int32),
+            np.array([d for _, d in options], dtype=np.int32),
+            self.time,
+            self.weights,
+            self.held_each,
+            self.held_once,
+            *self.edges,
+            self.graph.memory_bytes,
+            self.graph.bandwidth,
+            self.graph.num_microbatches,
+            bound,
+            effort,
+            pick,
+            table,
+        )
+        return table, proved, pick
+
+    def _alive(self, work: Floats, bound: float) -> Flags:
+        """By set and devices taken, whether the devices suffice for the work on each side."""
+        taken = np.arange(self.graph.num_devices + 1)
+        slack = bound * (1 + 1e-12) if math.isfinite(bound) else math.inf
+        if not math.isfinite(slack):
+            return np.ones((len(work), len(taken)), dtype=np.bool_)
+        left = self.graph.num_devices - taken
+        enough: Flags = (work[:, None] <= slack * taken) & (
+            work[-1] - work[:, None] <= slack * left
+        )
+        return enough
+
+    def _stages(
+        self, sets: DownSets, best: Floats, origin: Longs, choice: Indices, effort: int
+    ) -> tuple[PlannedStage, ...]:
+        """Stages first to last: the table was filled from the last one on."""
+        _, num_devices, num_replicas = best.shape
+        place = len(sets) - 1
+        devices, total = divmod(int(best[place].argmin()), num_replicas)
+        stages: list[PlannedStage] = []
+        while place:
+            option = int(choice[place, devices, total])
+            number, d = self.options[option]
+            before, so_far = divmod(int(origin[place, devices, total]), num_replicas)
+            inner, devices_before = divmod(before, num_devices)
+            _, _, pick = self.stage_seconds(
+                sets,
+                inner,
+                np.array([0, 1], dtype=np.int32),
+                np.array([place], dtype=np.int32),
+                math.inf,
+                effort,
+                only=[option],
+                flight=-(-total // d),
+            )
+            nodes = [self.graph.nodes[v] for v in sets.between(inner, place)]
+            t = self.degrees[number]
+            stages.append(
+                PlannedStage(
+                    tuple(node.id for node in nodes),
+                    replicas=d,
+                    shards=t,
+                    options=tuple(node.options[t][pick[i]].id for i, node in enumerate(nodes)),
+                )
+            )
+            place, devices, total = inner, devices_before, so_far
+        return tuple(stages)
