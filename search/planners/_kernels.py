@@ -1,4 +1,4 @@
-"""Kernels of the solvers for other planners' inputs; none of them calls another one."""
+"""Kernels of the solvers for other planners' inputs."""
 
 from __future__ import annotations
 
@@ -137,3 +137,196 @@ def replica_seconds(
                     cost[pair, replicas - 1] = max(
                         (work + sync) / replicas, crossing / (bandwidth * replicas)
                     )
+
+
+@njit(cache=True)
+def shift_block(
+    block: int,
+    new: int,
+    work: Floats,
+    size: Floats,
+    pays: Floats,
+    block_starts: Indices,
+    block_nets: Indices,
+    net_cost: Floats,
+    touching: Indices,
+    spread: Indices,
+    load: Floats,
+    used: Floats,
+    place: Indices,
+) -> None:
+    """Take a block to another device and keep loads, bytes and nets up to date.
+
+    Args:
+        block: the block.
+        new: its device from now on.
+        work: time by block and device.
+        size: bytes of each block.
+        pays: 1 for devices that pay for tensors that cross, 0 for others.
+        block_starts: nets of block b are ``block_nets[block_starts[b]:block_starts[b + 1]]``.
+        block_nets: see there.
+        net_cost: cost of each net to each device that it touches, if there are several.
+        touching: blocks of each net on each device.
+        spread: devices that each net touches.
+        load: of each device.
+        used: bytes of each device.
+        place: device of each block.
+    """
+    old = place[block]
+    place[block] = new
+    load[old] -= work[block, old]
+    load[new] += work[block, new]
+    used[old] -= size[block]
+    used[new] += size[block]
+    for k in range(block_starts[block], block_starts[block + 1]):
+        net = block_nets[k]
+        gone, come = touching[net, old] == 1, touching[net, new] == 0
+        if gone or come:
+            if spread[net] > 1:
+                for d in range(len(load)):
+                    if touching[net, d] > 0:
+                        load[d] -= net_cost[net] * pays[d]
+            touching[net, old] -= 1
+            touching[net, new] += 1
+            spread[net] += (1 if come else 0) - (1 if gone else 0)
+            if spread[net] > 1:
+                for d in range(len(load)):
+                    if touching[net, d] > 0:
+                        load[d] += net_cost[net] * pays[d]
+        else:
+            touching[net, old] -= 1
+            touching[net, new] += 1
+
+
+@njit(cache=True)
+def anneal_assignment(
+    work: Floats,
+    size: Floats,
+    allowed: Floats,
+    memory: Floats,
+    pays: Floats,
+    net_starts: Indices,
+    nets: Indices,
+    block_starts: Indices,
+    block_nets: Indices,
+    net_cost: Floats,
+    num_moves: int,
+    hot: float,
+    cold: float,
+    seed: int,
+    place: Indices,
+) -> float:
+    """Anneal which device runs each block, for the least maximal load.
+
+    The energy is the 24-norm of the loads, which tells apart states of equal maxima; temperatures
+    are relative to it and fall geometrically. A move takes a block to another device or lets two
+    blocks change places.
+
+    Args:
+        work: time by block and device.
+        size: bytes of each block.
+        allowed: 1 where a device can run a block.
+        memory: bytes of each device.
+        pays: 1 for devices that pay for tensors that cross, 0 for others.
+        net_starts: blocks of net e are ``nets[net_starts[e]:net_starts[e + 1]]``.
+        nets: see there.
+        block_starts: nets of block b, likewise.
+        block_nets: see there.
+        net_cost: cost of each net to each device that it touches, if there are several.
+        num_moves: moves to try.
+        hot: first relative temperature.
+        cold: last one.
+        seed: of the random numbers.
+        place: device of each block: where to begin; the best assignment found afterwards.
+
+    Returns:
+        The greatest load of the best assignment.
+    """
+    np.random.seed(seed)
+    num_blocks, num_devices = work.shape
+    num_nets = len(net_cost)
+    touching = np.zeros((num_nets, num_devices), np.int32)
+    spread = np.zeros(num_nets, np.int32)
+    load, used = np.zeros(num_devices), np.zeros(num_devices)
+    for b in range(num_blocks):
+        load[place[b]] += work[b, place[b]]
+        used[place[b]] += size[b]
+    for e in range(num_nets):
+        for i in range(net_starts[e], net_starts[e + 1]):
+            if touching[e, place[nets[i]]] == 0:
+                spread[e] += 1
+            touching[e, place[nets[i]]] += 1
+        if spread[e] > 1:
+            for d in range(num_devices):
+                if touching[e, d] > 0:
+                    load[d] += net_cost[e] * pays[d]
+    best, current = place.copy(), place.copy()
+    least = load.max()
+    norm = least * (((load / least) ** 24).sum()) ** (1 / 24)
+    before, used_before = np.empty(num_devices), np.empty(num_devices)
+    moved, target, origin = np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32)
+    for move in range(num_moves):
+        moved[0] = np.random.randint(num_blocks)
+        count = 1
+        if np.random.random() < 0.5:
+            target[0] = np.random.randint(num_devices)
+        else:
+            moved[1] = np.random.randint(num_blocks)
+            target[0], target[1] = current[moved[1]], current[moved[0]]
+            count = 2
+        accept = target[0] != current[moved[0]]
+        for i in range(count):
+            accept &= allowed[moved[i], target[i]] > 0
+        if not accept:
+            continue
+        before[:], used_before[:] = load, used
+        for i in range(count):
+            origin[i] = current[moved[i]]
+            shift_block(
+                moved[i],
+                target[i],
+                work,
+                size,
+                pays,
+                block_starts,
+                block_nets,
+                net_cost,
+                touching,
+                spread,
+                load,
+                used,
+                current,
+            )
+        top = load.max()
+        after = top * (((load / top) ** 24).sum()) ** (1 / 24) if top > 0 else 0.0
+        worse = (after - norm) / norm
+        temperature = hot * (cold / hot) ** (move / num_moves)
+        accept = worse <= 0 or np.random.random() < np.exp(-worse / temperature)
+        for d in range(num_devices):
+            accept &= used[d] <= memory[d]
+        if accept:
+            norm = after
+            if top < least * (1 - 1e-12):
+                least = top
+                best[:] = current
+            continue
+        for i in range(count - 1, -1, -1):
+            shift_block(
+                moved[i],
+                origin[i],
+                work,
+                size,
+                pays,
+                block_starts,
+                block_nets,
+                net_cost,
+                touching,
+                spread,
+                load,
+                used,
+                current,
+            )
+        # Without the rounding of there and back.
+        load[:], used[:] = before, used_before
+    place[:] = best
+    return least
