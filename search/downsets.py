@@ -66,7 +66,8 @@ class DownSets:
     @cached_property
     def sizes(self) -> Indices:
         """Number of nodes of each set."""
-        return self.membership.sum(axis=1, dtype=np.int32)
+        sizes: Indices = self.membership.sum(axis=1, dtype=np.int32)
+        return sizes
 
     def members(self, index: int) -> tuple[int, ...]:
         """Nodes of one set.
@@ -90,7 +91,8 @@ class DownSets:
             >>> down_sets([[], [0]]).sums([2, 3]).tolist()
             [0.0, 2.0, 5.0]
         """
-        return self.membership @ np.asarray(weights, dtype=np.float64)
+        totals: Floats = self.membership.astype(np.float64) @ np.asarray(weights, np.float64)
+        return totals
 
     def pairs(
         self,
@@ -364,7 +366,8 @@ def cut_into_stages(
     reached[start] = True
     alive = _alive(problem, table)
     weight = sets.sizes.astype(np.float64) if problem.weight is None else problem.weight
-    for pairs in sets.pairs(weight, problem.limit, sources=reached, targets=alive.any(axis=1)):
+    of_use: Flags = np.asarray(alive.any(axis=1))
+    for pairs in sets.pairs(weight, problem.limit, sources=reached, targets=of_use):
         cost = problem.costs(pairs)
         _relax(problem, pairs, cost, min(bound, table.value), alive, table, reached)
     return table

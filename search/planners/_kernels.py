@@ -213,14 +213,14 @@ def anneal_assignment(
     num_moves: int,
     hot: float,
     cold: float,
-    seed: int,
+    rng: np.random.Generator,
     place: Indices,
 ) -> float:
     """Anneal which device runs each block, for the least maximal load.
 
     The energy is the 24-norm of the loads, which tells apart states of equal maxima; temperatures
-    are relative to it and fall geometrically. A move takes a block to another device or lets two
-    blocks change places.
+    are relative to it and fall geometrically. A move takes a block to any device, or to that of
+    a block that it shares a net with, or lets two blocks change places.
 
     Args:
         work: time by block and device.
@@ -236,13 +236,12 @@ def anneal_assignment(
         num_moves: moves to try.
         hot: first relative temperature.
         cold: last one.
-        seed: of the random numbers.
+        rng: where random numbers come from.
         place: device of each block: where to begin; the best assignment found afterwards.
 
     Returns:
         The greatest load of the best assignment.
     """
-    np.random.seed(seed)
     num_blocks, num_devices = work.shape
     num_nets = len(net_cost)
     touching = np.zeros((num_nets, num_devices), np.int32)
@@ -266,12 +265,18 @@ def anneal_assignment(
     before, used_before = np.empty(num_devices), np.empty(num_devices)
     moved, target, origin = np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32)
     for move in range(num_moves):
-        moved[0] = np.random.randint(num_blocks)
+        moved[0] = np.int64(rng.random() * num_blocks)
         count = 1
-        if np.random.random() < 0.5:
-            target[0] = np.random.randint(num_devices)
+        kind = rng.random()
+        degree = block_starts[moved[0] + 1] - block_starts[moved[0]]
+        if kind < 0.1 or (degree == 0 and kind < 0.8):
+            target[0] = np.int64(rng.random() * num_devices)
+        elif kind < 0.8:
+            net = block_nets[block_starts[moved[0]] + np.int64(rng.random() * degree)]
+            members = net_starts[net + 1] - net_starts[net]
+            target[0] = current[nets[net_starts[net] + np.int64(rng.random() * members)]]
         else:
-            moved[1] = np.random.randint(num_blocks)
+            moved[1] = np.int64(rng.random() * num_blocks)
             target[0], target[1] = current[moved[1]], current[moved[0]]
             count = 2
         accept = target[0] != current[moved[0]]
@@ -301,7 +306,7 @@ def anneal_assignment(
         after = top * (((load / top) ** 24).sum()) ** (1 / 24) if top > 0 else 0.0
         worse = (after - norm) / norm
         temperature = hot * (cold / hot) ** (move / num_moves)
-        accept = worse <= 0 or np.random.random() < np.exp(-worse / temperature)
+        accept = worse <= 0 or rng.random() < np.exp(-worse / temperature)
         for d in range(num_devices):
             accept &= used[d] <= memory[d]
         if accept:
@@ -329,4 +334,4 @@ def anneal_assignment(
         # Without the rounding of there and back.
         load[:], used[:] = before, used_before
     place[:] = best
-    return least
+    return float(least)

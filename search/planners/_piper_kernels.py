@@ -76,11 +76,14 @@ def choose_ways(
             last = way[v, fronts[v] - 1]
             best = -1
             for o in range(ways):
-                if time[v, o] < np.inf and held[v, o] < held[v, last]:
-                    if best < 0 or time[v, o] < time[v, best]:
-                        best = o
-                    elif time[v, o] == time[v, best] and held[v, o] < held[v, best]:
-                        best = o
+                if time[v, o] == np.inf or held[v, o] >= held[v, last]:
+                    continue
+                if (
+                    best < 0
+                    or time[v, o] < time[v, best]
+                    or (time[v, o] == time[v, best] and held[v, o] < held[v, best])
+                ):
+                    best = o
             if best < 0:
                 break
             k = fronts[v]

@@ -149,16 +149,17 @@ def read_split(path: str | Path, graph: PartitionInput) -> tuple[PlannedStage, .
                     f"{path}: node {node} is on devices {place[node]} and {number}; "
                     f"leave it on one"
                 )
-    of_colour = {known[n].color_class: d for n, d in place.items() if known[n].color_class}
-    for node in graph.nodes:
-        if node.id in place:
+    colours = {n: known[n].color_class for n in place}
+    of_colour = {colours[n]: device for n, device in place.items() if colours[n] is not None}
+    for left in graph.nodes:
+        if left.id in place:
             continue
-        if node.color_class not in of_colour:
+        if left.color_class not in of_colour:
             raise ValueError(
-                f"{path}: node {node.id} is on no device, nor is another one of its colour "
-                f"({node.color_class}); add it to a device"
+                f"{path}: node {left.id} is on no device, nor is another one of its colour "
+                f"({left.color_class}); add it to a device"
             )
-        devices[of_colour[node.color_class]][1].append(node.id)
+        devices[of_colour[left.color_class]][1].append(left.id)
     return tuple(PlannedStage(tuple(nodes), device=kind) for kind, nodes in devices if nodes)
 
 

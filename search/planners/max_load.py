@@ -118,6 +118,7 @@ def solve_max_load(
         exact=exact,
         stages=stages,
         notes=notes,
+        recurrence=value,
     )
 
 
@@ -246,8 +247,8 @@ class _AlongSets:
     def alive(self, bound: float, ratio: float) -> Flags:
         """By set and devices taken, whether a split with all loads below `bound` can pass there.
 
-        Without a CPU core on one side of the cut, the accelerators there have its work and pay
-        for each net that the cut splits at least once; with one, they have the work that it leaves.
+        Without a CPU core on one side of the cut, the accelerators there have its work and pay at
+        least once for each net that the cut splits; with one, they have the work that it leaves.
         """
         accelerators, cpus = self.model.counts
         alive = np.ones((len(self.sets), cpus + 1, accelerators + 1), dtype=np.bool_)

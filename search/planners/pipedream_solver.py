@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -176,6 +176,7 @@ def solve_pipedream(
         exact=exact,
         stages=tuple(_flat(plan)),
         notes=(*notes, *_nested_notes(plan)),
+        recurrence=best.value,
     )
 
 
@@ -411,17 +412,16 @@ def _alive(model: _Model, bound: float) -> Flags | None:
     slack = bound * (1 + 1e-12)
     before, total = model.seconds[:, None], model.seconds[-1]
     behind = np.maximum(total - before, model.transfers[:, None] / bandwidth)
-    return (before <= slack * taken) & (behind <= slack * (count - taken))
+    alive: Flags = (before <= slack * taken) & (behind <= slack * (count - taken))
+    return alive
 
 
 def _flat(plan: Sequence[Replicated]) -> list[PlannedStage]:
     """Stages of the innermost level, with replicas on all levels together."""
     flat: list[PlannedStage] = []
     for stage in plan:
-        if not stage.inner:
-            flat.append(PlannedStage(stage.nodes, replicas=stage.replicas))
-        for inner in _flat(stage.inner):
-            flat.append(PlannedStage(inner.nodes, replicas=stage.replicas * inner.replicas))
+        parts = _flat(stage.inner) or [PlannedStage(stage.nodes)]
+        flat.extend(replace(part, replicas=stage.replicas * part.replicas) for part in parts)
     return flat
 
 

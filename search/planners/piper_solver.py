@@ -101,6 +101,7 @@ def solve_piper(
         exact=exact,
         stages=stages,
         notes=tuple(notes),
+        recurrence=plan.value,
     )
 
 
@@ -232,6 +233,7 @@ class _Model:
         reached[0] = True
         work = sets.sums(self.least_work)
         alive = self._alive(work, bound)
+        of_use: Flags = np.asarray(alive.any(axis=1))
         replicas = np.array([d for _, d in self.options], dtype=np.int32)
         shards = np.array([self.degrees[number] for number, _ in self.options], dtype=np.int32)
         entries = len(self.options) * (shape[2] + 1)
@@ -240,10 +242,10 @@ class _Model:
             work,
             bound * self.graph.num_devices,
             sources=reached,
-            targets=alive.any(axis=1),
+            targets=of_use,
             at_once=max(1, ENTRIES_AT_ONCE // entries),
         ):
-            for start in range(0, len(pairs.offsets) - 1):
+            for start in range(len(pairs.offsets) - 1):
                 # Tables of stages are large: one inner set at a time.
                 lo, hi = pairs.offsets[start], pairs.offsets[start + 1]
                 if lo == hi:

@@ -46,6 +46,8 @@ class PlannerResult:
         exact: whether the plan is proved to be the best one.
         stages: the plan.
         notes: what a reader must know, one sentence each.
+        recurrence: the value as the solver's table has it, without the formula: they differ by
+            rounding only. nan where there was no table.
     """
 
     input: str
@@ -56,6 +58,7 @@ class PlannerResult:
     exact: bool
     stages: tuple[PlannedStage, ...]
     notes: tuple[str, ...] = ()
+    recurrence: float = math.nan
 
     @property
     def gap(self) -> float:
