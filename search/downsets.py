@@ -340,11 +340,12 @@ class StageProblem:
 def cut_into_stages(
     problem: StageProblem, *, bound: float = math.inf, start: int = 0
 ) -> StageTable:
-    """The cheapest partition of every set after `start`, by dynamic programming.
+    """The cheapest partition of the whole graph after `start`, by dynamic programming.
 
     The state is the down-set done and the devices taken; a step is one stage. With several kinds
     of devices (or several node types) an option says how many of each it takes. Exact for the
-    given down-sets, whatever the costs.
+    given down-sets, whatever the costs. Partitions of smaller sets are dropped where they cannot
+    lead to a better one of the whole graph.
 
     Example:
         >>> sets = down_sets([[], [0], [1]])
@@ -374,7 +375,7 @@ def cut_into_stages(
 
 
 def cut_from_every_set(problem: StageProblem, first_costs: StageCosts) -> list[StageTable]:
-    """The tables of `cut_into_stages` for every start but the whole graph; costs are asked once.
+    """The cheapest partitions of every set from every smaller one; costs are asked for once.
 
     Example:
         >>> sets = linear_down_sets([[], [0], [1]])
@@ -453,7 +454,7 @@ def _relax(
 
 @dataclass(frozen=True)
 class StageTable:
-    """What `cut_into_stages` found for every set and number of devices taken."""
+    """What was found for every set and number of devices taken, from one set on."""
 
     best: Floats
     origin: Longs

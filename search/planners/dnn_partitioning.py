@@ -9,7 +9,7 @@ milliseconds but edge costs in seconds; `corrected` says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -175,24 +175,6 @@ def write_split(stages: Sequence[PlannedStage], path: str | Path) -> None:
 
     file = _SplitFile(devices("accelerator"), devices("cpu"), max(stage.load for stage in stages))
     write_text(path, msgspec.json.encode(file).decode())
-
-
-def with_limits(
-    graph: PartitionInput,
-    *,
-    num_accelerators: int | None = None,
-    num_cpus: int | None = None,
-    memory_bytes: float | None = None,
-) -> PartitionInput:
-    """The same graph on other devices."""
-    changed = replace(
-        graph,
-        num_accelerators=graph.num_accelerators if num_accelerators is None else num_accelerators,
-        num_cpus=graph.num_cpus if num_cpus is None else num_cpus,
-        memory_bytes=graph.memory_bytes if memory_bytes is None else memory_bytes,
-    )
-    _check(changed, graph.name)
-    return changed
 
 
 def _check(graph: PartitionInput, where: str) -> None:

@@ -173,6 +173,8 @@ class LoadModel:
         self, sets: DownSets, bound: float = math.inf
     ) -> tuple[float, tuple[PlannedStage, ...]]:
         """Load and stages of the best split along some sets; infinite if none is below `bound`."""
+        if not bound > 0:
+            return math.inf, ()
         along = _AlongSets(self, sets, np.empty((0, 2)))
         ratio = _speed_of_cpu(self.blocks) if self.counts[1] else 0.0
         table = cut_into_stages(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -77,10 +77,11 @@ def pipeline_seconds(
     planned = graph.without_inputs()
     index = {layer.id: i for i, layer in enumerate(planned.layers)}
     rank = {v: place for place, v in enumerate(linearisations(planned.predecessors)[0])}
+    plan = _only(plan, index)
     order = [
         v
         for stage in _flat(plan)
-        for v in sorted((index[str(n)] for n in stage.nodes if n in index), key=rank.__getitem__)
+        for v in sorted((index[str(n)] for n in stage.nodes), key=rank.__getitem__)
     ]
     if sorted(order) != list(range(len(index))):
         raise ValueError(
@@ -95,6 +96,18 @@ def pipeline_seconds(
     sets = linear_down_sets(planned.predecessors, order)
     model = _Model(planned, sets, levels, compression)
     return _seconds(model, plan, 0, len(levels) - 1)
+
+
+def _only(plan: Sequence[Replicated], known: Container[str]) -> tuple[Replicated, ...]:
+    """A plan without the layers that are not planned: inputs, parts of tuples unread."""
+    return tuple(
+        Replicated(
+            tuple(node for node in stage.nodes if node in known),
+            stage.replicas,
+            _only(stage.inner, known),
+        )
+        for stage in plan
+    )
 
 
 def _by_level(plan: Sequence[Replicated], depth: int) -> list[tuple[int, Sequence[Replicated]]]:

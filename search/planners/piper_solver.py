@@ -63,6 +63,8 @@ def solve_piper(
     """
     graph = source if isinstance(source, PiperInput) else read_piper_input(source)
     model = _Model(graph)
+    if not model.degrees or not np.isfinite(model.least_work).all():
+        raise ValueError(_does_not_fit(graph))
     plan = _Plan(math.inf, (), proved=True)
     for order in linearisations(model.successors):
         sets = linear_down_sets(model.successors, order)
@@ -106,6 +108,13 @@ def solve_piper(
 
 
 def _does_not_fit(graph: PiperInput) -> str:
+    for node in graph.nodes:
+        degrees = sorted(t for t, ways in node.options.items() if ways)
+        if not degrees or degrees[0] > graph.num_devices:
+            return (
+                f"{graph.name}: no plan fits on {graph.num_devices} devices of any size: node "
+                f"{node.id} runs on {degrees or 'no'} devices only; give more devices or options"
+            )
     least = max(
         min(
             (o.memory_usage_a + o.memory_usage_b for ways in n.options.values() for o in ways),

@@ -43,7 +43,7 @@ def solve_scattered(
     corrected: bool = False,
     num_moves: int = 1_500_000,
     rounds: int = 8,
-    proof_seconds: float = 5.0,
+    proof_seconds: float = 6.0,
     seed: int = 0,
 ) -> PlannerResult:
     """A split of small maximal load where a device may hold any nodes, and how good it is.
