@@ -256,12 +256,16 @@ def stage_ways(
 
 @njit(cache=True)
 def stage_table(
-    first: int,
-    offsets: Indices,
+    inner: int,
     outer: Indices,
     sets: Words,
     degrees: Indices,
+    shards: Indices,
     replicas: Indices,
+    fastest: Floats,
+    from_devices: Flags,
+    from_replicas: Indices,
+    alive: Flags,
     time: Floats,
     weights: Floats,
     held_each: Floats,
@@ -278,15 +282,21 @@ def stage_table(
     pick: Indices,
     table: Floats,
 ) -> bool:
-    """Seconds of each pair of sets as a stage, by option and microbatches in flight.
+    """Seconds of one inner set's stages, by outer set, option and microbatches in flight.
+
+    Only entries that some plan of the inner set can use are worked out; others are infinite.
 
     Args:
-        first: inner set of the first offset.
-        offsets: pairs of each inner set.
-        outer: outer set of each pair.
+        inner: the inner set.
+        outer: the outer sets.
         sets: nodes of each set.
         degrees: number of the tensor-parallel degree of each option.
+        shards: the degree itself.
         replicas: replicas of each option.
+        fastest: seconds of all nodes of each set in their fastest ways, by set and degree.
+        from_devices: which numbers of devices plans of the inner set take.
+        from_replicas: fewest and most replicas that these have.
+        alive: by set and devices taken, whether a plan can be of use there.
         time: as of `stage_ways`, like those that follow it.
         weights: bytes of weights.
         held_each: bytes held a microbatch in flight, by degree, node and way.
@@ -312,55 +322,62 @@ def stage_table(
     synced, total = np.empty((num_nodes, ways)), np.empty((num_nodes, ways))
     held = np.empty((num_nodes, ways))
     proved = True
-    for i in range(len(offsets) - 1):
-        for pair in range(offsets[i], offsets[i + 1]):
-            table[pair] = np.inf
-            last_degree, count = -1, -1
-            for option in range(len(degrees)):
-                degree, d = degrees[option], replicas[option]
-                if degree != last_degree:
-                    last_degree = degree
-                    count = stage_ways(
-                        sets[first + i],
-                        sets[outer[pair]],
-                        degree,
-                        time,
-                        weights,
-                        edge_ends,
-                        edge_bytes,
-                        fetch_sync,
-                        send_sync,
-                        nodes,
-                        seconds,
-                        sent,
-                        synced,
-                    )
-                if count < 0:
-                    continue
+    for pair in range(len(outer)):
+        table[pair] = np.inf
+        last_degree, count = -1, -1
+        for option in range(len(degrees)):
+            degree, d = degrees[option], replicas[option]
+            if (fastest[outer[pair], degree] - fastest[inner, degree]) / d >= bound:
+                continue
+            of_use = False
+            for devices in range(alive.shape[1] - shards[option] * d):
+                taken = devices + shards[option] * d
+                of_use |= from_devices[devices] and alive[outer[pair], taken]
+            if not of_use:
+                continue
+            if degree != last_degree:
+                last_degree = degree
+                count = stage_ways(
+                    sets[inner],
+                    sets[outer[pair]],
+                    degree,
+                    time,
+                    weights,
+                    edge_ends,
+                    edge_bytes,
+                    fetch_sync,
+                    send_sync,
+                    nodes,
+                    seconds,
+                    sent,
+                    synced,
+                )
+            if count < 0:
+                continue
+            for v in range(count):
+                for o in range(ways):
+                    resync = 4 * (d - 1) * synced[v, o] / d / num_microbatches
+                    total[v, o] = seconds[v, o] / d + (sent[v, o] / d + resync) / bandwidth
+            least, most = (from_replicas[0] + 2 * d - 1) // d, (from_replicas[1] + 2 * d - 1) // d
+            for flight in range(least, min(most + 1, table.shape[2])):
                 for v in range(count):
                     for o in range(ways):
-                        resync = 4 * (d - 1) * synced[v, o] / d / num_microbatches
-                        total[v, o] = seconds[v, o] / d + (sent[v, o] / d + resync) / bandwidth
-                for flight in range(1, table.shape[2]):
-                    for v in range(count):
-                        for o in range(ways):
-                            held[v, o] = (
-                                held_each[degree, nodes[v], o] * flight
-                                + held_once[degree, nodes[v], o]
-                            )
-                    best = choose_ways(total[:count], held[:count], memory, bound, effort, pick)
-                    if best < 0:
-                        best, proved = -best, False
-                    if best == np.inf:
-                        break
-                    table[pair, option, flight] = best
+                        held[v, o] = (
+                            held_each[degree, nodes[v], o] * flight
+                            + held_once[degree, nodes[v], o]
+                        )
+                best = choose_ways(total[:count], held[:count], memory, bound, effort, pick)
+                if best < 0:
+                    best, proved = -best, False
+                if best == np.inf:
+                    break
+                table[pair, option, flight] = best
     return proved
 
 
 @njit(cache=True)
 def relax_replicas(
-    first: int,
-    offsets: Indices,
+    inner: int,
     outer: Indices,
     table: Floats,
     shards: Indices,
@@ -372,13 +389,12 @@ def relax_replicas(
     choice: Indices,
     reached: Flags,
 ) -> None:
-    """Put one more stage before every plan of what follows an inner set.
+    """Put one more stage before every plan of an inner set.
 
     Args:
-        first: inner set of the first offset.
-        offsets: pairs of each inner set.
-        outer: outer set of each pair.
-        table: seconds of each pair, as of `stage_table`.
+        inner: the inner set.
+        outer: the outer sets.
+        table: seconds of each stage, as of `stage_table`.
         shards: devices of a replica of each option.
         replicas: replicas of each option.
         bound: plans as slow are of no use.
@@ -389,29 +405,23 @@ def relax_replicas(
         reached: by set, whether there is a plan for it.
     """
     _, num_devices, num_replicas = best.shape
-    for i in range(len(offsets) - 1):
-        inner = first + i
-        for devices in range(num_devices):
-            for so_far in range(num_replicas):
-                slowest = best[inner, devices, so_far]
-                if not slowest < bound:
-                    continue
-                for pair in range(offsets[i], offsets[i + 1]):
-                    other = outer[pair]
-                    for option in range(len(shards)):
-                        d = replicas[option]
-                        taken, total = devices + shards[option] * d, so_far + d
-                        if (
-                            taken >= num_devices
-                            or total >= num_replicas
-                            or not alive[other, taken]
-                        ):
-                            continue
-                        flight = (total + d - 1) // d
-                        value = max(slowest, table[pair, option, flight])
-                        if value < bound and value < best[other, taken, total]:
-                            best[other, taken, total] = value
-                            place = (inner * num_devices + devices) * num_replicas + so_far
-                            origin[other, taken, total] = place
-                            choice[other, taken, total] = option
-                            reached[other] = True
+    for devices in range(num_devices):
+        for so_far in range(num_replicas):
+            slowest = best[inner, devices, so_far]
+            if not slowest < bound:
+                continue
+            for pair in range(len(outer)):
+                other = outer[pair]
+                for option in range(len(shards)):
+                    d = replicas[option]
+                    taken, total = devices + shards[option] * d, so_far + d
+                    if taken >= num_devices or total >= num_replicas or not alive[other, taken]:
+                        continue
+                    flight = (total + d - 1) // d
+                    value = max(slowest, table[pair, option, flight])
+                    if value < bound and value < best[other, taken, total]:
+                        best[other, taken, total] = value
+                        place = (inner * num_devices + devices) * num_replicas + so_far
+                        origin[other, taken, total] = place
+                        choice[other, taken, total] = option
+                        reached[other] = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +67,7 @@ def solve_piper(
     plan = _Plan(math.inf, (), proved=True)
     for order in linearisations(model.successors):
         sets = linear_down_sets(model.successors, order)
-        plan = min(plan, model.solve(sets, plan.value, GREEDY), key=lambda p: p.value)
+        plan = min(plan, _Along(model, sets, plan.value, GREEDY).solve(), key=lambda p: p.value)
     complete, effort = True, GREEDY if greedy else EFFORT
     try:
         sets = down_sets(model.successors, limit=min(limit, MAX_STATES // model.num_states))
@@ -80,7 +79,7 @@ def solve_piper(
         notes, families = [f"{len(sets):,} down-sets of {len(graph.nodes)} nodes."], [sets]
     proved = True
     for family in families:
-        found = model.solve(family, plan.value, effort)
+        found = _Along(model, family, plan.value, effort).solve()
         proved &= found.proved
         plan = min(plan, found, key=lambda p: p.value)
     if not plan.stages:
@@ -231,50 +230,105 @@ class _Model:
         least: Floats = per_device.min(axis=(0, 2))
         return least
 
-    def solve(self, sets: DownSets, bound: float, effort: int) -> _Plan:
-        """The best plan below `bound` along some sets, none if there is none."""
-        shape = (len(sets), self.graph.num_devices + 1, self.graph.most_replicas + 1)
+    @cached_property
+    def option_arrays(self) -> tuple[Indices, Indices, Indices]:
+        """Number of the degree, degree and replicas of each option."""
+        numbers = [number for number, _ in self.options]
+        return (
+            np.array(numbers, dtype=np.int32),
+            np.array([self.degrees[number] for number in numbers], dtype=np.int32),
+            np.array([d for _, d in self.options], dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Stages of one inner set, and the plans of that set that they would come before.
+
+    Attributes:
+        inner: the inner set.
+        outer: the outer sets.
+        from_devices: which numbers of devices the plans take.
+        fewest: least replicas of a plan.
+        most: most replicas of a plan.
+    """
+
+    inner: int
+    outer: Indices
+    from_devices: Flags
+    fewest: int
+    most: int
+
+
+@dataclass(frozen=True)
+class _Along:
+    """The search for plans below `bound` along some down-sets."""
+
+    model: _Model
+    sets: DownSets
+    bound: float
+    effort: int
+
+    @cached_property
+    def work(self) -> Floats:
+        """Device-seconds that each set takes at least."""
+        return self.sets.sums(self.model.least_work)
+
+    @cached_property
+    def fastest(self) -> Floats:
+        """Seconds of each set by degree, every node in its fastest way; 0 where it has none."""
+        least = self.model.time.min(axis=2)
+        least[np.isinf(least)] = 0.0
+        return np.stack([self.sets.sums(row) for row in least], axis=1)
+
+    @cached_property
+    def alive(self) -> Flags:
+        """By set and devices taken, whether the devices suffice for the work on each side."""
+        taken = np.arange(self.model.graph.num_devices + 1)
+        if not math.isfinite(self.bound):
+            return np.ones((len(self.sets), len(taken)), dtype=np.bool_)
+        slack, work = self.bound * (1 + 1e-12), self.work[:, None]
+        enough: Flags = (work <= slack * taken) & (self.work[-1] - work <= slack * taken[::-1])
+        return enough
+
+    def solve(self) -> _Plan:
+        """The best plan; none if there is none below the bound."""
+        graph = self.model.graph
+        shape = (len(self.sets), graph.num_devices + 1, graph.most_replicas + 1)
         best = np.full(shape, math.inf)
         origin = np.full(shape, -1, dtype=np.int64)
         choice = np.full(shape, -1, dtype=np.int32)
         best[0, 0, 0] = 0.0
-        reached = np.zeros(len(sets), dtype=np.bool_)
+        reached = np.zeros(len(self.sets), dtype=np.bool_)
         reached[0] = True
-        work = sets.sums(self.least_work)
-        alive = self._alive(work, bound)
-        of_use: Flags = np.asarray(alive.any(axis=1))
-        replicas = np.array([d for _, d in self.options], dtype=np.int32)
-        shards = np.array([self.degrees[number] for number, _ in self.options], dtype=np.int32)
-        entries = len(self.options) * (shape[2] + 1)
-        proved = True
-        for pairs in sets.pairs(
-            work,
-            bound * self.graph.num_devices,
+        proved, entries = True, len(self.model.options) * (shape[2] + 1)
+        for pairs in self.sets.pairs(
+            self.work,
+            self.bound * graph.num_devices,
             sources=reached,
-            targets=of_use,
+            targets=np.asarray(self.alive.any(axis=1)),
             at_once=max(1, ENTRIES_AT_ONCE // entries),
         ):
-            for start in range(len(pairs.offsets) - 1):
-                # Tables of stages are large: one inner set at a time.
-                lo, hi = pairs.offsets[start], pairs.offsets[start + 1]
-                if lo == hi:
+            for number in range(len(pairs.offsets) - 1):
+                inner = pairs.first + number
+                outer = pairs.outer[pairs.offsets[number] : pairs.offsets[number + 1]]
+                now = min(self.bound, float(best[-1].min()))
+                plans = best[inner] < now
+                if not len(outer) or not plans.any():
                     continue
-                offsets = np.array([0, hi - lo], dtype=np.int32)
-                outer = pairs.outer[lo:hi]
-                now = min(bound, float(best[-1].min()))
-                table, sure, _ = self.stage_seconds(
-                    sets, pairs.first + start, offsets, outer, now, effort
+                replicas = np.flatnonzero(plans.any(axis=0))
+                stages = _Stages(
+                    inner, outer, plans.any(axis=1), int(replicas[0]), int(replicas[-1])
                 )
+                table, sure, _ = self.stage_seconds(stages, now)
                 proved &= sure
                 relax_replicas(
-                    pairs.first + start,
-                    offsets,
+                    inner,
                     outer,
                     table,
-                    shards,
-                    replicas,
+                    *self.model.option_arrays[1:],
                     now,
-                    alive,
+                    self.alive,
                     best,
                     origin,
                     choice,
@@ -283,90 +337,60 @@ class _Model:
         value = float(best[-1].min())
         if not math.isfinite(value):
             return _Plan(math.inf, (), proved)
-        return _Plan(value, self._stages(sets, best, origin, choice, effort), proved)
+        return _Plan(value, self._plan(best, origin, choice), proved)
 
     def stage_seconds(
-        self,
-        sets: DownSets,
-        first: int,
-        offsets: Indices,
-        outer: Indices,
-        bound: float,
-        effort: int,
-        only: Iterable[int] | None = None,
-        flight: int | None = None,
+        self, stages: _Stages, bound: float, only: int | None = None
     ) -> tuple[Floats, bool, Indices]:
-        """Seconds of stages by pair, option and microbatches in flight, and the last ways."""
-        options = [self.options[i] for i in only] if only is not None else self.options
-        most = self.graph.most_replicas + 1 if flight is None else flight
-        table = np.empty((len(outer), len(options), most + 1))
-        pick = np.zeros(len(self.graph.nodes), dtype=np.int32)
+        """Seconds of stages by outer set, option and microbatches in flight, and the last ways."""
+        model = self.model
+        chosen = slice(None) if only is None else slice(only, only + 1)
+        options = [array[chosen] for array in model.option_arrays]
+        table = np.empty((len(stages.outer), len(options[0]), model.graph.most_replicas + 2))
+        pick = np.zeros(len(model.graph.nodes), dtype=np.int32)
         proved = stage_table(
-            first,
-            offsets,
-            outer,
-            sets.words,
-            np.array([number for number, _ in options], dtype=np.int32),
-            np.array([d for _, d in options], dtype=np.int32),
-            self.time,
-            self.weights,
-            self.held_each,
-            self.held_once,
-            *self.edges,
-            self.graph.memory_bytes,
-            self.graph.bandwidth,
-            self.graph.num_microbatches,
+            stages.inner,
+            stages.outer,
+            self.sets.words,
+            *options,
+            self.fastest,
+            stages.from_devices,
+            np.array([stages.fewest, stages.most], dtype=np.int32),
+            self.alive,
+            model.time,
+            model.weights,
+            model.held_each,
+            model.held_once,
+            *model.edges,
+            model.graph.memory_bytes,
+            model.graph.bandwidth,
+            model.graph.num_microbatches,
             bound,
-            effort,
+            self.effort,
             pick,
             table,
         )
         return table, proved, pick
 
-    def _alive(self, work: Floats, bound: float) -> Flags:
-        """By set and devices taken, whether the devices suffice for the work on each side."""
-        taken = np.arange(self.graph.num_devices + 1)
-        slack = bound * (1 + 1e-12) if math.isfinite(bound) else math.inf
-        if not math.isfinite(slack):
-            return np.ones((len(work), len(taken)), dtype=np.bool_)
-        left = self.graph.num_devices - taken
-        enough: Flags = (work[:, None] <= slack * taken) & (
-            work[-1] - work[:, None] <= slack * left
-        )
-        return enough
-
-    def _stages(
-        self, sets: DownSets, best: Floats, origin: Longs, choice: Indices, effort: int
-    ) -> tuple[PlannedStage, ...]:
+    def _plan(self, best: Floats, origin: Longs, choice: Indices) -> tuple[PlannedStage, ...]:
         """Stages first to last: the table was filled from the last one on."""
         _, num_devices, num_replicas = best.shape
-        place = len(sets) - 1
+        place = len(self.sets) - 1
         devices, total = divmod(int(best[place].argmin()), num_replicas)
         stages: list[PlannedStage] = []
         while place:
             option = int(choice[place, devices, total])
-            number, d = self.options[option]
+            number, d = self.model.options[option]
             before, so_far = divmod(int(origin[place, devices, total]), num_replicas)
             inner, devices_before = divmod(before, num_devices)
-            _, _, pick = self.stage_seconds(
-                sets,
-                inner,
-                np.array([0, 1], dtype=np.int32),
-                np.array([place], dtype=np.int32),
-                math.inf,
-                effort,
-                only=[option],
-                flight=-(-total // d),
-            )
-            nodes = [self.graph.nodes[v] for v in sets.between(inner, place)]
-            t = self.degrees[number]
-            stages.append(
-                PlannedStage(
-                    tuple(node.id for node in nodes),
-                    replicas=d,
-                    shards=t,
-                    options=tuple(node.options[t][pick[i]].id for i, node in enumerate(nodes)),
-                )
-            )
+            from_devices = np.arange(num_devices) == devices_before
+            outer = np.array([place], dtype=np.int32)
+            own = _Stages(inner, outer, from_devices, so_far, so_far)
+            _, _, pick = self.stage_seconds(own, math.inf, option)
+            nodes = [self.model.graph.nodes[v] for v in self.sets.between(inner, place)]
+            t = self.model.degrees[number]
+            ways = tuple(node.options[t][pick[i]].id for i, node in enumerate(nodes))
+            ids = tuple(node.id for node in nodes)
+            stages.append(PlannedStage(ids, replicas=d, shards=t, options=ways))
             place, devices, total = inner, devices_before, so_far
         return tuple(stages)
