@@ -38,8 +38,8 @@ MOST_RANKED, RANKED_OPERATORS = 48, 8_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
-PROGRAM_SECONDS = 10.0
-"""What an integer program over a whole skeleton may take."""
+MOST_PARTS = 8
+"""Relaxations that an integer program may take, over a skeleton or over a window."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 
@@ -233,11 +233,10 @@ class Course:
     def _programmed(self, problem: Problem) -> list[IntArray]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
         program = IntraProgram(problem)
-        seconds = PROGRAM_SECONDS if self.budget.seconds is not None else None
         if len(problem.choices) * max(map(len, problem.choices)) > LARGE_PROGRAM:
             return []
         solution = program.solve(
-            program.sum_weights(), memory=True, seconds=seconds, tolerance=1e-3
+            program.sum_weights(), memory=True, max_parts=MOST_PARTS, tolerance=1e-3
         )
         return [solution.choice] if solution.choice is not None else []
 

@@ -92,6 +92,7 @@ class IntraProgram:
         allowed: Sequence[IntArray] | None = None,
         memory: bool = False,
         seconds: float | None = None,
+        max_parts: int | None = None,
         tolerance: float = 1e-6,
     ) -> Solution:
         """Choose for all operators, or for those of a `window` beside choices that are `fixed`.
@@ -103,6 +104,7 @@ class IntraProgram:
             allowed: per operator the numbers of the choices it may have; all when left out.
             memory: whether what is kept from forward to backward, and state, must fit.
             seconds: time limit.
+            max_parts: limit of the branch and bound (see `ilp.solve`).
             tolerance: relative gap that is good enough.
 
         Returns:
@@ -126,7 +128,9 @@ class IntraProgram:
         uses, devices = self._memory(kept) if memory else ((), ())
         names = tuple(op.name for op in self.problem.graph.operators)
         instance = Instance(costs, tuple(edges), uses, devices, names)
-        found = solve(instance, seconds=seconds, tolerance=tolerance)
+        found = solve(
+            instance, seconds=seconds, tolerance=tolerance, max_parts=max_parts
+        )
         if found.choice is not None:
             full = [int(k[c]) for k, c in zip(kept, found.choice.tolist(), strict=True)]
             found.choice[:] = full

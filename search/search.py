@@ -121,7 +121,7 @@ def search(
             num_bounded=num_bounded,
             options=options or Options(),
             wishes=constraints or Constraints(),
-            baselines=QUICK_METHODS if baselines is None or each.steps else baselines,
+            baselines=QUICK_METHODS if baselines is None else baselines,
             start=start if not each.steps else None,
             checkpoint=checkpoint if not each.steps else None,
             num_threads=num_threads,

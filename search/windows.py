@@ -17,6 +17,8 @@ from stratagem.simulator.resharding import IntArray
 
 SIZES = (24, 8)
 """Operators in a window, pass after pass."""
+MOST_PARTS = 8
+"""Relaxations that the integer program of a window may take."""
 
 
 def improve_by_windows(
@@ -47,7 +49,8 @@ def improve_by_windows(
             if solved >= max_windows or stop():
                 return best
             solved += 1
-            found = program.solve(program.path_weights(best), fixed=best, window=window).choice
+            weights = program.path_weights(best)
+            found = program.solve(weights, fixed=best, window=window, max_parts=MOST_PARTS).choice
             if found is None or np.array_equal(found, best):
                 continue
             for candidate in (found, _everywhere(problem, best, found, window)):

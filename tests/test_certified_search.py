@@ -14,10 +14,13 @@ from stratagem.search.constraints import Constraints, most_tensor_ways
 from stratagem.search.course import Progress
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
+from stratagem.search.sizes import search_sizes
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.models import gpt, llama, mlp
 from stratagem.simulator.placement import REPLICATE, Shard
+from stratagem.simulator.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
@@ -27,7 +30,12 @@ def tiny_gpt() -> OperatorGraph:
 
 
 def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
-    settings_of = {"budget": Budget(evaluations=600), "num_skeletons": 2, "num_bounded": 2}
+    settings_of = {
+        "budget": Budget(evaluations=600),
+        "num_skeletons": 2,
+        "num_bounded": 2,
+        "baselines": (),
+    }
     return search(graph, CLUSTER, **{**settings_of, **changed})  # type: ignore[arg-type]
 
 
@@ -124,7 +132,7 @@ def test_pinned_operators_have_the_config_asked_for() -> None:
     [
         ({"pin": {"layer.0": (REPLICATE,)}}, "no operator of 'mlp' is called 'layer.0'; near are"),
         ({"forbid": (("head", "device"),)}, "has no dim 'head' that can be sharded"),
-        ({"pipeline": 3}, "no plan meets the constraints"),
+        ({"pipeline": 7}, "no plan meets the constraints"),
         ({"pipeline": 4, "max_pipeline": 2}, "pipeline is 4, but max_pipeline is 2"),
         ({"headroom": 1.5}, "headroom is 1.5"),
         ({"zero_stages": ()}, "zero_stages allows nothing"),
@@ -192,3 +200,39 @@ def test_figures_of_a_result() -> None:
     assert result.tokens_per_second == pytest.approx(16 * 32 / step)
     assert result.cost_per_step == pytest.approx(36.0 * step / 3600)
     assert np.isfinite(result.gap or 0.0)
+
+
+def test_sizes_are_compared_by_time_and_by_money() -> None:
+    priced = replace(Cluster.preset("dgx-a100"), node_price_per_hour=36.0)
+    graph = tiny_gpt()
+    arguments = {"budget": Budget(evaluations=0), "num_bounded": 0, "num_skeletons": 1, "baselines": ()}
+    by_money = search_sizes(graph, priced, [1, 2], objective="money", **arguments)
+    assert by_money.best is by_money.results[1]
+    times = {nodes: r.simulation.step_time for nodes, r in by_money.results.items()}
+    by_time = replace(by_money, objective="time")
+    assert by_time.best is by_money.results[min(times, key=lambda nodes: times[nodes])]
+    assert {point.num_devices for point in by_money.front} <= {8, 16}
+    assert len(by_money.table.rows) == 2
+    with pytest.raises(ValueError, match="has no price: set node_price_per_hour"):
+        search_sizes(graph, CLUSTER, [1], objective="money")
+    with pytest.raises(ValueError, match="no objective 'speed'"):
+        search_sizes(graph, CLUSTER, [1], objective="speed")
+    with pytest.raises(ValueError, match="num_nodes is empty"):
+        search_sizes(graph, CLUSTER, [])
+
+
+def test_rewritten_graphs_are_searched_too() -> None:
+    """Under slow links one merged projection saves collectives that three cannot share."""
+    graph = llama(
+        num_layers=2, hidden=256, num_heads=4, ffn=704, vocabulary=512, sequence=128, batch=8
+    )
+    arguments = {"budget": Budget(evaluations=400), "num_bounded": 0, "num_skeletons": 1, "baselines": ()}
+    plain = search(graph, CLUSTER, **arguments)  # type: ignore[arg-type]
+    wide = search(graph, CLUSTER, num_rewritten=1, **arguments)  # type: ignore[arg-type]
+    assert len(wide.space) > len(plain.space)
+    assert wide.bound is not None
+    assert wide.bound <= wide.simulation.step_time
+    wide.plan.check(wide.plan.rewrite(graph).graph)
+    if wide.plan.substitutions:
+        again = simulate_plan(wide.plan, wide.plan.rewrite(graph).graph, default_costs())
+        assert again.step_time == wide.simulation.step_time

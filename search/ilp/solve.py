@@ -69,6 +69,7 @@ def solve(
     tolerance: float = 1e-9,
     seed: int = 0,
     tied: Sequence[Sequence[int]] = (),
+    max_parts: int | None = None,
 ) -> Solution:
     """Choose a strategy for each node at least cost.
 
@@ -88,6 +89,8 @@ def solve(
             1e-9 means to the unit.
         seed: Of the searches for solutions; without a time limit, equal seeds give equal results.
         tied: Groups of nodes that must choose alike, such as identical layers.
+        max_parts: Problems that branch and bound relaxes at most: a limit that, unlike a time,
+            gives the same result on every machine.
 
     Raises:
         ValueError: tied nodes differ in strategies, or the tolerance is negative.
@@ -111,7 +114,7 @@ def solve(
         started=started,
     )
     branching = Branching(incumbent)
-    bound, fractional = _search(branching, copy(core), seed)
+    bound, fractional = _search(branching, copy(core), seed, max_parts)
     phases["search"] = time.perf_counter() - started - phases["reduce"]
     choice = None
     if incumbent.choice is not None:
@@ -153,7 +156,9 @@ PROVABLE = 200_000
 """Entries up to which a proof is tried before the time for solutions is up."""
 
 
-def _search(branching: Branching, problem: Problem, seed: int) -> tuple[float, int]:
+def _search(
+    branching: Branching, problem: Problem, seed: int, max_parts: int | None
+) -> tuple[float, int]:
     """A first solution by a dive, better ones by regions, then the proof."""
     incumbent = branching.incumbent
     started = time.perf_counter()
@@ -167,7 +172,7 @@ def _search(branching: Branching, problem: Problem, seed: int) -> tuple[float, i
     if incumbent.choice is None:
         dive(part, incumbent)
     if incumbent.choice is None:
-        return branching.run(part), fractional
+        return branching.run(part, max_parts), fractional
     for number in itertools.count():
         if not tighten(part, incumbent):
             return incumbent.cost, fractional
@@ -180,7 +185,7 @@ def _search(branching: Branching, problem: Problem, seed: int) -> tuple[float, i
         if incumbent.cost == before or time.perf_counter() > until:
             break
     part.relaxed = None
-    return branching.run(part), fractional
+    return branching.run(part, max_parts), fractional
 
 
 def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:

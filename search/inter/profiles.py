@@ -51,9 +51,7 @@ class Profile:
     ties: IntArray
     shares_link: bool
 
-    def range_costs(
-        self, chain: Chain, *, limit: float = np.inf, whole: bool = False
-    ) -> IntArray:
+    def range_costs(self, chain: Chain, *, limit: float = np.inf, whole: bool = False) -> IntArray:
         """[NUM_COSTS, cuts, cuts], see `kernels.range_costs`."""
         size = chain.cuts.size
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)

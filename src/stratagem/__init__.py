@@ -54,6 +54,7 @@ _HOMES = {
     "plot_timelines": "stratagem.simulator.plot",
     "profile": "stratagem.face",
     "search": "stratagem.face",
+    "search_sizes": "stratagem.search.sizes",
     "simulate": "stratagem.face",
     "WhatIf": "stratagem.search.what_if",
     "write_trace": "stratagem.simulator.trace",

@@ -1,0 +1,242 @@
+"""Kernels over the down-sets of a graph: enumeration, pairs, and partition into stages.
+
+Sets are rows of 64-bit words. None of these kernels calls another one, so each is cached.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+ONE = np.uint64(1)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+@njit(cache=True)
+def enumerate_sets(
+    predecessors: Words, limit: int
+) -> tuple[int, Words, Indices, Indices, Indices]:
+    """All down-sets by size: a set grows by one node that has all of its predecessors in it.
+
+    Args:
+        predecessors: row v holds the direct predecessors of node v.
+        limit: how many sets to enumerate at most.
+
+    Returns:
+        Number of sets (-1: more than `limit`), sets, and the links upwards: those of set i are
+        ``starts[i]:starts[i + 1]``, each to a set and by a node.
+    """
+    num_nodes, num_words = predecessors.shape
+    capacity = 1024
+    sets = np.zeros((capacity, num_words), np.uint64)
+    starts = np.zeros(capacity + 1, np.int32)
+    targets, nodes = np.empty(4096, np.int32), np.empty(4096, np.int32)
+    buckets = np.full(4096, -1, np.int32)
+    grown = np.zeros(num_words, np.uint64)
+    count, links, current = 1, 0, 0
+    # The empty set is found by nobody, so it need not be in the table.
+    while current < count:
+        for node in range(num_nodes):
+            word, bit = node >> 6, ONE << np.uint64(node & 63)
+            if sets[current, word] & bit:
+                continue
+            ready = True
+            for w in range(num_words):
+                if predecessors[node, w] & ~sets[current, w]:
+                    ready = False
+                    break
+            if not ready:
+                continue
+            key = np.uint64(0)
+            for w in range(num_words):
+                grown[w] = sets[current, w] | (bit if w == word else np.uint64(0))
+                key = (key ^ grown[w]) * _MIX
+                key ^= key >> np.uint64(29)
+            place = np.int64(key & np.uint64(len(buckets) - 1))
+            found = -1
+            while buckets[place] >= 0:
+                other = buckets[place]
+                same = True
+                for w in range(num_words):
+                    if sets[other, w] != grown[w]:
+                        same = False
+                        break
+                if same:
+                    found = other
+                    break
+                place = (place + 1) & (len(buckets) - 1)
+            if found < 0:
+                if count == limit:
+                    return -1, sets[:count], starts[:1], targets[:0], nodes[:0]
+                if count == capacity:
+                    capacity *= 2
+                    more_sets = np.zeros((capacity, num_words), np.uint64)
+                    more_sets[:count] = sets
+                    sets = more_sets
+                    more_starts = np.zeros(capacity + 1, np.int32)
+                    more_starts[: current + 1] = starts[: current + 1]
+                    starts = more_starts
+                found = count
+                sets[count] = grown
+                buckets[place] = count
+                count += 1
+                if 2 * count > len(buckets):
+                    buckets = np.full(2 * len(buckets), -1, np.int32)
+                    for other in range(1, count):
+                        key = np.uint64(0)
+                        for w in range(num_words):
+                            key = (key ^ sets[other, w]) * _MIX
+                            key ^= key >> np.uint64(29)
+                        place = np.int64(key & np.uint64(len(buckets) - 1))
+                        while buckets[place] >= 0:
+                            place = (place + 1) & (len(buckets) - 1)
+                        buckets[place] = other
+            if links == len(targets):
+                more_targets = np.empty(2 * links, np.int32)
+                more_targets[:links] = targets
+                targets = more_targets
+                more_nodes = np.empty(2 * links, np.int32)
+                more_nodes[:links] = nodes
+                nodes = more_nodes
+            targets[links], nodes[links] = found, node
+            links += 1
+        current += 1
+        starts[current] = links
+    return count, sets[:count], starts[: count + 1], targets[:links], nodes[:links]
+
+
+@njit(cache=True)
+def pairs_above(
+    first: int,
+    last: int,
+    starts: Indices,
+    targets: Indices,
+    sources_alive: Flags,
+    targets_alive: Flags,
+    weight: Floats,
+    limit: float,
+    stamp: Indices,
+    outer: Indices,
+) -> tuple[int, Indices, int]:
+    """Pairs (inner set, outer set) whose difference weighs at most `limit`, inner by inner.
+
+    Args:
+        first: the inner set to begin with.
+        last: the inner set to stop before.
+        starts: links upwards of each set, as of `enumerate_sets`.
+        targets: the sets that they lead to.
+        sources_alive: inner sets wanted.
+        targets_alive: outer sets wanted; others are passed through.
+        weight: weight of each set; grows from a set to one that holds it.
+        limit: greatest weight of a difference.
+        stamp: as long as there are sets, zero before the first call and left alone between.
+        outer: filled with the outer sets; must be longer than there are sets. The kernel stops
+            before an inner set whose pairs might not find room.
+
+    Returns:
+        The inner set to go on with, the offsets of each inner set since `first`, pairs found.
+    """
+    num_sets = len(weight)
+    offsets = np.zeros(last - first + 1, np.int32)
+    queue = np.empty(num_sets, np.int32)
+    count, current = 0, first
+    while current < last and count + num_sets <= len(outer):
+        if sources_alive[current]:
+            bound = weight[current] + limit
+            mark = current + 1
+            queue[0], head, tail = current, 0, 1
+            while head < tail:
+                inner = queue[head]
+                head += 1
+                for link in range(starts[inner], starts[inner + 1]):
+                    other = targets[link]
+                    if stamp[other] == mark or weight[other] > bound:
+                        continue
+                    stamp[other] = mark
+                    queue[tail] = other
+                    tail += 1
+                    if targets_alive[other]:
+                        outer[count] = other
+                        count += 1
+        current += 1
+        offsets[current - first] = count
+    return current, offsets[: current - first + 1], count
+
+
+@njit(cache=True)
+def relax_stages(
+    first: int,
+    offsets: Indices,
+    outer: Indices,
+    cost: Floats,
+    needs: Indices,
+    counts: Indices,
+    add: bool,
+    bound: float,
+    alive: Flags,
+    best: Floats,
+    origin: Longs,
+    choice: Indices,
+    reached: Flags,
+) -> None:
+    """Extend every partition that ends at an inner set by one stage.
+
+    Args:
+        first: the inner set of the first offset.
+        offsets: pairs of each inner set, as of `pairs_above`.
+        outer: the outer set of each pair.
+        cost: by pair and option; infinite where the option is not allowed.
+        needs: devices that an option takes, by option and kind of device.
+        counts: devices there are, by kind.
+        add: the costs of stages are summed; otherwise the greatest counts.
+        bound: partitions that cost as much are of no use.
+        alive: by set and state, whether a partition that ends there can be of use.
+        best: cost by set and state; a state is the devices taken, kind 0 running fastest.
+        origin: by set and state, ``inner set × states + state before``; -1 for none.
+        choice: by set and state, the option of the last stage.
+        reached: by set, whether a partition of it was found.
+    """
+    num_states = best.shape[1]
+    num_options, num_kinds = needs.shape
+    after = np.full((num_states, num_options), -1, np.int64)
+    for state in range(num_states):
+        for option in range(num_options):
+            left, place, scale, ok = state, state, 1, True
+            for kind in range(num_kinds):
+                base = counts[kind] + 1
+                if left % base + needs[option, kind] > counts[kind]:
+                    ok = False
+                place += needs[option, kind] * scale
+                left //= base
+                scale *= base
+            if ok:
+                after[state, option] = place
+    for i in range(len(offsets) - 1):
+        inner = first + i
+        for state in range(num_states):
+            so_far = best[inner, state]
+            if not so_far < bound:
+                continue
+            for pair in range(offsets[i], offsets[i + 1]):
+                for option in range(num_options):
+                    place = after[state, option]
+                    if place < 0:
+                        continue
+                    stage = cost[pair, option]
+                    total = so_far + stage if add else max(so_far, stage)
+                    if (
+                        total < bound
+                        and total < best[outer[pair], place]
+                        and alive[outer[pair], place]
+                    ):
+                        best[outer[pair], place] = total
+                        origin[outer[pair], place] = inner * num_states + state
+                        choice[outer[pair], place] = option
+                        reached[outer[pair]] = True
