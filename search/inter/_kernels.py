@@ -93,34 +93,55 @@ def _forward_costs(
 
 @numba.njit(cache=True)
 def _backward(
-    columns: Ints, syncs: Ints, a: int, convert: int, shares_link: bool, clock: Ints
+    columns: Ints,
+    syncs: Ints,
+    a: int,
+    convert: int,
+    shares_link: bool,
+    gathers: bool,
+    clock: Ints,
 ) -> None:
     """Advance the clock of a backward block by operator `a`, after `convert` ns of conversions.
 
-    The clock is: end of the chain of passes and conversions, end of the link, when the gradient
-    that waits for its sync was made, how long that takes, and the ends of the last two operators
-    with parameters. A conversion goes before a sync that is ready at the same time.
+    The clock is: end of the chain of passes and conversions; end of the link; when the last two
+    operators with parameters ended, the earlier first, and how long the syncs are that they still
+    wait for. A sync gives way to what is ready at the same time: a conversion, or the gather of
+    the operator with parameters two further on.
     """
-    chain, link, made, sync, before, released = clock
+    chain, link, earlier, waiting, later, sync = clock
     if convert:
         chain = (max(chain, link) if shares_link else chain) + convert
         link = max(link, chain) if shares_link else link
-    if sync:
-        link = max(link, made) + sync
     if columns[GATHER, a]:
-        link = max(link, released) + columns[GATHER, a]
+        link = max(link, earlier) + columns[GATHER, a]
         chain = max(chain, link)
+    if not gathers and sync:
+        link = max(link, later) + sync
+        sync = 0
     chain += columns[BACKWARD, a]
     if columns[STATE, a]:
-        released, before = before, chain
+        if waiting:
+            link = max(link, earlier) + waiting
+        earlier, waiting, later, sync = later, sync, chain, syncs[a]
     clock[0], clock[1], clock[2], clock[3], clock[4], clock[5] = (
         chain,
         link,
-        chain,
-        syncs[a],
-        before,
-        released,
+        earlier,
+        waiting,
+        later,
+        sync,
     )
+
+
+@numba.njit(cache=True)
+def _link_end(clock: Ints) -> int:
+    """When the link is through with the syncs that wait."""
+    _, link, earlier, waiting, later, sync = clock
+    if waiting:
+        link = max(link, earlier) + waiting
+    if sync:
+        link = max(link, later) + sync
+    return link
 
 
 @numba.njit(cache=True)
@@ -167,6 +188,7 @@ def range_costs(
         columns, cuts, in_edges[0], in_edges[1], there[1], shares_link, limit, whole, costs
     )
     offsets, ends = out_edges
+    gathers = bool(columns[GATHER].any())
     inner, final = np.zeros((2, 6), dtype=np.int64)
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
@@ -181,8 +203,8 @@ def range_costs(
                     convert += back[e]
                     repeat += again[e]
             convert_back += convert
-            _backward(columns, columns[EACH_SYNC], a, convert, shares_link, inner)
-            _backward(columns, columns[SYNC], a, convert, shares_link, final)
+            _backward(columns, columns[EACH_SYNC], a, convert, shares_link, gathers, inner)
+            _backward(columns, columns[SYNC], a, convert, shares_link, gathers, final)
             launch += columns[LAUNCH_BACK, a]
             weight += columns[WEIGHT, a]
             update += columns[UPDATE, a]
@@ -196,10 +218,8 @@ def range_costs(
             if costs[STAGE_FORWARD, first, last] < 0:
                 break
             least = max(convert_back + repeat, launch)
-            link = max(inner[1], inner[2]) + inner[3] if inner[3] else 0
-            backward = max(inner[0], link, least)
-            link = max(final[1], final[2]) + final[3] if final[3] else 0
-            finish = max(final[0] + update, link + columns[UPDATE, a], backward)
+            backward = max(inner[0], _link_end(inner), least)
+            finish = max(final[0] + update, _link_end(final) + columns[UPDATE, a], backward)
             tied = 0
             for t in range(ties.shape[0]):
                 if ties[t, 0] >= a and ties[t, 1] < end:
