@@ -13,12 +13,13 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-NUM_COLUMNS = 12
+NUM_COLUMNS = 13
 (
     FORWARD,
     LAUNCH,
     GATHER,
     BACKWARD,
+    AGAIN,
     LAUNCH_BACK,
     WEIGHT,
     EACH_SYNC,
@@ -28,8 +29,8 @@ NUM_COLUMNS = 12
     HELD,
     WORKING,
 ) = range(NUM_COLUMNS)
-"""Rows of a profile, by operator: passes, host launches, ZeRO-3's gather (each way), the part of
-backward that makes gradients of weights, what every microbatch and what the last one reduces (with
+"""Rows of a profile, by operator: passes, host launches, ZeRO-3's gather (each way), inputs that
+are converted again for backward, the part of backward that makes gradients of weights, what every microbatch and what the last one reduces (with
 ZeRO's publish), the update; bytes of state, held per microbatch, and on top while it runs."""
 
 NUM_COSTS = 7
@@ -93,34 +94,59 @@ def _forward_costs(
 
 @numba.njit(cache=True)
 def _backward(
-    columns: Ints, syncs: Ints, a: int, convert: int, shares_link: bool, clock: Ints
+    columns: Ints,
+    syncs: Ints,
+    a: int,
+    convert: int,
+    shares_link: bool,
+    gathers: bool,
+    clock: Ints,
 ) -> None:
     """Advance the clock of a backward block by operator `a`, after `convert` ns of conversions.
 
-    The clock is: end of the chain of passes and conversions, end of the link, when the gradient
-    that waits for its sync was made, how long that takes, and the ends of the last two operators
-    with parameters. A conversion goes before a sync that is ready at the same time.
+    Inputs are converted again beside the operator before. The clock is: end of the chain of passes
+    and conversions; end of the link of gathers and syncs; of that of conversions, the same where
+    they share it; when the last operator ended, and the one before; when the last two
+    operators with parameters ended, the earlier first, and how long the syncs are that they still
+    wait for. A sync gives way to what is ready at the same time: a conversion, or the gather of
+    the operator with parameters two further on.
     """
-    chain, link, made, sync, before, released = clock
+    chain, link, side, last, before, earlier, waiting, later, sync = clock
+    if shares_link:
+        side = link
+    repeated = 0
+    if columns[AGAIN, a]:
+        side = repeated = max(side, before) + columns[AGAIN, a]
     if convert:
-        chain = (max(chain, link) if shares_link else chain) + convert
-        link = max(link, chain) if shares_link else link
-    if sync:
-        link = max(link, made) + sync
+        side = chain = max(chain, side) + convert
+    if shares_link:
+        link = side
+    chain = max(chain, repeated)
     if columns[GATHER, a]:
-        link = max(link, released) + columns[GATHER, a]
+        link = max(link, earlier) + columns[GATHER, a]
         chain = max(chain, link)
+    if not gathers and sync:
+        link = max(link, later) + sync
+        sync = 0
     chain += columns[BACKWARD, a]
     if columns[STATE, a]:
-        released, before = before, chain
-    clock[0], clock[1], clock[2], clock[3], clock[4], clock[5] = (
-        chain,
-        link,
-        chain,
-        syncs[a],
-        before,
-        released,
-    )
+        if waiting:
+            link = max(link, earlier) + waiting
+        earlier, waiting, later, sync = later, sync, chain, syncs[a]
+    before, last = last, chain
+    for k, value in enumerate((chain, link, side, last, before, earlier, waiting, later, sync)):
+        clock[k] = value
+
+
+@numba.njit(cache=True)
+def _link_end(clock: Ints) -> int:
+    """When the link is through with the syncs that wait."""
+    link, (earlier, waiting, later, sync) = clock[1], clock[5:]
+    if waiting:
+        link = max(link, earlier) + waiting
+    if sync:
+        link = max(link, later) + sync
+    return link
 
 
 @numba.njit(cache=True)
@@ -131,7 +157,6 @@ def range_costs(
     in_edges: tuple[Ints, Ints],
     there: Ints,
     back: Ints,
-    again: Ints,
     ties: Ints,
     shares_link: bool,
     limit: float,
@@ -155,7 +180,6 @@ def range_costs(
         in_edges: offsets by consumer, and the producer of each edge; edges as ``there[1]``.
         there: [2, E], forward conversions (ns) by producer, by consumer.
         back: [E], backward conversions by producer.
-        again: [E], conversions that backward repeats.
         ties: [T, 3], owner, user, bytes saved where both are in the range.
         shares_link: whether conversions use the link of gathers and syncs.
         limit: ranges whose forward or backward pass is longer are of no interest (ns).
@@ -167,10 +191,11 @@ def range_costs(
         columns, cuts, in_edges[0], in_edges[1], there[1], shares_link, limit, whole, costs
     )
     offsets, ends = out_edges
-    inner, final = np.zeros((2, 6), dtype=np.int64)
+    gathers = bool(columns[GATHER].any())
+    inner, final = np.zeros((2, 9), dtype=np.int64)
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
-        convert_back, repeat, launch, weight, update = 0, 0, 0, 0, 0
+        launch, weight, update = 0, 0, 0
         state, held, peak = 0, 0, 0
         inner[:] = 0
         final[:] = 0
@@ -179,10 +204,8 @@ def range_costs(
             for e in range(offsets[a], offsets[a + 1]):
                 if ends[e] < end:
                     convert += back[e]
-                    repeat += again[e]
-            convert_back += convert
-            _backward(columns, columns[EACH_SYNC], a, convert, shares_link, inner)
-            _backward(columns, columns[SYNC], a, convert, shares_link, final)
+            _backward(columns, columns[EACH_SYNC], a, convert, shares_link, gathers, inner)
+            _backward(columns, columns[SYNC], a, convert, shares_link, gathers, final)
             launch += columns[LAUNCH_BACK, a]
             weight += columns[WEIGHT, a]
             update += columns[UPDATE, a]
@@ -195,11 +218,8 @@ def range_costs(
                 continue
             if costs[STAGE_FORWARD, first, last] < 0:
                 break
-            least = max(convert_back + repeat, launch)
-            link = max(inner[1], inner[2]) + inner[3] if inner[3] else 0
-            backward = max(inner[0], link, least)
-            link = max(final[1], final[2]) + final[3] if final[3] else 0
-            finish = max(final[0] + update, link + columns[UPDATE, a], backward)
+            backward = max(inner[0], _link_end(inner), launch)
+            finish = max(final[0] + update, _link_end(final) + columns[UPDATE, a], backward)
             tied = 0
             for t in range(ties.shape[0]):
                 if ties[t, 0] >= a and ties[t, 1] < end:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stratagem.search.space import SCHEDULES, ZERO_STAGES
+from stratagem.search.space import SCHEDULES
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 
 
@@ -21,7 +21,8 @@ class Limits:
         max_stages: most pipeline stages.
         num_stages: exactly these numbers of stages.
         tensor_ways: tensor-parallel ways that a stage may have.
-        zero_stages: ZeRO stages of its parameters.
+        zero_stages: ZeRO stages of its parameters; stage 1 reduces gradients once a step, where 2
+            and 3 do after every microbatch.
         microbatches: numbers of microbatches.
         recompute: policies (see `segments.recomputed_operators`).
         headroom: part of a device's memory that stays free.
@@ -34,7 +35,7 @@ class Limits:
     max_stages: int = 64
     num_stages: tuple[int, ...] = ()
     tensor_ways: tuple[int, ...] = ()
-    zero_stages: tuple[int, ...] = ZERO_STAGES
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     microbatches: tuple[int, ...] = ()
     recompute: tuple[str, ...] = RECOMPUTE_POLICIES
     headroom: float = 0.0

@@ -37,8 +37,8 @@ def stage_mesh(devices: Sequence[int], tensor: int) -> DeviceMesh:
 class Profile:
     """One variant on one mesh, by operator of the chain: `columns` as in the kernels.
 
-    `there`, `back` and `again` are the conversions along edges (ns): forward; backward with what
-    recompute repeats; and what is gathered again beside backward. `ties` are (owner, user, bytes
+    `there` and `back` are the conversions along edges (ns), backward with what recompute repeats.
+    `ties` are (owner, user, bytes
     that are saved where both are in one stage). `shares_link` says that conversions and gradient
     syncs use one link class.
     """
@@ -47,7 +47,6 @@ class Profile:
     columns: IntArray
     there: IntArray
     back: IntArray
-    again: IntArray
     ties: IntArray
     shares_link: bool
 
@@ -63,7 +62,6 @@ class Profile:
             (offsets, starts),
             np.stack([self.there, self.there[order]]),
             self.back,
-            self.again,
             self.ties,
             self.shares_link,
             limit,
@@ -127,6 +125,7 @@ class MeshPricer:
             saved[user] = states[number[user]] - columns[kernels.STATE, user]
             columns[kernels.STATE, user] = states[number[user]]
         edges = prices.edges(number)
+        np.add.at(columns[kernels.AGAIN], [e.consumer for e in self.chain.compact.graph.edges], edges[2])
         chain, users = self.chain, self.chain.ties[:, 1]
         together = saved[chain.representatives[users]]
         return Profile(
@@ -134,7 +133,6 @@ class MeshPricer:
             columns=np.ascontiguousarray(columns[:, chain.representatives]),
             there=edges[0][chain.edge_numbers],
             back=edges[1][chain.edge_numbers],
-            again=edges[2][chain.edge_numbers],
             ties=np.column_stack([chain.ties, together]).astype(np.int64),
             shares_link=prices.shares_link(number),
         )
