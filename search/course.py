@@ -165,7 +165,6 @@ class Course:
         simulation = self.space.situation.simulate(start)
         self.offer(simulation)
         entry = self.space.take(skeleton_of(start), choices_of(start), simulation)
-        entry.is_given = True
         return entry
 
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
@@ -236,7 +235,7 @@ class Course:
         if len(problem.choices) * max(map(len, problem.choices)) > LARGE_PROGRAM:
             return []
         solution = program.solve(
-            program.sum_weights(), memory=True, max_parts=MOST_PARTS, tolerance=1e-3
+            program.sum_weights(), memory=True, alike=True, max_parts=MOST_PARTS, tolerance=1e-3
         )
         return [solution.choice] if solution.choice is not None else []
 
@@ -361,7 +360,7 @@ class Course:
 
     def _problem(self, entry: Entry) -> Problem:
         s = self.space.situation
-        include: Choices = entry.starts[0] if entry.is_given else {}
+        include: Choices = entry.starts[0] if entry.starts else {}
         return make_problem(
             s.graph,
             entry.skeleton,

@@ -91,6 +91,7 @@ class IntraProgram:
         window: Sequence[int] = (),
         allowed: Sequence[IntArray] | None = None,
         memory: bool = False,
+        alike: bool = False,
         seconds: float | None = None,
         max_parts: int | None = None,
         tolerance: float = 1e-6,
@@ -103,6 +104,8 @@ class IntraProgram:
             window: indices of the operators to choose for; all if nothing is fixed.
             allowed: per operator the numbers of the choices it may have; all when left out.
             memory: whether what is kept from forward to backward, and state, must fit.
+            alike: whether operators of repeated layers choose alike, which makes large models
+                small; the optimum among such choices.
             seconds: time limit.
             max_parts: limit of the branch and bound (see `ilp.solve`).
             tolerance: relative gap that is good enough.
@@ -129,12 +132,25 @@ class IntraProgram:
         names = tuple(op.name for op in self.problem.graph.operators)
         instance = Instance(costs, tuple(edges), uses, devices, names)
         found = solve(
-            instance, seconds=seconds, tolerance=tolerance, max_parts=max_parts
+            instance,
+            seconds=seconds,
+            tolerance=tolerance,
+            max_parts=max_parts,
+            tied=self._classes() if alike else (),
         )
         if found.choice is not None:
             full = [int(k[c]) for k, c in zip(kept, found.choice.tolist(), strict=True)]
             found.choice[:] = full
         return found
+
+    def _classes(self) -> list[list[int]]:
+        """Operators of one stage that are priced alike and fed alike."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        classes, stages = self.problem.moves.class_of, self.problem.stage_of
+        for i, options in enumerate(self.problem.choices):
+            key = (int(stages[i]), int(classes[i]), len(options))
+            found.setdefault(key, []).append(i)
+        return [group for group in found.values() if len(group) > 1]
 
     def _memory(self, kept: Sequence[IntArray]) -> tuple[tuple[Use, ...], tuple[Device, ...]]:
         """One row a rank: state, and what waits for backward in its fullest situation.

@@ -13,7 +13,7 @@ from stratagem.search._moves import Moves
 from stratagem.search.chain_arrays import shared_arrays
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.move_lists import make_moves
-from stratagem.search.space import Options, Skeleton, operator_choices
+from stratagem.search.space import Options, Skeleton, distinct_stages, operator_choices
 from stratagem.simulator.block import (
     NUM_RESOURCES,
     RIVALS,
@@ -172,6 +172,7 @@ def make_problem(
     builders = [
         TableBuilder(small, mesh, cluster, training, costs, memory) for mesh in skeleton.meshes
     ]
+    zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
     choices = _all_choices(small, skeleton, stage_of, zero_stages, options, include or {})
     if constraints is not None:
         choices = _allowed(choices, small, skeleton, stage_of, constraints)

@@ -42,8 +42,19 @@ MAX_STAGES, MAX_MICROBATCHES = 64, 512
 SMALL_CLUSTER = 64
 """Up to so many devices meshes have three axes, which make many times more choices."""
 
-ZERO_STAGES = (0, 2, 3)
-"""ZeRO stages that the search tries; stage 1 moves the same bytes as stage 2 and keeps more."""
+ZERO_STAGES = (0, 1, 2, 3)
+"""ZeRO stages that the search tries: 1 reduces gradients once a step, 2 once a microbatch."""
+
+
+def distinct_stages(zero_stages: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
+    """ZeRO stages without 1 where 2 does the same with less memory: with one microbatch.
+
+    Example:
+        >>> distinct_stages((0, 1, 2, 3), 1), distinct_stages((0, 1), 1)
+        ((0, 2, 3), (0, 1))
+    """
+    alike = num_microbatches == 1 and 2 in zero_stages
+    return tuple(stage for stage in zero_stages if stage != 1 or not alike)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from stratagem.search.baselines import Situation, rank
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.result import Fate, SkeletonRecord
-from stratagem.search.space import Options, Skeleton
+from stratagem.search.space import Options, Skeleton, distinct_stages
 from stratagem.search.strategies import (
     Choices,
     data_parallel,
@@ -29,7 +29,8 @@ class Entry:
     """A skeleton of the space and what is known of it.
 
     `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
-    `simulation` the best one's. Choices of the first start belong to the space if it `is_given`.
+    `simulation` the best one's. The choices of the first start are
+    among those searched.
     """
 
     skeleton: Skeleton
@@ -38,7 +39,6 @@ class Entry:
     starts: list[Choices] = field(default_factory=list)
     simulation: Simulation | None = None
     why: str = ""
-    is_given: bool = False
 
     @property
     def record(self) -> SkeletonRecord:
@@ -192,16 +192,17 @@ class Space:
         shape = skeleton.meshes[0].shape
         if any(mesh.shape != shape for mesh in skeleton.meshes):
             return []
-        made = [data_parallel(small, shape, zero=zero) for zero in self.zero_stages]
+        zeros = distinct_stages(self.zero_stages, skeleton.num_microbatches)
+        made = [data_parallel(small, shape, zero=zero) for zero in zeros]
         axis = len(shape) - 1
         if shape[axis] > 1 and tensor_dims(small, shape[axis]):
             made += [
                 tensor_parallel(small, shape, axis, sequence_parallel=sequence, zero=zero)
                 for sequence in (False, True)
-                for zero in self.zero_stages[:2]
+                for zero in zeros[:2]
             ]
         if expert_dims(small):
-            made += [expert_parallel(small, shape, zero=zero) for zero in self.zero_stages[:2]]
+            made += [expert_parallel(small, shape, zero=zero) for zero in zeros[:2]]
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
     def plan(self, skeleton: Skeleton, choices: Choices) -> Plan:

@@ -205,7 +205,12 @@ def test_figures_of_a_result() -> None:
 def test_sizes_are_compared_by_time_and_by_money() -> None:
     priced = replace(Cluster.preset("dgx-a100"), node_price_per_hour=36.0)
     graph = tiny_gpt()
-    arguments = {"budget": Budget(evaluations=0), "num_bounded": 0, "num_skeletons": 1, "baselines": ()}
+    arguments = {
+        "budget": Budget(evaluations=0),
+        "num_bounded": 0,
+        "num_skeletons": 1,
+        "baselines": (),
+    }
     by_money = search_sizes(graph, priced, [1, 2], objective="money", **arguments)
     assert by_money.best is by_money.results[1]
     times = {nodes: r.simulation.step_time for nodes, r in by_money.results.items()}
@@ -226,7 +231,12 @@ def test_rewritten_graphs_are_searched_too() -> None:
     graph = llama(
         num_layers=2, hidden=256, num_heads=4, ffn=704, vocabulary=512, sequence=128, batch=8
     )
-    arguments = {"budget": Budget(evaluations=400), "num_bounded": 0, "num_skeletons": 1, "baselines": ()}
+    arguments = {
+        "budget": Budget(evaluations=400),
+        "num_bounded": 0,
+        "num_skeletons": 1,
+        "baselines": (),
+    }
     plain = search(graph, CLUSTER, **arguments)  # type: ignore[arg-type]
     wide = search(graph, CLUSTER, num_rewritten=1, **arguments)  # type: ignore[arg-type]
     assert len(wide.space) > len(plain.space)

@@ -48,7 +48,12 @@ def situation(graph, cluster=None):
 
 def small_gpt(num_layers=8, batch=64, hidden=512):
     return gpt(
-        num_layers=num_layers, hidden=hidden, num_heads=8, sequence=256, vocabulary=2048, batch=batch
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=8,
+        sequence=256,
+        vocabulary=2048,
+        batch=batch,
     )
 
 
@@ -267,9 +272,7 @@ def test_estimates_agree_with_the_simulator(name):
 def test_the_best_candidate_is_no_slower_than_known_setups():
     graph = small_gpt(num_layers=12, batch=128, hidden=2048)
     where = situation(graph)
-    best = min(
-        where.simulate(c.plan(where)).step_time for c in candidates(where, limit=6).plans
-    )
+    best = min(where.simulate(c.plan(where)).step_time for c in candidates(where, limit=6).plans)
     for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (4, 2)):
         setup = TrainingSetup(microbatch=4, tensor=tensor, pipeline=pipeline, zero=1)
         known = where.simulate(setup.plan(graph, where.cluster))
@@ -389,9 +392,7 @@ def test_a_skeleton_may_have_a_recompute_policy_for_each_stage():
     meshes = (stage_mesh(range(4), 1), stage_mesh(range(4, 8), 1))
     skeleton = Skeleton(stages, meshes, 4, "1f1b", ("full", "none"))
     problem = make_problem(graph, skeleton, where.cluster, BF16, where.costs, (0,))
-    again = {
-        name: problem.choices[i][0].recompute for i, name in enumerate(problem.graph.names)
-    }
+    again = {name: problem.choices[i][0].recompute for i, name in enumerate(problem.graph.names)}
     small = graph.microbatch(4)
     full = with_recompute(small, data_parallel(small, (4, 1)), "full")
     assert any(again[name] for name in stages[0])

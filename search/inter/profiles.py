@@ -125,7 +125,9 @@ class MeshPricer:
             saved[user] = states[number[user]] - columns[kernels.STATE, user]
             columns[kernels.STATE, user] = states[number[user]]
         edges = prices.edges(number)
-        np.add.at(columns[kernels.AGAIN], [e.consumer for e in self.chain.compact.graph.edges], edges[2])
+        np.add.at(
+            columns[kernels.AGAIN], [e.consumer for e in self.chain.compact.graph.edges], edges[2]
+        )
         chain, users = self.chain, self.chain.ties[:, 1]
         together = saved[chain.representatives[users]]
         return Profile(
