@@ -10,8 +10,7 @@ import numpy as np
 
 from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.tables import StageTable, Ways
-from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import FloatArray
+from stratagem.simulator.resharding import FloatArray, IntArray
 
 LABELS = 1 << 14
 """Labels for which there is room at first; it grows."""
@@ -111,9 +110,7 @@ class _Search:
     least_sum: FloatArray
     least_work: FloatArray
 
-    def run(
-        self, bound: float, *, only_best: bool, num_stages: Sequence[int]
-    ) -> list[Solution]:
+    def run(self, bound: float, *, only_best: bool, num_stages: Sequence[int]) -> list[Solution]:
         """The best solution of each number of stages, best first."""
         num_cuts, units = self.counts.shape[1], self.devices.table_of.shape[1]
         starts = np.zeros((len(self.need), num_cuts, units + 1, 2), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""From a solution of the dynamic program to a plan: names, meshes, choices, and a better estimate."""
+"""From a solution of the dynamic program to a plan: names, meshes, choices, an estimate."""
 
 from __future__ import annotations
 
@@ -151,9 +151,7 @@ class Drafter:
         }
         return by_stage(self.chain.graph, stage_of, len(stages))
 
-    def _choices(
-        self, stages: Sequence[StageDraft], names: Sequence[Sequence[str]]
-    ) -> Choices:
+    def _choices(self, stages: Sequence[StageDraft], names: Sequence[Sequence[str]]) -> Choices:
         graph, compact = self.chain.graph, self.chain.compact
         twin = compact.graph.names
         return {
@@ -176,4 +174,3 @@ def _described(stages: Sequence[StageDraft]) -> str:
         else:
             runs.append((word, 1))
     return "; ".join(f"{count} × ({word})" for word, count in runs)
-

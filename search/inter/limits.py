@@ -58,7 +58,9 @@ class Limits:
                 f"limits: zero_stages are {self.zero_stages}; list some of 0, 1, 2 and 3"
             )
         if not self.recompute:
-            raise ValueError("limits: recompute lists no policy: give at least one, such as 'none'")
+            raise ValueError(
+                "limits: recompute lists no policy: give at least one, such as 'none'"
+            )
         for policy in self.recompute:
             check_policy(policy)
 

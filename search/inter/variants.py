@@ -61,9 +61,7 @@ def _tensor(*, sequence: bool, experts: bool) -> MakeChoices:
             return None
         if sequence and shape[1] == 1:
             return None
-        choices = tensor_parallel(
-            graph, shape, 1, sequence_parallel=sequence, regather=sequence
-        )
+        choices = tensor_parallel(graph, shape, 1, sequence_parallel=sequence, regather=sequence)
         if experts:
             shared = expert_dims(graph)
             if not shared or shape[0] == 1:
