@@ -13,7 +13,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-NUM_COLUMNS = 13
+NUM_COLUMNS = 14
 (
     FORWARD,
     LAUNCH,
@@ -28,10 +28,13 @@ NUM_COLUMNS = 13
     STATE,
     HELD,
     WORKING,
+    LINKED,
 ) = range(NUM_COLUMNS)
 """Rows of a profile, by operator: passes, host launches, ZeRO-3's gather (each way), inputs that
-are converted again for backward, the part of backward that makes gradients of weights, what every microbatch and what the last one reduces (with
-ZeRO's publish), the update; bytes of state, held per microbatch, and on top while it runs."""
+are converted again for backward, the part of backward that makes gradients of weights, what every
+microbatch and what the last one reduces (with ZeRO's publish), the update; bytes of state, held
+per microbatch, and on top while it runs; whether a backward pass holds the link of gathers and
+syncs itself (statistics of a batch)."""
 
 NUM_COSTS = 7
 STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT, STAGE_LAST, STAGE_STATE, STAGE_HELD, STAGE_PEAK = (
@@ -128,7 +131,10 @@ def _backward(
     if not gathers and sync:
         link = max(link, later) + sync
         sync = 0
-    chain += columns[BACKWARD, a]
+    if columns[LINKED, a]:
+        link = chain = max(chain, link) + columns[BACKWARD, a]
+    else:
+        chain += columns[BACKWARD, a]
     if columns[STATE, a]:
         if waiting:
             link = max(link, earlier) + waiting
@@ -146,7 +152,7 @@ def _link_end(clock: Ints) -> int:
         link = max(link, earlier) + waiting
     if sync:
         link = max(link, later) + sync
-    return link
+    return int(link)
 
 
 @numba.njit(cache=True)
@@ -169,7 +175,7 @@ def range_costs(
     gathers and gradient syncs run beside it on a link of their own, unless `shares_link`:
 
         chain     B₃ ─▶ B₂ ─▶ B₁ ─▶ updates
-        link         S₃ ─▶ ┄ S₂ ─▶ S₁              finish = max(chain + updates, link + update)
+        link         S₃ ─▶ ┄ S₂ ─▶ S₁      finish = max(passes + updates, link + last update)
 
     The running microbatch needs max over i of (held by a … i) + working(i) bytes.
 
@@ -195,7 +201,7 @@ def range_costs(
     inner, final = np.zeros((2, 9), dtype=np.int64)
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
-        launch, weight, update = 0, 0, 0
+        launch, weight, update, busy = 0, 0, 0, 0
         state, held, peak = 0, 0, 0
         inner[:] = 0
         final[:] = 0
@@ -208,6 +214,7 @@ def range_costs(
             _backward(columns, columns[SYNC], a, convert, shares_link, gathers, final)
             launch += columns[LAUNCH_BACK, a]
             weight += columns[WEIGHT, a]
+            busy += columns[BACKWARD, a]
             update += columns[UPDATE, a]
             state += columns[STATE, a]
             held += columns[HELD, a]
@@ -219,7 +226,8 @@ def range_costs(
             if costs[STAGE_FORWARD, first, last] < 0:
                 break
             backward = max(inner[0], _link_end(inner), launch)
-            finish = max(final[0] + update, _link_end(final) + columns[UPDATE, a], backward)
+            end_of_last = max(final[0], _link_end(final)) + columns[UPDATE, a]
+            finish = max(busy + update, end_of_last, backward)
             tied = 0
             for t in range(ties.shape[0]):
                 if ties[t, 0] >= a and ties[t, 1] < end:

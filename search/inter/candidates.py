@@ -1,4 +1,4 @@
-"""Candidate plans by dynamic programming: stages, sub-meshes, microbatches and schedules."""
+"""Candidate plans by dynamic programming: stages, sub-meshes, microbatches, variants."""
 
 from __future__ import annotations
 

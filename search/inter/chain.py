@@ -54,7 +54,7 @@ class Chain:
 
     @cached_property
     def by_consumer(self) -> tuple[IntArray, IntArray, IntArray]:
-        """The edges sorted by consumer: which they are, offsets by consumer, places of producers."""
+        """The edges by consumer: which they are, offsets by consumer, places of producers."""
         order = np.argsort(self.edge_ends, kind="stable")
         counts = np.bincount(self.edge_ends, minlength=len(self.operators))
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

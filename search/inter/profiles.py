@@ -1,8 +1,8 @@
 """Profiles: what every operator costs under the variants of a mesh, as columns for the kernels.
 
 Prices are the rows of the simulator's cost table, each distinct operator and edge once; memory is
-that of the simulator's lifetimes. A tensor that waits for its backward pass counts for the operator
-whose backward frees it, so that a stage holds what its own operators need, received or made.
+that of the simulator's lifetimes. A tensor that waits for its backward pass counts for the
+operator whose backward frees it: a stage holds what its own operators need, received or made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.resharding import COMPUTE, IntArray
 from stratagem.simulator.rows import EdgeRow, OperatorRow
 
 
@@ -125,9 +125,8 @@ class MeshPricer:
             saved[user] = states[number[user]] - columns[kernels.STATE, user]
             columns[kernels.STATE, user] = states[number[user]]
         edges = prices.edges(number)
-        np.add.at(
-            columns[kernels.AGAIN], [e.consumer for e in self.chain.compact.graph.edges], edges[2]
-        )
+        readers = [edge.consumer for edge in self.chain.compact.graph.edges]
+        np.add.at(columns[kernels.AGAIN], readers, edges[2])
         chain, users = self.chain, self.chain.ties[:, 1]
         together = saved[chain.representatives[users]]
         return Profile(
@@ -210,6 +209,7 @@ class _Prices:
         self._starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         self._columns = np.concatenate([_columns(row) for row in rows], axis=1)
         self._masks = np.concatenate([row.gather.mask | row.sync.mask for row in rows])
+        self._pass_masks = np.concatenate([row.backward.mask & ~COMPUTE for row in rows])
         self._edges(table)
 
     def _edges(self, table: CostTable) -> None:
@@ -234,6 +234,7 @@ class _Prices:
     def columns(self, number: IntArray) -> IntArray:
         """[NUM_COLUMNS, operators] under a choice each; memory while it runs follows later."""
         found: IntArray = self._columns[:, self._starts + number]
+        found[kernels.LINKED] = self._pass_masks[self._starts + number] & self._links(number) > 0
         return found
 
     def edges(self, number: IntArray) -> IntArray:
@@ -245,8 +246,11 @@ class _Prices:
 
     def shares_link(self, number: IntArray) -> bool:
         """Whether conversions use a link class that gathers and syncs use."""
-        parameters = np.bitwise_or.reduce(self._masks[self._starts + number])
-        return bool(parameters & np.bitwise_or.reduce(self.edges(number)[3]))
+        return bool(self._links(number) & np.bitwise_or.reduce(self.edges(number)[3]))
+
+    def _links(self, number: IntArray) -> int:
+        """The link classes of gathers and syncs, as a mask."""
+        return int(np.bitwise_or.reduce(self._masks[self._starts + number]))
 
 
 def _columns(row: OperatorRow) -> IntArray:

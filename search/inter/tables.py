@@ -76,7 +76,7 @@ class Pruned:
 
 
 def place_kind(devices: range, cluster: Cluster) -> tuple[object, ...] | None:
-    """Equal for device ranges that price alike: size and device types; None for one that straddles.
+    """Equal for device ranges that price alike: size and types; None for one that straddles.
 
     A stage lies inside a node, or begins or ends where a node does.
     """
