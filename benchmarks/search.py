@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from stratagem.search import course
 from stratagem.search.anneal import Chain, run_chains
 from stratagem.search.literature import LITERATURE
 from stratagem.search.result import Budget, SearchResult
@@ -145,7 +146,7 @@ def measure(name: str, case: Case, evaluations: int, *, every_baseline: bool) ->
     compile_kernels()
     graph, cluster = case.build(), case.cluster()
     clock = ChainClock()
-    with patch.object(sys.modules[search.__module__], "run_chains", clock.run):
+    with patch.object(course, "run_chains", clock.run):
         result = search(
             graph,
             cluster,
@@ -184,7 +185,7 @@ def told(result: SearchResult) -> dict[str, object]:
 
 
 def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
+    return round(1e3 * seconds, 6)
 
 
 def in_words(result: SearchResult) -> str:
