@@ -52,19 +52,10 @@ class OperatorPricer:
         """The row of operator `i`; `uses` says what it is to each of its weights."""
         operator = self.graph.operators[i]
         # ZeRO changes nothing about passes, recompute nothing about parameters.
-<<<<<<< HEAD
-        apart = (
-            {replace(c, zero=0) for c in choices},
-            {replace(c, recompute=False) for c in choices},
-        )
-        passed = {c: self._passes(i, c) for c in apart[0]}
-        placed = {c: self._parameters(operator, uses, c) for c in apart[1]}
-=======
         unsharded = dict.fromkeys(replace(choice, zero=0) for choice in choices)
         passed = {choice: self._passes(i, choice) for choice in unsharded}
         once = dict.fromkeys(replace(choice, recompute=False) for choice in choices)
         placed = {choice: self._parameters(operator, uses, choice) for choice in once}
->>>>>>> inter
         passes = [passed[replace(choice, zero=0)] for choice in choices]
         moved = [placed[replace(choice, recompute=False)] for choice in choices]
         footprints = [
