@@ -164,8 +164,7 @@ class Course:
             )
         simulation = self.space.situation.simulate(start)
         self.offer(simulation)
-        entry = self.space.take(skeleton_of(start), choices_of(start), simulation)
-        return entry
+        return self.space.take(skeleton_of(start), choices_of(start), simulation)
 
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
         """Bound, integer program, chains and windows on one skeleton."""
