@@ -263,6 +263,8 @@ def stage_table(
     shards: Indices,
     replicas: Indices,
     fastest: Floats,
+    crossing_starts: Indices,
+    crossing: Indices,
     from_devices: Flags,
     from_replicas: Indices,
     alive: Flags,
@@ -294,6 +296,9 @@ def stage_table(
         shards: the degree itself.
         replicas: replicas of each option.
         fastest: seconds of all nodes of each set in their fastest ways, by set and degree.
+        crossing_starts: edges into set i from outside are
+            ``crossing[crossing_starts[i]:crossing_starts[i + 1]]``.
+        crossing: see there.
         from_devices: which numbers of devices plans of the inner set take.
         from_replicas: fewest and most replicas that these have.
         alive: by set and devices taken, whether a plan can be of use there.
@@ -325,9 +330,19 @@ def stage_table(
     for pair in range(len(outer)):
         table[pair] = np.inf
         last_degree, count = -1, -1
+        least_bytes = 0.0
+        for k in range(crossing_starts[inner], crossing_starts[inner + 1]):
+            tail = edge_ends[crossing[k], 0]
+            if sets[outer[pair], tail >> 6] & (ONE << np.uint64(tail & 63)):
+                least_bytes += 2 * edge_bytes[crossing[k]]
+        for k in range(crossing_starts[outer[pair]], crossing_starts[outer[pair] + 1]):
+            head = edge_ends[crossing[k], 1]
+            if not sets[inner, head >> 6] & (ONE << np.uint64(head & 63)):
+                least_bytes += 2 * edge_bytes[crossing[k]]
         for option in range(len(degrees)):
             degree, d = degrees[option], replicas[option]
-            if (fastest[outer[pair], degree] - fastest[inner, degree]) / d >= bound:
+            computing = fastest[outer[pair], degree] - fastest[inner, degree]
+            if (computing + least_bytes / bandwidth) / d * (1 - NEAR) >= bound:
                 continue
             of_use = False
             for devices in range(alive.shape[1] - shards[option] * d):

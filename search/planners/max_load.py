@@ -109,12 +109,13 @@ def solve_max_load(
     stages = with_loads(graph, stages)
     least = average_load(blocks, model.counts)
     exact = complete and (_merging_is_free(graph, blocks, limit, value) or value <= least)
+    load = max(stage.load for stage in stages)
     return PlannerResult(
         input=graph.name,
         objective=CONTIGUOUS,
-        value=max(stage.load for stage in stages),
+        value=load,
         unit="ms",
-        bound=value if exact else least,
+        bound=load if exact else min(least, load),
         exact=exact,
         stages=stages,
         notes=notes,

@@ -193,17 +193,6 @@ def solve_pipedream(
     )
 
 
-def nested_plan(result: PlannerResult, levels: Sequence[Level]) -> tuple[Replicated, ...]:
-    """The stages of a result on one level, as `pipeline_seconds` takes them.
-
-    Raises:
-        ValueError: there are several levels.
-    """
-    if len(levels) != 1:
-        raise ValueError(f"{len(levels)} levels; only a flat plan can be told from its stages")
-    return tuple(Replicated(tuple(map(str, s.nodes)), s.replicas) for s in result.stages)
-
-
 def antichain_sets(graph: PipeDreamGraph, *, limit: int = 200_000) -> DownSets:
     """The down-sets that the peer's own search reaches, in its order.
 

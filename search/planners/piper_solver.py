@@ -282,6 +282,15 @@ class _Along:
         return np.stack([self.sets.sums(row) for row in least], axis=1)
 
     @cached_property
+    def crossing(self) -> tuple[Indices, Indices]:
+        """Edges that lead into each set from outside: offsets and edges."""
+        tails, heads = self.model.edges[0].T
+        inside = self.sets.membership
+        rows, edges = np.nonzero(inside[:, heads] & ~inside[:, tails])
+        starts = np.searchsorted(rows, np.arange(len(self.sets) + 1))
+        return starts.astype(np.int32), edges.astype(np.int32)
+
+    @cached_property
     def alive(self) -> Flags:
         """By set and devices taken, whether the devices suffice for the work on each side."""
         taken = np.arange(self.model.graph.num_devices + 1)
@@ -345,15 +354,19 @@ class _Along:
         """Seconds of stages by outer set, option and microbatches in flight, and the last ways."""
         model = self.model
         chosen = slice(None) if only is None else slice(only, only + 1)
-        options = [array[chosen] for array in model.option_arrays]
-        table = np.empty((len(stages.outer), len(options[0]), model.graph.most_replicas + 2))
+        numbers, shards, replicas = (array[chosen] for array in model.option_arrays)
+        ends, edge_bytes, fetch_sync, send_sync = model.edges
+        table = np.empty((len(stages.outer), len(numbers), model.graph.most_replicas + 2))
         pick = np.zeros(len(model.graph.nodes), dtype=np.int32)
         proved = stage_table(
             stages.inner,
             stages.outer,
             self.sets.words,
-            *options,
+            numbers,
+            shards,
+            replicas,
             self.fastest,
+            *self.crossing,
             stages.from_devices,
             np.array([stages.fewest, stages.most], dtype=np.int32),
             self.alive,
@@ -361,7 +374,10 @@ class _Along:
             model.weights,
             model.held_each,
             model.held_once,
-            *model.edges,
+            ends,
+            edge_bytes,
+            fetch_sync,
+            send_sync,
             model.graph.memory_bytes,
             model.graph.bandwidth,
             model.graph.num_microbatches,

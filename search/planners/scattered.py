@@ -41,8 +41,8 @@ def solve_scattered(
     source: PartitionInput | str | Path,
     *,
     corrected: bool = False,
-    num_moves: int = 1_500_000,
-    rounds: int = 8,
+    num_moves: int = 1_000_000,
+    rounds: int = 6,
     proof_seconds: float = 6.0,
     seed: int = 0,
 ) -> PlannerResult:
