@@ -339,6 +339,8 @@ def test_a_stage_may_have_a_number_of_devices_that_is_no_power_of_two():
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=6)
     where = situation(small_gpt(batch=96), cluster)
     found = candidates(where, limit=40, limits=Limits(num_stages=(2, 3)))
+    plans = [(c.reason, c.skeleton) for c in found.plans]
+    assert len(set(plans)) == len(plans)
     sizes = {tuple(m.num_devices for m in c.skeleton.meshes) for c in found.plans}
     assert any(len(set(of)) > 1 for of in sizes), sizes
     assert all(sum(of) == 6 for of in sizes)

@@ -128,6 +128,8 @@ class _Search:
             )
             for parts in chosen:
                 found += self._solved(parts, self._unequal)
+        # Equal stages may be found a second time among unequal ones.
+        found = list({(c.reason, c.skeleton.stages, c.skeleton.meshes): c for c in found}.values())
         near = [c for c in found if c.seconds <= SLACK * self.best]
         if len(near) < len(found):
             self.pruned.add(f"more than {SLACK} times the best estimate", len(found) - len(near))

@@ -82,7 +82,7 @@ def chain_of(graph: OperatorGraph) -> Chain:
         >>> from stratagem.simulator.models import gpt
         >>> chain = chain_of(gpt(num_layers=12, hidden=64, num_heads=4, sequence=16, batch=8))
         >>> len(chain.operators), len(chain.cuts)
-        (126, 17)
+        (126, 18)
     """
     compact = compact_graph(graph)
     operators = [i for i, op in enumerate(graph.operators) if op.kind != "source"]

@@ -45,9 +45,10 @@ class Shortage:
             else "holds one microbatch, but not all that are in flight"
         )
         return (
-            f"no plan fits; nearest are {self.num_stages} stages and {self.num_microbatches} "
-            f"microbatches, where stage {self.stage} ({self.first} … {self.last}) {lacks}: "
-            f"{self.remedy}"
+            f"no plan fits; nearest is a plan of {self.num_stages} stage"
+            f"{'s' if self.num_stages > 1 else ''} and {self.num_microbatches} microbatch"
+            f"{'es' if self.num_microbatches > 1 else ''}, where stage {self.stage} "
+            f"({self.first} … {self.last}) {lacks}: {self.remedy}"
         )
 
 

@@ -32,7 +32,7 @@ class Layout:
     Example:
         >>> from stratagem.simulator.models import mlp
         >>> from stratagem.search.strategies import data_parallel
-        >>> Layout("data", data_parallel).make(mlp([8, 8], batch=4), (4, 1))["fc0"].zero
+        >>> Layout("data", data_parallel).make(mlp([8, 8], batch=4), (4, 1))["layers.0"].zero
         0
     """
 
