@@ -11,15 +11,16 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.schedules import schedule_by_name
+from stratagem.simulator.segments import recomputed_operators
 
 
 class ComputingBounds:
     """Bounds steps of a skeleton from below without pricing any communication.
 
     A rank computes all microbatches of its stages, one after the other, and each operator at
-    least as long as under its fastest choice. Before a rank's first block, the first microbatch
-    goes through the stages before; behind its last one, where backward is not split, gradients of
-    the last one go back through them:
+    least as long as under its fastest choice, twice forward if the skeleton recomputes it. Before
+    a rank's first block, the first microbatch goes through the stages before; behind its last
+    one, where backward is not split, gradients of the last one go back through them:
 
         step ≥ max over ranks r of  M · Σ_{s of r} (Fₛ + Bₛ) + Σ_{s before r's first} (Fₛ + Bₛ)
 
@@ -66,10 +67,12 @@ class ComputingBounds:
         parts = skeleton.num_microbatches
         types = tuple({s.cluster.device_type(d).name for d in mesh.devices})
         alike = (mesh.shape, tuple(mesh.link(a, s.cluster) for a in range(len(mesh.axes))), types)
-        key = (names, alike, parts)
+        policy = skeleton.policies[k]
+        key = (names, alike, parts, policy)
         if key in self._stages:
             return self._stages[key]
         graph = self._graphs.setdefault(parts, s.graph.microbatch(parts))
+        recomputed = recomputed_operators(graph, policy)
         builder = TableBuilder(graph, mesh, s.cluster, s.training, s.costs, s.memory)
         total = 0.0
         for name in names:
@@ -77,18 +80,23 @@ class ComputingBounds:
             operator = graph.operators[i]
             trained = bool(trainable_weights(graph, operator))
             flows = tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs)
-            row = (s.memory.number(operator.signature), trained, flows, alike, parts)
+            again = name in recomputed
+            row = (s.memory.number(operator.signature), trained, flows, alike, parts, again)
             if row not in self._known:
-                self._known[row] = self._fastest(builder, graph, i)
+                self._known[row] = self._fastest(builder, graph, i, again)
             total += self._known[row]
         self._stages[key] = total
         return total
 
-    def _fastest(self, builder: TableBuilder, graph: OperatorGraph, i: int) -> float:
+    def _fastest(
+        self, builder: TableBuilder, graph: OperatorGraph, i: int, recompute: bool
+    ) -> float:
         operator, shape = graph.operators[i], builder.mesh.shape
         priced: dict[tuple[object, ...], float] = {}
         best = float("inf")
-        for choice in operator_choices(graph, operator, shape, (0,), self._options):
+        for choice in operator_choices(
+            graph, operator, shape, (0,), self._options, recompute=recompute
+        ):
             sizes = local_sizes(operator, choice.config, shape)
             same = (*sorted(sizes.items()), choice.chunks, choice.fused)
             if same not in priced:

@@ -34,7 +34,7 @@ from stratagem.simulator.simulation import Simulation
 
 CHAINS = 4
 """Chains on a skeleton: so many cores can help, and one core makes the same plan."""
-MOST_RANKED, RANKED_OPERATORS = 48, 8_000
+MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
@@ -93,16 +93,16 @@ class Course:
     ) -> StopReason:
         """Bound, rank, search and certify."""
         space = self.space
-        space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-3)))
+        space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-4)))
+        planned = self._plan_stages(schedules, num_skeletons)
         operators = len(space.situation.graph.operators)
-        most = max(8, min(MOST_RANKED, RANKED_OPERATORS // operators))
+        most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
         ranked = space.rank(
             self.offer,
             lambda: self.best_time,
             most,
-            lambda n: self.report("ranking skeletons", 0.1 + 0.15 * n / most),
+            lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
-        planned = self._plan_stages(schedules, num_skeletons)
         order = sorted([*planned, *ranked], key=_by_simulation)
         chosen = self._open(order)[:num_skeletons]
         if start is not None:
@@ -121,7 +121,7 @@ class Course:
 
     def _plan_stages(self, schedules: Sequence[str], most: int) -> list[Entry]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
-        self.report("planning stages", 0.22)
+        self.report("planning stages", 0.1)
         wishes = self.space.constraints.constraints
         try:
             found = candidates(

@@ -94,12 +94,13 @@ class Space:
             fine = self.constraints.allows_skeleton(
                 ranks, skeleton.num_microbatches, skeleton.schedule, skeleton.meshes
             )
-            bound = computing.seconds(skeleton) if fine else float("inf")
             for policy in self.policies:
-                entry = Entry(replace(skeleton, recompute=policy), bound)
+                entry = Entry(replace(skeleton, recompute=policy), float("inf"))
                 if entry.skeleton in known:
                     continue
-                if not fine:
+                if fine:
+                    entry.bound = computing.seconds(entry.skeleton)
+                else:
                     entry.fate = Fate.FORBIDDEN
                 self.entries.append(entry)
         self.entries.sort(key=lambda entry: entry.bound)
@@ -225,7 +226,10 @@ class Space:
         )
 
     def bound(self, best: float) -> float:
-        """What no plan of the space is under."""
+        """What no plan of the space is under; what a bound excludes by now is pruned."""
+        for entry in self.entries:
+            if entry.fate is Fate.OPEN and entry.bound >= best:
+                entry.fate = Fate.PRUNED
         open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
         return min([best, *open_ones])
 

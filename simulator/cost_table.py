@@ -184,7 +184,9 @@ class TableBuilder:
         )
 
     def pass_seconds(self, i: int, choice: Choice) -> float:
-        """Forward and backward pass of an operator, all pieces; what is fused elsewhere is not.
+        """Forward and backward pass of an operator, all pieces, and forward again if recomputed.
+
+        What is fused into a conversion is not counted.
 
         Args:
             i: index of the operator in the graph.

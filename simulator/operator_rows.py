@@ -109,9 +109,9 @@ class OperatorPricer:
         return self._slowest(operator, sizes, Direction.FORWARD)[0]
 
     def pass_seconds(self, i: int, choice: Choice) -> float:
-        """Forward and backward pass, all pieces."""
+        """Forward and backward pass, all pieces, and the forward pass that is repeated."""
         passes = self._passes(i, choice)
-        return choice.chunks * (passes.forward[0] + passes.backward[0])
+        return choice.chunks * (passes.forward[0] + passes.backward[0]) + passes.recompute[0]
 
     def _passes(self, i: int, choice: Choice) -> _Passes:
         operator = self.graph.operators[i]
