@@ -13,6 +13,7 @@ from stratagem.search.baselines import rank
 from stratagem.search.bound import Bound, lower_bound
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
 from stratagem.search.constraints import Constraints
+from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
 from stratagem.search.intra import IntraProgram
@@ -40,6 +41,12 @@ BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
 MOST_PARTS = 8
 """Relaxations that an integer program may take, over a skeleton or over a window."""
+ENUMERATED = 100_000
+"""Skeletons with so many plans at most are enumerated."""
+PROBES = 50
+"""A skeleton that is bounded only gets this part of the budget for a chain."""
+CERTIFIED_OPERATORS, LEAST_CERTIFIED, MOST_CERTIFIED = 3_000, 12, 200
+"""Bounds are sharpened on so many skeletons times operators, within limits, unless told."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 
@@ -89,7 +96,7 @@ class Course:
         schedules: Sequence[str],
         start: Plan | None,
         num_skeletons: int,
-        num_bounded: int,
+        num_bounded: int | None,
     ) -> StopReason:
         """Bound, rank, search and certify."""
         space = self.space
@@ -112,7 +119,8 @@ class Course:
             self._search_entry(entry, share + (number < rest), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
-        self._certify(num_bounded)
+        wanted = min(max(CERTIFIED_OPERATORS // operators, LEAST_CERTIFIED), MOST_CERTIFIED)
+        self._certify(wanted if num_bounded is None else num_bounded)
         if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
             return StopReason.PROVED
         if self._time_is_up():
@@ -185,6 +193,8 @@ class Course:
             problem = self._problem(entry)
         except NoChoiceError as error:
             entry.fate, entry.why = Fate.FORBIDDEN, str(error)
+            return
+        if self._enumerate(entry, problem):
             return
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
@@ -299,9 +309,30 @@ class Course:
             first = np.zeros(len(problem.choices), dtype=np.int64)
             if entry.starts:
                 first = problem.encode(entry.starts[0])
+            if self._enumerate(entry, problem):
+                continue
             bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
-            if bound.score < self.best_time:
-                self.offer(self._simulate(problem, bound.choice))
+            if entry.bound < self.best_time and np.isfinite(bound.score):
+                self._probe(problem, bound.choice, number)
+
+    def _enumerate(self, entry: Entry, problem: Problem) -> bool:
+        """Score every plan of a skeleton that has few; whether it has."""
+        if problem.num_plans > ENUMERATED:
+            return False
+        optimum = exhaustive(problem, limit=ENUMERATED)
+        self.offer(self._simulate(problem, optimum.choice))
+        entry.bound = max(entry.bound, optimum.score if optimum.fits else float("inf"))
+        entry.fate = Fate.ENUMERATED
+        return True
+
+    def _probe(self, problem: Problem, start: IntArray, number: int) -> None:
+        """A short chain from the best plan met while bounding."""
+        chain = Chain(
+            problem, start, self.budget.evaluations // PROBES, self.seed * 7919 + 1000 + number
+        )
+        chain.advance(chain.total)
+        self.evaluations += chain.done
+        self.offer(self._simulate(problem, chain.best))
 
     # -- what is known -------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class Fate(enum.Enum):
     RANKED = "ranked: known strategies were simulated on it"
     BOUNDED = "bounded: its lower bound was sharpened, no plan searched"
     ANNEALED = "searched"
+    ENUMERATED = "enumerated: every plan of it was scored"
     OPEN = "open: only its computing was bounded"
 
 

@@ -46,7 +46,7 @@ def search(
     schedule: str | Sequence[str] = "1f1b",
     zero_stages: Sequence[int] = ZERO_STAGES,
     num_skeletons: int = 4,
-    num_bounded: int = 12,
+    num_bounded: int | None = None,
     options: Options | None = None,
     constraints: Constraints | None = None,
     baselines: Sequence[str] | None = None,
@@ -86,7 +86,8 @@ def search(
             ``"interleaved"`` and ``"zb-h1"`` (the last two are simulated only).
         zero_stages: the ZeRO stages that a choice may have.
         num_skeletons: how many skeletons are searched.
-        num_bounded: how many more have their bounds sharpened, those that limit the certificate.
+        num_bounded: how many more have their bounds sharpened, those that limit the certificate;
+            fewer of larger models when left out.
         options: recomputing, pieces, fusion and buckets; see `Options`.
         constraints: what every plan must meet; see `Constraints`.
         baselines: names of `methods.METHODS` to compare with, beside the simple strategies; those
@@ -177,7 +178,7 @@ def _search_graph(
     schedule: str | Sequence[str],
     zero_stages: Sequence[int],
     num_skeletons: int,
-    num_bounded: int,
+    num_bounded: int | None,
     options: Options,
     wishes: Constraints,
     baselines: Sequence[str],

@@ -53,7 +53,7 @@ def search(
     schedule: str | Sequence[str] = "1f1b",
     zero_stages: Sequence[int] = ZERO_STAGES,
     num_skeletons: int = 4,
-    num_bounded: int = 12,
+    num_bounded: int | None = None,
     options: Options | None = None,
     constraints: Constraints | None = None,
     baselines: Sequence[str] | None = None,
@@ -86,7 +86,8 @@ def search(
             ``"interleaved"`` and ``"zb-h1"`` (the last two are simulated only).
         zero_stages: the ZeRO stages that an operator's parameters may have.
         num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.
-        num_bounded: how many more have their lower bounds sharpened, for the certificate.
+        num_bounded: how many more have their lower bounds sharpened, for the certificate; fewer
+            of larger models when left out.
         options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`.
         constraints: what the plan must meet; see `Constraints`.
         baselines: methods to compare with, such as ``["Alpa", "FlexFlow"]``; see
