@@ -12,6 +12,9 @@ wresnet-13b   as Alpa trained it: batch 1,520, float32, on 64 V100s
 inception     Inception v3, batch 64, float32, on 4 nodes of 4 V100s whose links are slow
 nmt           LSTMs of 40 steps, batch 64, float32, on the same
 
+Pipelines run under 1F1B or interleaved, gradients of inputs first and inputs
+gathered again, as Megatron-LM has it.
+
 The last two are FlexFlow's (Jia et al. 2019), whose clusters had 4 GPUs a node as well; its P100s
 and K80s, slower than V100s, hung on links of 100 and 56 Gb/s. Nodes are joined by the 25 Gb/s of
 p3.16xlarge here. A100s are those of DGX A100, other V100s those of p3.16xlarge.
@@ -39,9 +42,10 @@ from unittest.mock import patch
 
 from stratagem.search import course
 from stratagem.search.anneal import Chain, run_chains
-from stratagem.search.literature import LITERATURE
+from stratagem.search.methods import METHODS
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
+from stratagem.search.space import Options
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt, inception_v3, mlp, moe, nmt, wide_resnet
@@ -152,7 +156,9 @@ def measure(name: str, case: Case, evaluations: int, *, every_baseline: bool) ->
             cluster,
             training=case.training,
             budget=Budget(evaluations),
-            baselines=tuple(LITERATURE) if every_baseline else None,
+            baselines=tuple(METHODS) if every_baseline else None,
+            schedule=("1f1b", "interleaved"),
+            options=Options(inputs_first=True, regather=True),
         )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {

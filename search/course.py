@@ -16,6 +16,7 @@ from stratagem.search.constraints import Constraints
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
+from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import IntraProgram
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.result import (
@@ -137,6 +138,7 @@ class Course:
                 schedules=schedules,
                 limit=2 * most,
                 limits=_limits(wishes, self.space),
+                layouts=standard_layouts(regather=self.space.options.regather),
             )
         except ValueError as error:
             self.notes["inter-operator program"] = str(error)
@@ -145,9 +147,15 @@ class Course:
             self.notes[f"inter-operator program: {reason}"] = str(count)
         if found.shortage is not None:
             self.notes["inter-operator program: nothing fits"] = str(found.shortage)
-        simulated = [
-            (self.space.situation.simulate(c.plan(self.space.situation)), c) for c in found.plans
-        ]
+        options = self.space.options
+        simulated = []
+        for candidate in found.plans:
+            plan = replace(
+                candidate.plan(self.space.situation),
+                bucket_bytes=options.bucket_bytes,
+                inputs_first=options.inputs_first,
+            )
+            simulated.append((self.space.situation.simulate(plan), candidate))
         allowed = [(s, c) for s, c in simulated if self.offer(s)]
         return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
 

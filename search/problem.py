@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,7 +105,7 @@ class Problem:
     @property
     def num_plans(self) -> float:
         """Number of plans in the space (as a float: it is astronomic)."""
-        return float(np.prod([float(len(options)) for options in self.choices]))
+        return math.prod(float(len(options)) for options in self.choices)
 
     def encode(self, choices: Mapping[str, Choice]) -> IntArray:
         """A strategy as positions in `choices`; what the space lacks becomes its first choice."""

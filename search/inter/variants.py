@@ -55,13 +55,14 @@ class Variant:
         return f"{self.layout}{zero}{again}"
 
 
-def _tensor(*, sequence: bool, experts: bool) -> MakeChoices:
+def _tensor(*, sequence: bool, experts: bool, regather: bool) -> MakeChoices:
     def make(graph: OperatorGraph, shape: Sequence[int]) -> Choices | None:
         if shape[1] > 1 and not tensor_dims(graph, shape[1]):
             return None
         if sequence and shape[1] == 1:
             return None
-        choices = tensor_parallel(graph, shape, 1, sequence_parallel=sequence, regather=sequence)
+        again = sequence and regather
+        choices = tensor_parallel(graph, shape, 1, sequence_parallel=sequence, regather=again)
         if experts:
             shared = expert_dims(graph)
             if not shared or shape[0] == 1:
@@ -73,15 +74,26 @@ def _tensor(*, sequence: bool, experts: bool) -> MakeChoices:
     return make
 
 
-LAYOUTS = (
-    Layout("plain", _tensor(sequence=False, experts=False)),
-    Layout("sequence", _tensor(sequence=True, experts=False)),
-    Layout("experts", _tensor(sequence=False, experts=True)),
-    Layout("experts, sequence", _tensor(sequence=True, experts=True)),
-)
-"""Data parallelism along the first axis and Megatron-LM's tensor parallelism along the second,
-without and with sequence parallelism (inputs gathered again in backward); with experts shared out
-over the data-parallel ranks where there are experts."""
+def standard_layouts(*, regather: bool) -> tuple[Layout, ...]:
+    """Data parallelism along the first axis and Megatron-LM's tensor parallelism along the second.
+
+    Without and with sequence parallelism, and with experts shared out over the data-parallel ranks
+    where there are experts.
+
+    Args:
+        regather: whether sequence parallelism keeps shards of gathered inputs and gathers them
+            again in backward, as Megatron-LM does.
+    """
+    return (
+        Layout("plain", _tensor(sequence=False, experts=False, regather=False)),
+        Layout("sequence", _tensor(sequence=True, experts=False, regather=regather)),
+        Layout("experts", _tensor(sequence=False, experts=True, regather=False)),
+        Layout("experts, sequence", _tensor(sequence=True, experts=True, regather=regather)),
+    )
+
+
+LAYOUTS = standard_layouts(regather=True)
+"""What stages follow unless told."""
 
 
 def variants(
