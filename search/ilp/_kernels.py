@@ -356,6 +356,7 @@ def fill_values(
     costs: Floats,
     adjacency: Ints,
     neighbours: Ints,
+    reverse: Ints,
     tables: Ints,
     pool: Floats,
     inside: Bools,
@@ -383,19 +384,20 @@ def fill_values(
         for e in range(adjacency[node], adjacency[node + 1]):
             other = neighbours[e]
             if not inside[other]:
-                columns = starts[other + 1] - starts[other]
+                line = tables[reverse[e]] + choice[other] * (hi - lo)
                 for k in range(hi - lo):
-                    value[lo + k] += pool[tables[e] + k * columns + choice[other]]
+                    value[lo + k] += pool[line + k]
     for where in range(count - 1, 0, -1):
         node = order[where]
         lo, hi = starts[node], starts[node + 1]
         parent = above[node]
-        e = edge_to(node, parent, adjacency, neighbours)
-        columns = starts[parent + 1] - starts[parent]
-        for column in range(columns):
+        e = reverse[edge_to(node, parent, adjacency, neighbours)]
+        for column in range(starts[parent + 1] - starts[parent]):
+            line = tables[e] + column * (hi - lo)
             least = np.inf
             for k in range(hi - lo):
-                least = min(least, value[lo + k] + pool[tables[e] + k * columns + column])
+                total = value[lo + k] + pool[line + k]
+                least = total if total < least else least
             value[starts[parent] + column] += least
 
 
@@ -457,6 +459,7 @@ def search_trees(
     costs: Floats,
     adjacency: Ints,
     neighbours: Ints,
+    reverse: Ints,
     tables: Ints,
     pool: Floats,
     first: Ints,
@@ -519,6 +522,7 @@ def search_trees(
             costs,
             adjacency,
             neighbours,
+            reverse,
             tables,
             pool,
             inside,

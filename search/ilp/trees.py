@@ -20,9 +20,9 @@ from stratagem.search.ilp.relaxed import Relaxed
 
 MAX_ROWS, MORE_ROWS = 64, 16
 """Rows that a search knows at first, and learns at a time."""
-HOTTEST, COLDEST = 1e-3, 1e-6
+HOTTEST, COLDEST = 1e-4, 1e-6
 """Temperatures, as shares of the bound, at the first and at the last move."""
-LEAST_WEIGHT = 0.01
+LEAST_WEIGHT = 1e-4
 """Weights of rows do not sink under this share of what they were at first."""
 CHUNK = 500
 """Moves between looks at the clock."""
@@ -92,6 +92,7 @@ class TreeSearch:
             flat.costs,
             flat.adjacency,
             flat.neighbours,
+            flat.reverse,
             flat.tables,
             flat.pool,
             *self.windows.arrays,
