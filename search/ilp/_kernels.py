@@ -252,8 +252,7 @@ def priced_costs(
 
 @numba.njit(cache=True)
 def bytes_held(
-    starts: Ints,
-    theta: Floats,
+    choice: Ints,
     first: Ints,
     width: Ints,
     window: Ints,
@@ -261,14 +260,12 @@ def bytes_held(
     nbytes: Ints,
     used: Floats,
 ) -> None:
-    """Fill `used` with the bytes of each row where every node takes its least θ."""
+    """Fill `used` with the bytes of each row under a choice."""
     used[:] = 0
-    for node in range(len(starts) - 1):
-        if width[node]:
-            k = theta[starts[node] : starts[node + 1]].argmin()
-            line = window[node] + k * width[node]
-            for row in range(width[node]):
-                used[first[node] + row] += nbytes[line + row]
+    for node in range(len(choice)):
+        line = window[node] + choice[node] * width[node]
+        for row in range(width[node]):
+            used[first[node] + row] += nbytes[line + row]
 
 
 @numba.njit(cache=True)
@@ -611,3 +608,37 @@ def search_trees(
             best_cost = cost
             best[:] = choice
     return best_cost
+
+
+@numba.njit(cache=True)
+def consistent_choice(
+    starts: Ints,
+    theta: Floats,
+    adjacency: Ints,
+    neighbours: Ints,
+    reverse: Ints,
+    tables: Ints,
+    pool: Floats,
+    places: Ints,
+    messages: Floats,
+    choice: Ints,
+) -> None:
+    """Fill `choice`: node by node the least of θ_i and of the θ_ij to the nodes before it.
+
+    Where the messages are as good as they get and one choice attains all minima, this finds it,
+    where the least θ_i of each node by itself are a mixture of all that do (Kolmogorov 2006).
+    """
+    for node in range(len(starts) - 1):
+        lo, hi = starts[node], starts[node + 1]
+        least = np.inf
+        for k in range(hi - lo):
+            total = theta[lo + k]
+            for e in range(adjacency[node], adjacency[node + 1]):
+                other = neighbours[e]
+                if other < node:
+                    columns = starts[other + 1] - starts[other]
+                    total += pool[tables[e] + k * columns + choice[other]]
+                    total -= messages[places[e] + k]
+            if total < least:
+                least = total
+                choice[node] = k
