@@ -250,7 +250,7 @@ def test_random_trees_find_solutions_of_large_instances() -> None:
     assert incumbent.choice is not None
     assert core.memory is not None
     assert core.memory.fits(incumbent.choice)
-    assert relaxed.dual.bound() <= incumbent.cost <= 1.2 * relaxed.dual.bound()
+    assert relaxed.dual.bound() <= incumbent.cost <= 1.4 * relaxed.dual.bound()
 
 
 def test_wrong_instances_say_what_is_wrong() -> None:

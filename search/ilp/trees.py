@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from stratagem.search.ilp._kernels import search_trees
+from stratagem.search.ilp._tree_kernels import search_trees
 from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Floats, Ints
@@ -22,7 +22,7 @@ MAX_ROWS, MORE_ROWS = 64, 16
 """Rows that a search knows at first, and learns at a time."""
 HOTTEST, COLDEST = 1e-4, 1e-6
 """Temperatures, as shares of the bound, at the first and at the last move."""
-LEAST_WEIGHT = 0.03
+LEAST_WEIGHT = 0.01
 """Weights of rows do not sink under this share of what they were at first."""
 CHUNK = 500
 """Moves between looks at the clock."""
