@@ -280,3 +280,27 @@ def test_contest_instances_are_proved_optimal(name: str, optimum: int) -> None:
     assert solution.objective == solution.bound == optimum
     assert solution.choice is not None
     assert instance.excess(solution.choice) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(instances(), st.sampled_from([0.05, 0.3, 0.6]))
+def test_a_loose_tolerance_claims_no_more_than_it_proves(
+    instance: Instance, tolerance: float
+) -> None:
+    best = brute_force(instance)
+    solution = solve(instance, tolerance=tolerance)
+    if not np.isfinite(best):
+        assert solution.status is Status.INFEASIBLE
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.bound <= best <= solution.objective
+    assert solution.gap <= tolerance + 1e-9
+
+
+def test_a_bound_is_under_the_optimum_where_the_search_stops_early() -> None:
+    for seed in range(12):
+        instance = layers(seed, 30, 5)
+        best = solve(instance).objective
+        solution = solve(instance, tolerance=0.2)
+        assert solution.bound <= best <= solution.objective
+        assert solution.gap <= 0.2 + 1e-9

@@ -70,7 +70,7 @@ class Branching:
                 self._relax(part)
             else:
                 self._split(part)
-        return self.incumbent.cost
+        return self.incumbent.proved
 
     def _push(self, part: Part) -> None:
         heapq.heappush(self.heap, (part.bound, next(self.numbers), part))
