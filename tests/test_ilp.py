@@ -304,3 +304,26 @@ def test_a_bound_is_under_the_optimum_where_the_search_stops_early() -> None:
         solution = solve(instance, tolerance=0.2)
         assert solution.bound <= best <= solution.objective
         assert solution.gap <= 0.2 + 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances(), st.integers(0, 2**32 - 1))
+def test_costs_in_seconds_are_solved_as_well(instance: Instance, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    instance = Instance(
+        tuple(costs * 1e-6 * rng.random(costs.shape) for costs in instance.costs),
+        tuple(
+            Edge(edge.first, edge.second, edge.costs * 1e-6 * rng.random(edge.costs.shape))
+            for edge in instance.edges
+        ),
+        instance.uses,
+        instance.devices,
+    )
+    best = brute_force(instance)
+    solution = solve(instance)
+    if not np.isfinite(best):
+        assert solution.status is Status.INFEASIBLE
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == pytest.approx(best, rel=1e-9)
+    assert solution.bound <= best * (1 + 1e-12)
