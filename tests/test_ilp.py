@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.search.ilp.branch import Part, ascended
+from stratagem.search.ilp.eliminate import simplify
 from stratagem.search.ilp.explain import explain_infeasible
+from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use, limits
 from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
-from stratagem.search.ilp.solve import Solution, Status, solve
+from stratagem.search.ilp.reduce import compact, copy
+from stratagem.search.ilp.solve import Solution, Status, reduced, solve
+from stratagem.search.ilp.trees import TreeSearch
 
 
 @st.composite
@@ -189,3 +197,133 @@ def least_increase(instance: Instance) -> int:
             best = over if best is None else min(best, over)
     assert best is not None
     return best
+
+
+def layers(seed: int, num_nodes: int, num_strategies: int) -> Instance:
+    """A chain of layers with residual edges and memory that binds, as a plan's choices are."""
+    rng = np.random.default_rng(seed)
+
+    def table() -> np.ndarray:
+        drawn = rng.integers(1, 100, (num_strategies, num_strategies)).astype(float)
+        drawn[rng.random(drawn.shape) < 0.1] = np.inf
+        np.fill_diagonal(drawn, 0.0)
+        return drawn
+
+    kinds = [table() for _ in range(4)]
+    costs = tuple(rng.integers(1, 200, num_strategies).astype(float) for _ in range(num_nodes))
+    edges = [Edge(node, node + 1, kinds[node % 3]) for node in range(num_nodes - 1)]
+    edges += [Edge(node, node + 4, kinds[3]) for node in range(0, num_nodes - 4, 4)]
+    nbytes = [rng.integers(0, 1000, num_strategies) for _ in range(num_nodes)]
+    uses = tuple(
+        Use(node, node, min(2 * num_nodes - node, node + 60), nbytes[node])
+        for node in range(num_nodes)
+    )
+    return Instance(costs, tuple(edges), uses, (Device("device", 18_000),))
+
+
+def test_equal_seeds_give_equal_solutions() -> None:
+    instance = layers(1, 60, 6)
+    one, other = (solve(instance, tolerance=0.02, seed=3) for _ in range(2))
+    assert one.choice is not None
+    assert other.choice is not None
+    assert one.choice.tolist() == other.choice.tolist()
+    assert (one.objective, one.bound) == (other.objective, other.bound)
+    assert one.gap <= 0.02
+
+
+def test_a_bound_holds_when_time_is_up() -> None:
+    instance = layers(2, 40, 5)
+    best = solve(instance).objective
+    for seconds in (0.0, 0.05, 0.2):
+        cut = solve(instance, seconds=seconds)
+        assert cut.bound <= best <= cut.objective
+
+
+def test_random_trees_find_solutions_of_large_instances() -> None:
+    instance = layers(4, 120, 8)
+    core, _ = compact(reduced(instance))
+    incumbent = Incumbent(core, 1e-9, math.inf, integral=True)
+    part = Part(copy(core))
+    simplify(part.problem)
+    relaxed = ascended(part, incumbent)
+    TreeSearch(part.problem, relaxed, incumbent, seed=0).run(4000, part.bound, math.inf)
+    assert incumbent.choice is not None
+    assert core.memory is not None
+    assert core.memory.fits(incumbent.choice)
+    assert relaxed.dual.bound() <= incumbent.cost <= 1.4 * relaxed.dual.bound()
+
+
+def test_wrong_instances_say_what_is_wrong() -> None:
+    ones = np.ones(2)
+    with pytest.raises(ValueError, match="names a node that is not one of 1"):
+        Instance((ones,), (Edge(0, 1, np.ones((2, 2))),))
+    with pytest.raises(ValueError, match=r"shape \(2, 3\).*\(2, 2\)"):
+        Instance((ones, ones), (Edge(0, 1, np.ones((2, 3))),))
+    with pytest.raises(ValueError, match=r"costs -1\.0"):
+        Instance((-ones,))
+    with pytest.raises(ValueError, match="not a number"):
+        Instance((ones * np.nan,))
+    with pytest.raises(ValueError, match="0 devices"):
+        Instance((ones,), (), (Use(0, 0, 1, np.array([1, 2])),))
+    with pytest.raises(ValueError, match="2 strategies and node 1, tied to it, 3"):
+        solve(Instance((ones, np.ones(3))), tied=[(0, 1)])
+
+
+@pytest.mark.parametrize(("name", "optimum"), [("G", 217_039), ("P", 651_833_115_436)])
+def test_contest_instances_are_proved_optimal(name: str, optimum: int) -> None:
+    folder = os.environ.get("STRATAGEM_DATA")
+    if folder is None:
+        pytest.skip("STRATAGEM_DATA does not name a folder with iopddl/ in it")
+    instance = read_iopddl(Path(folder) / "iopddl" / f"{name}.json.gz")
+    solution = solve(instance, seconds=120)
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == solution.bound == optimum
+    assert solution.choice is not None
+    assert instance.excess(solution.choice) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(instances(), st.sampled_from([0.05, 0.3, 0.6]))
+def test_a_loose_tolerance_claims_no_more_than_it_proves(
+    instance: Instance, tolerance: float
+) -> None:
+    best = brute_force(instance)
+    solution = solve(instance, tolerance=tolerance)
+    if not np.isfinite(best):
+        assert solution.status is Status.INFEASIBLE
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.bound <= best <= solution.objective
+    assert solution.gap <= tolerance + 1e-9
+
+
+def test_a_bound_is_under_the_optimum_where_the_search_stops_early() -> None:
+    for seed in range(12):
+        instance = layers(seed, 30, 5)
+        best = solve(instance).objective
+        solution = solve(instance, tolerance=0.2)
+        assert solution.bound <= best <= solution.objective
+        assert solution.gap <= 0.2 + 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances(), st.integers(0, 2**32 - 1))
+def test_costs_in_seconds_are_solved_as_well(instance: Instance, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    instance = Instance(
+        tuple(costs * 1e-6 * rng.random(costs.shape) for costs in instance.costs),
+        tuple(
+            Edge(edge.first, edge.second, edge.costs * 1e-6 * rng.random(edge.costs.shape))
+            for edge in instance.edges
+        ),
+        instance.uses,
+        instance.devices,
+    )
+    best = brute_force(instance)
+    solution = solve(instance)
+    if not np.isfinite(best):
+        assert solution.status is Status.INFEASIBLE
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == pytest.approx(best, rel=1e-9)
+    assert solution.bound <= best * (1 + 1e-12)

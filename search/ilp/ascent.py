@@ -12,20 +12,31 @@ import time
 
 import numpy as np
 
-from stratagem.search.ilp._kernels import ascend, bytes_held, dual_bound, priced_costs
+from stratagem.search.ilp._kernels import (
+    ascend,
+    bytes_held,
+    consistent_choice,
+    dual_bound,
+    priced_costs,
+)
 from stratagem.search.ilp.dual import Dual
 from stratagem.search.ilp.flat import Flat
-from stratagem.search.ilp.instance import Floats
+from stratagem.search.ilp.instance import Floats, Ints
 from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
 
-FIRST_PASSES, PASSES = 20, 5
-"""Passes to begin with, and after every change of prices."""
-MAX_ROWS = 64
-"""Rows that are priced and rows spread over time that are taken where there are many."""
-SMALLEST_STEP = 1e-5
-"""Share of the step to the target at which prices are left as they are."""
+FIRST_PASSES, PASSES, LAST_PASSES = 20, 4, 40
+"""Passes to begin with, after every change of prices, and in the end."""
+WIDE_STEPS, FINE_STEPS = 100, 60
+"""Changes of prices, at the most."""
+INERTIA = 0.6
+"""Weight of the slopes before in the averaged slope."""
+FIRST_SHARE, SMALLEST_SHARE = 0.1, 1e-5
+"""Shares of the way to the goal of the fine steps, the first and the least."""
+MAX_ROWS, MORE_ROWS, LEARNING = 64, 16, 10
+"""Rows that are priced, and rows spread over time, that are taken where there are many; rows that
+are learnt at a time, and the steps between."""
 HOPE = 0.05
 """How far over its bound a problem's optimum is guessed to be where no solution is known."""
 SURE_SHARE = 0.5
@@ -33,52 +44,114 @@ SURE_SHARE = 0.5
 
 
 class Ascent:
-    """Messages and prices of a problem, getting better with every call of `run`."""
+    """Messages and prices of a problem, getting better with every call of `run`.
+
+    Of many rows of memory only some are priced at first; those join that its choices break.
+    """
 
     def __init__(self, problem: Problem, prices: Floats) -> None:
         assert problem.memory is not None
-        self.problem = problem
+        self.problem, self.memory = problem, problem.memory
         self.flat = flat = Flat.of(problem)
-        memory = problem.memory
-        self.rows = some_rows(memory.num_rows, prices, MAX_ROWS)
-        self.limits = memory.limits[self.rows].astype(np.float64)
-        windows = [memory.windows[node] for node in flat.nodes]
-        self.windows = FlatWindows.of([only(window, self.rows) for window in windows])
-        self.prices = prices[self.rows]
+        self.prices = np.empty(0)
+        self.rows = np.empty(0, np.int64)
+        self._price_rows(some_rows(self.memory.num_rows, prices, MAX_ROWS), prices)
         self.messages = np.zeros(int(flat.places[-1]))
         self.costs, self.theta = flat.costs.copy(), flat.costs.copy()
+        self.choice = np.zeros(len(flat.nodes), np.int64)
         self.bound = -np.inf
 
-    def run(self, target: float, steps: int, deadline: float) -> None:
-        """Raise the bound towards a target: what a solution costs, infinite if none is known."""
+    def _price_rows(self, rows: Ints, prices: Floats) -> None:
+        self.rows, self.prices = rows, prices[rows]
+        self.limits = self.memory.limits[rows].astype(np.float64)
+        self.scale = np.maximum(self.limits, 1.0)
+        windows = [self.memory.windows[node] for node in self.flat.nodes]
+        self.windows = FlatWindows.of([only(window, rows) for window in windows])
+
+    def run(self, target: float, deadline: float) -> None:
+        """Raise the bound towards a target: what a solution costs, infinite if none is known.
+
+        Prices first follow shrinking steps along averaged slopes (Polyak 1969), then steps that
+        shrink where the bound does not rise.
+        """
         self.bound = self._passes(FIRST_PASSES)
-        goal = target
         best = self.messages.copy(), self.prices.copy()
-        slope, share = self._slope(), 1.0
-        scale = np.maximum(self.limits, 1.0)
-        for _ in range(steps):
-            if share < SMALLEST_STEP or self.bound > target or time.perf_counter() > deadline:
+        slope = self._slope()
+        for step in range(WIDE_STEPS):
+            if self._is_over(target, deadline) or not self._move(slope, _fade(step), target):
                 break
-            if not np.isfinite(target):
-                goal = self.bound + HOPE * abs(self.bound)
-            change = slope / scale
-            change[(self.prices <= 0) & (change < 0)] = 0.0
-            if not change.any():
-                break
-            step = share * (goal - self.bound) / float(change @ change)
-            self.prices = np.maximum(0.0, self.prices + step * change / scale)
             bound = self._passes(PASSES)
             if bound > self.bound:
-                share *= 1.5 if bound > self.bound + 1e-3 * (goal - self.bound) else 0.7
-                share = min(share, 2.0)
-                self.bound, slope = bound, self._slope()
-                best = self.messages.copy(), self.prices.copy()
-            else:
-                share *= 0.5
-                slope = (slope + self._slope()) / 2
-                self.messages, self.prices = best[0].copy(), best[1].copy()
+                self.bound, best = bound, (self.messages.copy(), self.prices.copy())
+            slope = (1 - INERTIA) * self._slope() + INERTIA * slope
+            if step % LEARNING == 0 and self._learn():
+                slope, best = self._slope(), (best[0], self._padded(best[1]))
         self.messages, self.prices = best
-        self.bound = self._bound()
+        self._refine(target, deadline)
+
+    def _refine(self, target: float, deadline: float) -> None:
+        self.bound = self._passes(FIRST_PASSES)
+        share, slope = FIRST_SHARE, self._slope()
+        best = self.messages.copy(), self.prices.copy()
+        for _ in range(FINE_STEPS):
+            if share < SMALLEST_SHARE or self._is_over(target, deadline):
+                break
+            self.prices = best[1].copy()
+            if not self._move(slope, share, target):
+                break
+            bound = self._passes(PASSES)
+            if bound > self.bound:
+                share = min(share * (1.5 if self._is_much(bound, target) else 0.7), 2.0)
+                self.bound, best = bound, (self.messages.copy(), self.prices.copy())
+                slope = self._slope()
+            else:
+                share, slope = share / 2, (slope + self._slope()) / 2
+        self.messages, self.prices = best
+        self.bound = self._passes(LAST_PASSES)
+        self._slope()
+
+    def _is_over(self, target: float, deadline: float) -> bool:
+        return self.bound > target or time.perf_counter() > deadline
+
+    def _is_much(self, bound: float, target: float) -> bool:
+        return bound > self.bound + 1e-3 * (self._goal(target) - self.bound)
+
+    def _goal(self, target: float) -> float:
+        return target if np.isfinite(target) else self.bound + HOPE * abs(self.bound)
+
+    def _move(self, slope: Floats, share: float, target: float) -> bool:
+        """Change the prices by a share of the step to the goal; False where no price can."""
+        change = slope / self.scale
+        change[(self.prices <= 0) & (change < 0)] = 0.0
+        if not change.any():
+            return False
+        step = share * (self._goal(target) - self.bound) / float(change @ change)
+        self.prices = np.maximum(0.0, self.prices + step * change / self.scale)
+        return True
+
+    def _learn(self) -> bool:
+        """Price the rows that the present choice breaks most; whether there are new ones."""
+        if len(self.rows) == self.memory.num_rows:
+            return False
+        over = self.memory.held(self._full()) / np.maximum(self.memory.limits, 1) - 1.0
+        over[self.rows] = 0.0
+        worst = np.argsort(-over, kind="stable")[:MORE_ROWS]
+        broken = worst[over[worst] > 0]
+        if len(broken):
+            self._known = self.rows
+            self._price_rows(np.union1d(self.rows, broken), self.all_prices())
+        return bool(len(broken))
+
+    def _padded(self, prices: Floats) -> Floats:
+        """Prices of the rows before the last were learnt, as those of all that are known now."""
+        padded = np.zeros(len(self.rows))
+        padded[np.searchsorted(self.rows, self._known)] = prices
+        return padded
+
+    def _full(self) -> Ints:
+        choice = np.zeros(len(self.problem.costs), np.int64)
+        choice[self.flat.nodes] = self.choice
+        return choice
 
     def _passes(self, count: int) -> float:
         self._price()
@@ -98,16 +171,16 @@ class Ascent:
         return float(least - self.prices @ self.limits + self.problem.constant)
 
     def _slope(self) -> Floats:
-        """How the bound changes with the prices: bytes over the limits."""
+        """How the bound changes with the prices: bytes over the limits in a choice that fits θ."""
+        flat = self.flat
+        consistent_choice(flat.starts, self.theta, *flat.graph, self.messages, self.choice)
         used = np.empty(len(self.limits))
-        bytes_held(self.flat.starts, self.theta, *self.windows.arrays, used)
+        bytes_held(self.choice, *self.windows.arrays, used)
         return used - self.limits
 
     def all_prices(self) -> Floats:
         """Prices of all rows of the problem; those that were left out have none."""
-        memory = self.problem.memory
-        assert memory is not None
-        prices = np.zeros(memory.num_rows)
+        prices = np.zeros(self.memory.num_rows)
         prices[self.rows] = self.prices
         return prices
 
@@ -131,4 +204,9 @@ class Ascent:
         for number, node in enumerate(flat.nodes):
             for edge in range(flat.adjacency[number], flat.adjacency[number + 1]):
                 dual.messages[node, flat.nodes[flat.neighbours[edge]]] = messages[edge]
-        return Relaxed(weights, dual)
+        return Relaxed(weights, dual, self._full())
+
+
+def _fade(step: int) -> float:
+    """Share of the way to the goal that a step may make."""
+    return 0.3 / (1.0 + step / 15.0)

@@ -35,8 +35,6 @@ RETREAT = 4
 """Where choices do not go together, a dive tries this fraction of them, the clearest."""
 MAX_LEVELS = 200
 """Relaxations after which a dive is given up."""
-STEPS = 60
-"""Changes of prices a bound."""
 
 RowKey = tuple[int, int]
 """A row by device and step, which outlasts reductions."""
@@ -72,7 +70,7 @@ class Branching:
                 self._relax(part)
             else:
                 self._split(part)
-        return self.incumbent.cost
+        return self.incumbent.proved
 
     def _push(self, part: Part) -> None:
         heapq.heappush(self.heap, (part.bound, next(self.numbers), part))
@@ -112,7 +110,7 @@ def tighten(part: Part, incumbent: Incumbent) -> bool:
             return False
         part.relaxed = relaxed
         part.bound = max(part.bound, relaxed.dual.bound())
-        incumbent.consider(problem, relaxed.rounded(len(problem.costs)))
+        incumbent.consider(problem, relaxed.choice)
         if part.bound > incumbent.cutoff:
             return False
         try:
@@ -135,7 +133,7 @@ def ascended(part: Part, incumbent: Incumbent) -> Relaxed:
     assert memory is not None
     keys = row_keys(memory)
     ascent = Ascent(part.problem, np.array([part.prices.get(key, 0.0) for key in keys]))
-    ascent.run(incumbent.cutoff, STEPS, incumbent.deadline)
+    ascent.run(incumbent.cutoff, incumbent.deadline)
     _remember_prices(part, keys, ascent.all_prices())
     return ascent.relaxed()
 

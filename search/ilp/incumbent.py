@@ -40,6 +40,13 @@ class Incumbent:
         return self.cost - step + ROUNDING * abs(self.cost)
 
     @property
+    def proved(self) -> float:
+        """What no solution is under once nothing at or under the cutoff is left."""
+        if self.integral and self.tolerance <= NEGLIGIBLE:
+            return self.cost
+        return min(self.cost, self.cutoff)
+
+    @property
     def seconds_left(self) -> float:
         """Time until the deadline."""
         return self.deadline - time.perf_counter()

@@ -138,7 +138,10 @@ class Program:
         }
         prices = np.zeros(memory.num_rows)
         prices[self.rows] = np.maximum(-found.ineqlin.marginals, 0.0) * self.scale / scale
-        return Relaxed(weights, self._dual(found.eqlin.marginals * self.scale, prices))
+        choice = np.zeros(len(self.problem.costs), np.int64)
+        for node, each in weights.items():
+            choice[node] = each.argmax()
+        return Relaxed(weights, self._dual(found.eqlin.marginals * self.scale, prices), choice)
 
     def _dual(self, marginals: Floats, prices: Floats) -> Dual:
         dual = Dual(self.problem, prices)

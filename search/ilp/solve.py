@@ -144,6 +144,8 @@ def whole_costs(instance: Instance) -> bool:
     return all(bool((costs == np.rint(costs)).all()) for costs in every)
 
 
+MARGIN = 1e-6
+"""What a bound may be off by, and its square as a share of it, before it is rounded up."""
 PATIENCE = 40
 """Regions without a better solution after which the search turns to its proof."""
 MOVES = 40
@@ -164,7 +166,7 @@ def _search(
     started = time.perf_counter()
     part = Part(problem)
     if not tighten(part, incumbent):
-        return incumbent.cost, 0
+        return incumbent.proved, 0
     assert part.relaxed is not None
     fractional = part.relaxed.num_fractional
     if fractional:
@@ -175,7 +177,7 @@ def _search(
         return branching.run(part, max_parts), fractional
     for number in itertools.count():
         if not tighten(part, incumbent):
-            return incumbent.cost, fractional
+            return incumbent.proved, fractional
         large = num_entries(part.problem) > PROVABLE
         until = (
             incumbent.deadline if large else started + IMPROVING * (incumbent.deadline - started)
@@ -212,9 +214,9 @@ def _solution(
     if choice is None:
         status = Status.INFEASIBLE if bound == np.inf else Status.UNKNOWN
     else:
-        status = Status.OPTIMAL if bound > incumbent.cutoff else Status.FEASIBLE
+        status = Status.OPTIMAL if bound >= incumbent.cutoff else Status.FEASIBLE
     if incumbent.integral and np.isfinite(bound):
-        bound = float(np.ceil(bound - 0.5))
+        bound = float(np.ceil(bound - max(MARGIN, MARGIN**2 * abs(bound))))
     return Solution(
         status=status,
         choice=choice,

@@ -10,17 +10,17 @@ import time
 
 import numpy as np
 
-from stratagem.search.ilp._kernels import search_trees
+from stratagem.search.ilp._tree_kernels import search_trees
 from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Ints
+from stratagem.search.ilp.instance import Floats, Ints
 from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
 
 MAX_ROWS, MORE_ROWS = 64, 16
 """Rows that a search knows at first, and learns at a time."""
-HOTTEST, COLDEST = 1e-3, 1e-6
+HOTTEST, COLDEST = 1e-4, 1e-6
 """Temperatures, as shares of the bound, at the first and at the last move."""
 LEAST_WEIGHT = 0.01
 """Weights of rows do not sink under this share of what they were at first."""
@@ -46,7 +46,7 @@ class TreeSearch:
             [int(relaxed.weights[node].argmax()) for node in self.flat.nodes], np.int64
         )
         prices = relaxed.dual.prices
-        self.best = self.choice.copy()
+        self.best, self.best_cost = self.choice.copy(), np.inf
         charged = prices[prices > 0]
         self.first_weights = np.maximum(prices, 0.1 * charged.mean() if len(charged) else 1e-3)
         self.rows, self.weights = np.empty(0, np.int64), np.empty(0)
@@ -64,7 +64,6 @@ class TreeSearch:
             [only(memory.windows[node], rows) for node in self.flat.nodes]
         )
         self.least_weights = LEAST_WEIGHT * self.first_weights[rows]
-        self.best_cost = np.inf
 
     def run(self, moves: int, bound: float, deadline: float) -> None:
         """Make moves while the search cools down; better solutions go to the incumbent."""
@@ -81,6 +80,7 @@ class TreeSearch:
             made += CHUNK
             if self.best_cost < before:
                 self._report()
+            self._learn()
 
     def _move(self, temperature: float) -> None:
         flat = self.flat
@@ -92,6 +92,7 @@ class TreeSearch:
             flat.costs,
             flat.adjacency,
             flat.neighbours,
+            flat.reverse,
             flat.tables,
             flat.pool,
             *self.windows.arrays,
@@ -103,16 +104,30 @@ class TreeSearch:
             self.best_cost,
         )
 
-    def _report(self) -> None:
-        """Offer the best choice, or learn the rows that it breaks."""
-        memory = self.problem.memory
-        assert memory is not None
-        choice = np.zeros(len(self.problem.costs), np.int64)
-        choice[self.flat.nodes] = self.best
-        over = memory.held(choice) / np.maximum(memory.limits, 1) - 1
+    def _learn(self) -> None:
+        """Take in the rows that the present choice breaks most, where there are any."""
+        over = self._excess(self.choice)
+        over[self.rows] = 0
         worst = np.argsort(-over, kind="stable")[:MORE_ROWS]
         broken = worst[over[worst] > 0]
         if len(broken):
             self._know(np.union1d(self.rows, broken))
+
+    def _report(self) -> None:
+        """Offer the best choice, or forget it if it breaks rows that were not known."""
+        if self._excess(self.best).max(initial=0.0) > 0:
+            self.best_cost = np.inf
         else:
-            self.incumbent.consider(self.problem, choice)
+            self.incumbent.consider(self.problem, self._full(self.best))
+
+    def _excess(self, choice: Ints) -> Floats:
+        """By how much each row is over its limit, as a share of it."""
+        memory = self.problem.memory
+        assert memory is not None
+        held = memory.held(self._full(choice))
+        return held / np.maximum(memory.limits, 1) - np.where(memory.limits > 0, 1.0, 0.0)
+
+    def _full(self, choice: Ints) -> Ints:
+        full = np.zeros(len(self.problem.costs), np.int64)
+        full[self.flat.nodes] = choice
+        return full
