@@ -10,8 +10,33 @@ from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import local_sizes
-from stratagem.simulator.schedules import schedule_by_name
 from stratagem.simulator.segments import recomputed_operators
+
+SPLIT_BACKWARD = ("zb-h1",)
+"""Schedules that make gradients of parameters apart from those of inputs."""
+
+
+class _Model:
+    """The model at the batch of a microbatch: a number per operator, equal for equal ones."""
+
+    def __init__(self, graph: OperatorGraph, situation: Situation) -> None:
+        self.graph = graph
+        number = situation.memory.number
+        self.kinds = [
+            (
+                number(operator.signature),
+                bool(trainable_weights(graph, operator)),
+                tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs),
+            )
+            for operator in graph.operators
+        ]
+        self._recomputed: dict[str, frozenset[str]] = {}
+
+    def recomputed(self, policy: str) -> frozenset[str]:
+        """Names of the operators that a policy recomputes."""
+        if policy not in self._recomputed:
+            self._recomputed[policy] = frozenset(recomputed_operators(self.graph, policy))
+        return self._recomputed[policy]
 
 
 class ComputingBounds:
@@ -42,48 +67,46 @@ class ComputingBounds:
     def __init__(self, situation: Situation, options: Options = Options()) -> None:  # noqa: B008
         self._situation, self._options = situation, options
         self._known: dict[Any, float] = {}
-        self._graphs: dict[int, OperatorGraph] = {}
+        self._models: dict[int, _Model] = {}
         self._stages: dict[Any, float] = {}
 
     def seconds(self, skeleton: Skeleton) -> float:
         """No plan of the skeleton takes less than so many seconds a step."""
         times = [self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)]
-        num_ranks = len({frozenset(mesh.devices) for mesh in skeleton.meshes})
-        schedule = schedule_by_name(
-            skeleton.schedule, len(times), skeleton.num_microbatches, num_ranks=num_ranks
-        )
+        ranks: dict[frozenset[int], list[int]] = {}
+        for stage, mesh in enumerate(skeleton.meshes):
+            ranks.setdefault(frozenset(mesh.devices), []).append(stage)
         found = 0.0
-        for order in schedule.orders:
-            mine = {action.stage for action in order}
+        for mine in ranks.values():
             before = sum(times[: min(mine)])
             # Gradients of parameters that are made apart need not come before those of inputs.
-            back = before if len(mine) == 1 and not schedule.splits_backward else 0.0
-            work = skeleton.num_microbatches * sum(times[s] for s in mine)
-            found = max(found, work + back)
+            back = before if len(mine) == 1 and skeleton.schedule not in SPLIT_BACKWARD else 0.0
+            found = max(found, skeleton.num_microbatches * sum(times[s] for s in mine) + back)
         return found
 
     def _stage(self, names: tuple[str, ...], k: int, skeleton: Skeleton) -> float:
         s, mesh = self._situation, skeleton.meshes[k]
-        parts = skeleton.num_microbatches
+        parts, policy = skeleton.num_microbatches, skeleton.policies[k]
         types = tuple({s.cluster.device_type(d).name for d in mesh.devices})
-        alike = (mesh.shape, tuple(mesh.link(a, s.cluster) for a in range(len(mesh.axes))), types)
-        policy = skeleton.policies[k]
-        key = (names, alike, parts, policy)
+        links = tuple(mesh.link(a, s.cluster) for a in range(len(mesh.axes)))
+        alike = s.memory.number((mesh.shape, links, types))
+        key = (s.memory.number(names), alike, parts, policy)
         if key in self._stages:
             return self._stages[key]
-        graph = self._graphs.setdefault(parts, s.graph.microbatch(parts))
-        recomputed = recomputed_operators(graph, policy)
-        builder = TableBuilder(graph, mesh, s.cluster, s.training, s.costs, s.memory)
+        if parts not in self._models:
+            self._models[parts] = _Model(s.graph.microbatch(parts), s)
+        model = self._models[parts]
+        again = model.recomputed(policy)
+        builder: TableBuilder | None = None
         total = 0.0
         for name in names:
-            i = graph.index[name]
-            operator = graph.operators[i]
-            trained = bool(trainable_weights(graph, operator))
-            flows = tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs)
-            again = name in recomputed
-            row = (s.memory.number(operator.signature), trained, flows, alike, parts, again)
+            i = model.graph.index[name]
+            row = (model.kinds[i], alike, parts, name in again)
             if row not in self._known:
-                self._known[row] = self._fastest(builder, graph, i, again)
+                builder = builder or TableBuilder(
+                    model.graph, mesh, s.cluster, s.training, s.costs, s.memory
+                )
+                self._known[row] = self._fastest(builder, model.graph, i, name in again)
             total += self._known[row]
         self._stages[key] = total
         return total
