@@ -10,6 +10,7 @@ from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import local_sizes
+from stratagem.simulator.rules import rule_of
 from stratagem.simulator.segments import recomputed_operators
 
 SPLIT_BACKWARD = ("zb-h1",)
@@ -67,6 +68,8 @@ class ComputingBounds:
     def __init__(self, situation: Situation, options: Options = Options()) -> None:  # noqa: B008
         self._situation, self._options = situation, options
         self._known: dict[Any, float] = {}
+        self._priced: dict[Any, float] = {}
+        self._builders: list[TableBuilder] = []
         self._models: dict[int, _Model] = {}
         self._stages: dict[Any, float] = {}
 
@@ -103,26 +106,30 @@ class ComputingBounds:
             i = model.graph.index[name]
             row = (model.kinds[i], alike, parts, name in again)
             if row not in self._known:
-                builder = builder or TableBuilder(
-                    model.graph, mesh, s.cluster, s.training, s.costs, s.memory
-                )
-                self._known[row] = self._fastest(builder, model.graph, i, name in again)
+                if builder is None:
+                    builder = TableBuilder(
+                        model.graph, mesh, s.cluster, s.training, s.costs, s.memory
+                    )
+                    self._builders.append(builder)
+                self._known[row] = self._fastest(builder, model, i, name in again)
             total += self._known[row]
         self._stages[key] = total
         return total
 
-    def _fastest(
-        self, builder: TableBuilder, graph: OperatorGraph, i: int, recompute: bool
-    ) -> float:
+    def _fastest(self, builder: TableBuilder, model: _Model, i: int, recompute: bool) -> float:
+        graph, kind = model.graph, model.kinds[i]
         operator, shape = graph.operators[i], builder.mesh.shape
-        priced: dict[tuple[object, ...], float] = {}
+        inside = bool(rule_of(operator).inner(operator, operator.sizes))
+        # All-reduces inside an operator depend on the mesh; everything else on local sizes only.
+        where = (id(builder),) if inside else ()
+        types = tuple(device.name for device in builder.devices)
         best = float("inf")
         for choice in operator_choices(
             graph, operator, shape, (0,), self._options, recompute=recompute
         ):
-            sizes = local_sizes(operator, choice.config, shape)
-            same = (*sorted(sizes.items()), choice.chunks, choice.fused)
-            if same not in priced:
-                priced[same] = builder.pass_seconds(i, choice)
-            best = min(best, priced[same])
+            sizes = tuple(sorted(local_sizes(operator, choice.config, shape).items()))
+            same = (kind, types, sizes, choice.chunks, choice.fused, recompute, *where)
+            if same not in self._priced:
+                self._priced[same] = builder.pass_seconds(i, choice)
+            best = min(best, self._priced[same])
         return best

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from stratagem.search import _kernels
 from stratagem.search.anneal import arguments_of
+from stratagem.search.baselines import Situation
 from stratagem.search.bound import lower_bound
+from stratagem.search.computing import ComputingBounds
 from stratagem.search.forest import minimise_forest, spanning_forest
 from stratagem.search.lookups import longest_path
 from stratagem.search.problem import Problem, make_problem
@@ -174,3 +176,27 @@ def test_longest_path_by_brute_force(count: int, seed: int) -> None:
         return durations[task] + max((longest_from(b) for a, b in edges if a == task), default=0)
 
     assert sum(durations[path]) == max(longest_from(t) for t in range(count))
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_the_computing_bound_holds_for_plans_drawn_at_random(policy: str, schedule: str) -> None:
+    graph = gpt(num_layers=4, hidden=64, num_heads=4, sequence=32, vocabulary=96, batch=16)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+    situation = Situation(graph, cluster, Training(), default_costs())
+    bounds = ComputingBounds(situation)
+    rng = np.random.default_rng(3)
+    closest = np.inf
+    for skeleton in list(skeletons(graph, cluster, schedule=schedule))[::4]:
+        skeleton = replace(skeleton, recompute=policy)
+        problem = make_problem(
+            graph, skeleton, cluster, Training(), default_costs(), (0, 2), situation.memory
+        )
+        bound = bounds.seconds(skeleton)
+        for _ in range(3):
+            number = rng.integers(0, [len(options) for options in problem.choices])
+            plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
+            step = situation.simulate(plan).step_time
+            assert bound <= step * (1 + 1e-9)
+            closest = min(closest, step / bound)
+    assert closest < 20
