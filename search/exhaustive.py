@@ -13,7 +13,13 @@ from stratagem.search._kernels import MEASURE, REPLAY
 from stratagem.search.anneal import arguments_of
 from stratagem.search.baselines import Situation
 from stratagem.search.problem import Problem, make_problem
-from stratagem.search.space import ZERO_STAGES, Skeleton, operator_choices, skeletons
+from stratagem.search.space import (
+    ZERO_STAGES,
+    Skeleton,
+    distinct_stages,
+    operator_choices,
+    skeletons,
+)
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
@@ -157,14 +163,13 @@ def count_plans(
     total = 0
     for skeleton in candidates:
         small = graph.microbatch(skeleton.num_microbatches)
+        zeros = distinct_stages(zero_stages, skeleton.num_microbatches)
         plans = 1
         for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True):
             for name in names:
                 key = skeleton.num_microbatches, name, mesh.shape
                 if key not in counts:
-                    choices = operator_choices(
-                        small, small.operator(name), mesh.shape, zero_stages
-                    )
+                    choices = operator_choices(small, small.operator(name), mesh.shape, zeros)
                     counts[key] = len(choices)
                 plans *= counts[key]
         total += plans
