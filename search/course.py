@@ -46,7 +46,7 @@ ENUMERATED = 100_000
 """Skeletons with so many plans at most are enumerated."""
 PROBES = 50
 """A skeleton that is bounded only gets this part of the budget for a chain."""
-CERTIFIED_OPERATORS, LEAST_CERTIFIED, MOST_CERTIFIED = 3_000, 12, 200
+CERTIFIED_OPERATORS, LEAST_CERTIFIED, MOST_CERTIFIED = 3_000, 4, 200
 """Bounds are sharpened on so many skeletons times operators, within limits, unless told."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
