@@ -52,6 +52,10 @@ WINDOWS = 24
 """Windows that are solved on a skeleton."""
 
 
+LARGE_TABLES = 20_000_000
+"""Operators times pairs of choices above which prices of edges are not kept for other skeletons:
+they would take gigabytes."""
+
 LARGE_PROGRAM = 400_000
 """Operators times choices above which no integer program over a whole skeleton is tried."""
 
@@ -399,7 +403,7 @@ class Course:
     def _problem(self, entry: Entry) -> Problem:
         s = self.space.situation
         include: Choices = entry.starts[0] if entry.starts else {}
-        return make_problem(
+        problem = make_problem(
             s.graph,
             entry.skeleton,
             s.cluster,
@@ -411,6 +415,10 @@ class Course:
             include=include,
             constraints=self.space.constraints,
         )
+        widest = max(map(len, problem.choices))
+        if len(problem.choices) * widest**2 > LARGE_TABLES:
+            s.memory.edges.clear()
+        return problem
 
 
 def _by_simulation(entry: Entry) -> tuple[float, float]:
