@@ -480,7 +480,7 @@ def _crossing_lookups(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
     first = rows[:, 6] == np.arange(len(rows))
     kept = rows[first]
     lookups = Lookups(
-        problem.blocks[0].astype(np.float64), kept[:, 5], kept[:, 2], kept[:, 3], kept[:, 4],
+        problem.blocks[0], kept[:, 5], kept[:, 2], kept[:, 3], kept[:, 4],
         np.ones(len(kept), dtype=np.int64),
     )  # fmt: skip
     return lookups, kept[:, 0], kept[:, 1]
@@ -488,4 +488,4 @@ def _crossing_lookups(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
 
 def _tensor_lookups(problem: Problem) -> Lookups:
     _, _, base, first, stride, second, second_stride, _, _, pool, *_ = problem.tensors
-    return Lookups(pool.astype(np.float64), base, first, stride, second, second_stride)
+    return Lookups(pool, base, first, stride, second, second_stride)

@@ -59,7 +59,7 @@ class IntraProgram:
         """What travels between stages, tensor by tensor."""
         p, rows = self.problem, self.problem.crossings
         ones = np.ones(len(rows), dtype=np.int64)
-        pool = p.blocks[0].astype(np.float64)
+        pool = p.blocks[0]
         return Lookups(pool, rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
 
     def sum_weights(self) -> list[FloatArray]:

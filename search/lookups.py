@@ -35,18 +35,29 @@ class Lookups:
     `second_stride` is 0 where one operator alone decides.
     """
 
-    pool: FloatArray
+    pool: IntArray
     base: IntArray
     first: IntArray
     stride: IntArray
     second: IntArray
     second_stride: IntArray
+    mask: IntArray | None = None
+    resource: int = PLAIN
+
+    def at(self, where: IntArray) -> FloatArray:
+        """The values at places of the pool, 0 where they do not occupy the `resource`.
+
+        Pools are large and shared, so nothing is copied that is not asked for.
+        """
+        found = self.pool[where].astype(np.float64)
+        if self.mask is not None and self.resource != PLAIN:
+            found *= self.mask[where] >> self.resource & 1
+        return found
 
     def values(self, choice: IntArray) -> FloatArray:
         """The values of all rows under `choice`, one number per operator of the graph."""
         where = self.base + choice[self.first] * self.stride
-        found: FloatArray = self.pool[where + choice[self.second] * self.second_stride]
-        return found
+        return self.at(where + choice[self.second] * self.second_stride)
 
     def some(self, rows: IntArray | BoolArray) -> Lookups:
         """The look-ups of some rows."""
@@ -57,6 +68,8 @@ class Lookups:
             self.stride[rows],
             self.second[rows],
             self.second_stride[rows],
+            self.mask,
+            self.resource,
         )
 
 
@@ -96,22 +109,22 @@ class BlockLookups:
 
     def lookups(self, resource: int = PLAIN) -> Lookups:
         """Durations in ns of `tasks`; with a resource, 0 for those that do not occupy it."""
+        blocks = self.problem.stage_blocks[self.stage]
         return Lookups(
-            self._pools[resource],
+            blocks.pool_ns,
             self._base[self.tasks],
             self.block.first[self.tasks],
             self.block.stride[self.tasks],
             self.block.second[self.tasks],
             self.block.second_stride[self.tasks],
+            blocks.pool_mask,
+            resource,
         )
-
-    @cached_property
-    def _pools(self) -> list[FloatArray]:
-        return pools_of(self.problem, self.stage)
 
     def is_used(self, resource: int) -> bool:
         """Whether some choice occupies a resource."""
-        return bool(self._pools[resource].any())
+        masks = self.problem.stage_blocks[self.stage].pool_mask
+        return bool((np.bitwise_or.reduce(masks) >> resource) & 1)
 
     def longest_path(self, choice: IntArray) -> IntArray:
         """Positions in `tasks` of the path that takes longest under `choice`, resources apart."""
@@ -119,14 +132,6 @@ class BlockLookups:
         durations[self.tasks] = self.lookups().values(choice)
         path = longest_path(self.block.successor_offsets, self.block.successors, durations)
         return np.flatnonzero(np.isin(self.tasks, path))
-
-
-def pools_of(problem: Problem, stage: int) -> list[FloatArray]:
-    """The durations of a stage by resource that they occupy, and all of them (`PLAIN`)."""
-    blocks = problem.stage_blocks[stage]
-    ns = blocks.pool_ns.astype(np.float64)
-    occupied = [np.where(blocks.pool_mask >> r & 1, ns, 0.0) for r in range(NUM_RESOURCES)]
-    return [*occupied, ns]
 
 
 @numba.njit(cache=True)
@@ -213,6 +218,7 @@ class Tables:
                 *(
                     (
                         id(self._parts[n].pool),
+                        self._parts[n].resource,
                         int(self._parts[n].base[r]),
                         bool(self._parts[n].first[r] == i),
                         float(weights[n][r]),
@@ -246,5 +252,5 @@ class Tables:
                 where = base + ours[:, None] * stride + theirs[None, :] * second
             else:
                 where = base + ours[:, None] * second + theirs[None, :] * stride
-            total += weights[n][r] * part.pool[where]
+            total += weights[n][r] * part.at(where)
         return total
