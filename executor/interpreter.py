@@ -81,7 +81,7 @@ class Interpreter:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
-        self._ports = Ports(self.mine.device, program.rank_of, comm)
+        self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
         self._shards: dict[str, Shards] = {}
