@@ -1,9 +1,9 @@
 """Instructions: what a rank can do, as data.
 
 Each instruction knows the values that it reads and writes, its name and kind in the timeline
-(`task`, `kind`), and the collectives in it (`meetings_of`). None of them names a rank: where ranks
-differ, each works out its own part from its seat on the mesh (`bounds_at`, `Transfer`), so that all
-ranks of a stage can share one list.
+(`task`, `kind`), and the collectives in it (`meetings_of`). None of them names a rank: where they
+differ, each rank works out its own part from its seat on the mesh (`bounds_at`, `Transfer`), so
+that all ranks of a stage can share one list.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class Backward:
     `gradients` has per output the values whose sum is its gradient, `seed` adds the 1 of the loss;
     `inputs` and `weights` name the results, None where no gradient is wanted; inputs that read one
     tensor may share its gradient. Weight gradients are added to what is there. `anew` are the
-    values of the inputs `remade`, and then of the weights, that the tape did not keep. Where a schedule
-    makes gradients of inputs and of weights apart, the first `part` writes the gradients of the
-    outputs to `totals`, from where the second takes them.
+    values of the inputs `remade`, and then of the weights, that the tape did not keep. Where
+    gradients of inputs and of weights are made apart, the first `part` writes the gradients of
+    the outputs to `totals`, from where the second takes them.
     """
 
     operator: str
