@@ -24,16 +24,17 @@ from stratagem.executor.instructions import (
     Update,
 )
 from stratagem.executor.memory import Memory
-from stratagem.executor.movement import Ports
+from stratagem.executor.movement import Ports, stored_shape
 from stratagem.executor.optimizers import make_optimizer
-from stratagem.executor.program import LOSS, Program
-from stratagem.executor.seats import Seat, mesh_groups
+from stratagem.executor.program import LOSS, Program, Stored
+from stratagem.executor.seats import Seat, box_shape, mesh_groups
 from stratagem.executor.shards import operator_shards
-from stratagem.executor.states import check_state, collect, local_part
+from stratagem.executor.states import check_state, collect, local_part, stored_box
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
 from stratagem.simulator.torch_ops.programs import run_source
 from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.transfers import Box
 
 Action = Callable[[], None]
 
@@ -52,6 +53,9 @@ class StepRecord:
 
 class Interpreter:
     """One rank of a program: its parameters, and its instructions as ready-made actions.
+
+    `at` is the number of the instruction under way, -1 outside the instructions of a step.
+    `optimizer` is that of the parameters at home; its rate may be set before every step.
 
     Example:
         >>> interpreter = Interpreter(program, comm, model.state_dict())  # doctest: +SKIP
@@ -73,6 +77,7 @@ class Interpreter:
         self.comm = comm
         self.mine = program.ranks[comm.rank]
         self.gradients: dict[str, Tensor] | None = None
+        self.at = -1
         self._seats = {
             stage: Seat(program.mesh(stage), self.mine.device, program.rank_of)
             for stage in self.mine.stages
@@ -95,7 +100,20 @@ class Interpreter:
                 stored, self._state[stored.parameter], self._seats[stored.stage]
             )
             self._memory.values[stored.value] = part.to(self.comm.device)
-        self._optimizer = make_optimizer(self.program.plan.training)
+        self.optimizer = make_optimizer(self.program.plan.training)
+
+    def value(self, stored: Stored) -> Tensor:
+        """A parameter or buffer as this rank has it now."""
+        tensor: Tensor = self._memory.values[stored.value]
+        return tensor
+
+    def restore(self, part: Callable[[Stored, Box], Tensor]) -> None:
+        """Replace every parameter and buffer by `part` of it, a tensor that fills the box."""
+        for stored in self.mine.stored:
+            box = stored_box(stored, self._seats[stored.stage])
+            shape = stored_shape(stored.layout, box_shape(box))
+            new = part(stored, box).reshape(shape)
+            self._memory.values[stored.value] = new.to(self.comm.device)
 
     def step(
         self,
@@ -116,7 +134,8 @@ class Interpreter:
         with torch.no_grad():
             self.comm.barrier()
             zero = start = perf_counter_ns()
-            for action in self._actions:
+            for number, action in enumerate(self._actions):
+                self.at = number
                 if between is not None:
                     between()
                     start = perf_counter_ns()
@@ -124,6 +143,7 @@ class Interpreter:
                 end = perf_counter_ns()
                 spans.append((start - zero, end - zero))
                 start = end
+        self.at = -1
         loss = self._memory.values.get(LOSS)
         return StepRecord(None if loss is None else float(loss), tuple(spans), start - zero)
 
@@ -209,7 +229,7 @@ class Interpreter:
         def run() -> None:
             for each in instruction.parameters:
                 gradient = values[each.gradient]
-                self._optimizer(each.parameter, values[each.value], gradient)
+                self.optimizer(each.parameter, values[each.value], gradient)
                 if self.gradients is not None:
                     self.gradients[each.parameter] = gradient
 
