@@ -32,7 +32,7 @@ from stratagem.executor.shards import operator_shards
 from stratagem.executor.states import check_state, collect, local_part, stored_box
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
-from stratagem.simulator.torch_ops.programs import run_source
+from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
 from stratagem.simulator.torch_ops.shards import Shards
 from stratagem.simulator.transfers import Box
 
@@ -86,6 +86,8 @@ class Interpreter:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
+        self._masters: dict[str, Tensor] = {}
+        self._trained = {home.stored for home in program.homes if home.trained}
         self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
@@ -96,24 +98,28 @@ class Interpreter:
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
         for stored in self.mine.stored:
-            part = local_part(
-                stored, self._state[stored.parameter], self._seats[stored.stage]
-            )
-            self._memory.values[stored.value] = part.to(self.comm.device)
+            whole = self._state[stored.parameter]
+            self._keep(stored, local_part(stored, whole, self._seats[stored.stage]))
         self.optimizer = make_optimizer(self.program.plan.training)
 
     def value(self, stored: Stored) -> Tensor:
-        """A parameter or buffer as this rank has it now."""
-        tensor: Tensor = self._memory.values[stored.value]
+        """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
+        tensor: Tensor = self._masters.get(stored.value, self._memory.values[stored.value])
         return tensor
+
+    def _keep(self, stored: Stored, part: Tensor) -> None:
+        """Take a new value for a parameter or buffer, and its float32 copy if it has one."""
+        part, dtype = part.to(self.comm.device), torch_dtype(stored.dtype)
+        self._memory.values[stored.value] = part.to(dtype)
+        if part.dtype != dtype and stored in self._trained:
+            self._masters[stored.value] = part
 
     def restore(self, part: Callable[[Stored, Box], Tensor]) -> None:
         """Replace every parameter and buffer by `part` of it, a tensor that fills the box."""
         for stored in self.mine.stored:
             box = stored_box(stored, self._seats[stored.stage])
             shape = stored_shape(stored.layout, box_shape(box))
-            new = part(stored, box).reshape(shape)
-            self._memory.values[stored.value] = new.to(self.comm.device)
+            self._keep(stored, part(stored, box).reshape(shape))
 
     def step(
         self,
@@ -151,7 +157,7 @@ class Interpreter:
         """Whole parameters and buffers of the model on rank 0; every rank calls this."""
         program = self.program
         parts = {
-            home.stored.parameter: self._memory.values[home.stored.value]
+            home.stored.parameter: self.value(home.stored)
             for home in program.homes
             if home.stage in self.mine.stages and home.stored.value in self._memory.values
         }
@@ -208,11 +214,11 @@ class Interpreter:
     def _source(self, instruction: Source) -> Action:
         operator = self.program.whole.operator(instruction.operator)
         shape = factor_sizes(operator.outputs[0].layout, operator.sizes)
-        values = self._memory.values
+        values, dtype = self._memory.values, torch_dtype(instruction.dtype)
 
         def run() -> None:
             whole = run_source(operator, self._batch, device=self.comm.device)
-            values[instruction.value] = whole.reshape(shape)
+            values[instruction.value] = whole.to(dtype).reshape(shape)
 
         return run
 
@@ -224,12 +230,17 @@ class Interpreter:
         return compute.forward(instruction, operator, shards, flows, seat, self._memory)
 
     def _update(self, instruction: Update) -> Action:
-        values = self._memory.values
+        values, masters = self._memory.values, self._masters
 
         def run() -> None:
             for each in instruction.parameters:
-                gradient = values[each.gradient]
-                self.optimizer(each.parameter, values[each.value], gradient)
+                gradient, value = values[each.gradient], values[each.value]
+                master = masters.get(each.value)
+                if master is None:
+                    self.optimizer(each.parameter, value, gradient)
+                else:
+                    self.optimizer(each.parameter, master, gradient.to(master.dtype))
+                    value.copy_(master)
                 if self.gradients is not None:
                     self.gradients[each.parameter] = gradient
 
