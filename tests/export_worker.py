@@ -1,6 +1,7 @@
-"""A rank that trains a small model as an exported Python module says, and as one process does.
+"""A rank that trains small models as exported Python modules say, and as one process does.
 
-Run under torchrun by `test_exports_run`: export_worker FOLDER FUNCTION, where FOLDER has exported.py.
+Run under torchrun by `test_exports_run`: export_worker FOLDER, where FOLDER has the file
+NUMBER.MODEL.FUNCTION.py for each case.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,14 +33,14 @@ def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     if name == "mlp":
         batch = {"x": torch.randn(8, 12), "target": torch.randint(0, 8, (8,))}
         return MLP([12, 16, 12, 8]), batch
-    ids = torch.randint(0, 48, (4, 8))
-    model = SmallGPT(hidden=16, num_heads=4, vocabulary=48, sequence=8, tied=name == "tied gpt")
+    ids = torch.randint(0, 48, (8, 8))
+    model = SmallGPT(hidden=16, num_heads=4, vocabulary=48, sequence=8, tied=name == "tied_gpt")
     return model, {"input_ids": ids, "labels": ids.roll(-1, 1)}
 
 
-def load(folder: str) -> ModuleType:
+def load(path: Path) -> ModuleType:
     """The exported module."""
-    spec = importlib.util.spec_from_file_location("exported", Path(folder, "exported.py"))
+    spec = importlib.util.spec_from_file_location("exported", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -84,33 +87,42 @@ def fully_sharded(exported: ModuleType, model: nn.Module, batch: dict[str, Tenso
     return total
 
 
-def main() -> None:
+def check(path: Path) -> None:
     """Compare the loss, each gradient and each updated parameter with one process."""
-    folder, name, function = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    _, name, function, _ = path.name.split(".")
     model, batch = make(name)
     alone = copy.deepcopy(model)
     truth = alone(**batch)
     truth.backward()
-    loss = globals()[function](load(folder), model, batch)
+    loss = globals()[function](load(path), model, batch)
     torch.testing.assert_close(loss.detach(), truth.detach(), rtol=1e-5, atol=1e-6)
-    names = dict(alone.named_parameters())
-    seen = dict(model.named_parameters())
-    assert seen.keys() == names.keys()
+    truths = dict(alone.named_parameters())
+    assert {n for n, _ in model.named_parameters()} == truths.keys(), path.name
     for each in (model, alone):
         torch.optim.SGD(each.parameters(), LEARNING_RATE).step()
-    for key, parameter in seen.items():
+    for key, parameter in model.named_parameters():
         gradient = parameter.grad
         assert isinstance(parameter, DTensor), key
         assert isinstance(gradient, DTensor), key
         assert gradient.placements == parameter.placements, key
-        torch.testing.assert_close(
-            gradient.full_tensor(), names[key].grad, rtol=1e-4, atol=1e-6, msg=key
-        )
-        torch.testing.assert_close(
-            parameter.detach().full_tensor(), names[key].detach(), rtol=1e-5, atol=1e-6
-        )
+        for ours, theirs in ((gradient, truths[key].grad), (parameter, truths[key])):
+            torch.testing.assert_close(
+                ours.detach().full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-6
+            )
+    if function == "fully_sharded":
+        assert isinstance(model, FSDPModule)
+
+
+def main() -> None:
+    """All cases of a folder, in order."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with sdpa_kernel(SDPBackend.MATH):  # Others have no rule of DTensor's on CPUs.
+        for path in sorted(Path(sys.argv[1]).glob("*.py")):
+            try:
+                check(path)
+            except Exception as error:
+                raise RuntimeError(f"case {path.name}: {error}") from error
     dist.destroy_process_group()
 
 

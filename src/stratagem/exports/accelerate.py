@@ -16,6 +16,7 @@ from stratagem.simulator.plan import Plan
 
 Yaml = Mapping[str, Any]
 
+
 def _fsdp_stages(tensor: int, pipeline: int) -> Sequence[int]:
     """Replicas with tensor parallelism need shards too."""
     return (2, 3) if tensor > 1 else (0, 2, 3)
@@ -101,9 +102,7 @@ def accelerate_megatron(plan: Plan, graph: OperatorGraph) -> Draft:
     found = nearest_uniform(plan, graph, MEGATRON)
     setup = found.setup
     first = setup.tensor > 1 and not setup.sequence_parallel
-    found = replace(
-        found, plan=replace(found.plan, inputs_first=first, bucket_bytes=ALL_AT_ONCE)
-    )
+    found = replace(found, plan=replace(found.plan, inputs_first=first, bucket_bytes=ALL_AT_ONCE))
     config = _common(found, "MEGATRON_LM") | {
         "megatron_lm_config": {
             "megatron_lm_tp_degree": setup.tensor,

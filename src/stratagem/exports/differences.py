@@ -178,6 +178,14 @@ def _stages(
     ]
     if moved:
         yield f"Stages are cut elsewhere: {collapse(moved)} are in other stages than in the plan."
+    shapes = [dict.fromkeys(_shape(stage.mesh) for stage in p.stages) for p in (plan, nearest)]
+    if shapes[0] != shapes[1]:
+        there, here = (" and ".join(each) for each in shapes)
+        yield f"Collectives run along the axes of a mesh of {there} in the plan, of {here} here."
+
+
+def _shape(mesh: DeviceMesh) -> str:
+    return " × ".join(str(size) for size in mesh.shape if size > 1) or "1"
 
 
 def _pipeline(plan: Plan) -> str:

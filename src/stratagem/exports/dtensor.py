@@ -19,7 +19,7 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.placement import Partial, Placements
 from stratagem.simulator.plan import Plan, Stage
 
-HEAD = '''\
+HEAD = """\
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-'''
+"""
 
 TAIL = '''
 
@@ -47,7 +47,11 @@ def parallelize(model, mesh, stage=0):
     axis, styles = STAGES[stage]["axis"], STAGES[stage]["styles"]
     if axis is None:
         raise ValueError("parallelize_module takes one axis, this stage splits along several")
+    users = _users(model)
     parallelize_module(model, mesh[axis], styles)
+    for (first, name), *others in users:  # It makes parameters anew, tied ones apart.
+        for module, other in others:
+            module.register_parameter(other, getattr(first, name))
     _distribute_parameters(model, mesh[axis], {})
     return model
 
@@ -62,26 +66,33 @@ def distribute(model, mesh, stage=0):
     return model
 
 
+def _users(model):
+    """For every parameter the modules that have it, and what they call it."""
+    found = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((module, name))
+    return found.values()
+
+
 def _as(tensor, placements):
     return tensor.redistribute(placements=placements) if isinstance(tensor, DTensor) else tensor
 
 
 def _distribute_parameters(model, mesh, placements):
     """Make parameters DTensors, whole where nothing is said, and sum their gradients up."""
-    done = {}
-    for path, module in model.named_modules():
-        for name, old in module.named_parameters(recurse=False):
-            if id(old) not in done:
-                new = old
-                if not isinstance(old, DTensor):
-                    full = f"{path}.{name}" if path else name
-                    whole = (Replicate(),) * mesh.ndim
-                    new = distribute_tensor(old.detach(), mesh, placements.get(full, whole))
-                    new = nn.Parameter(new, requires_grad=old.requires_grad)
-                if new.requires_grad:
-                    new.register_post_accumulate_grad_hook(_sum_up)
-                done[id(old)] = new
-            module.register_parameter(name, done[id(old)])
+    whole = (Replicate(),) * mesh.ndim
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for users in _users(model):
+        module, name = users[0]
+        old = new = getattr(module, name)
+        if not isinstance(old, DTensor):
+            placed = placements.get(names[id(old)], whole)
+            new = nn.Parameter(distribute_tensor(old.detach(), mesh, placed), old.requires_grad)
+        if new.requires_grad:
+            new.register_post_accumulate_grad_hook(_sum_up)
+        for module, name in users:
+            module.register_parameter(name, new)
 
 
 def _sum_up(parameter):
@@ -124,9 +135,7 @@ def _unrewritten(plan: Plan, graph: OperatorGraph) -> Plan:
         names = tuple(name for name in graph.names if stage_of[name] == number)
         choices = replicated(graph, stage.mesh.shape) | dict(stage.choices)
         stages.append(replace(stage, operators=names, choices={n: choices[n] for n in names}))
-    return replace(
-        plan, stages=tuple(stages), substitutions=(), fingerprint=graph.fingerprint
-    )
+    return replace(plan, stages=tuple(stages), substitutions=(), fingerprint=graph.fingerprint)
 
 
 def _stage(graph: OperatorGraph, stage: Stage) -> str:

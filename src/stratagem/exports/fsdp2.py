@@ -22,12 +22,12 @@ def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
 
 LIMITS = Limits(zero_stages=_zero_stages, tensor=False, recompute=("none",))
 
-HEAD = '''\
+HEAD = """\
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-'''
+"""
 
 TAIL = '''
 
@@ -80,7 +80,7 @@ def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
     """
     found = nearest_uniform(plan, graph, LIMITS)
     units = wrapped_modules(graph)
-    stages = {unit: found.setup.zero for unit in (*units, "")} | _unit_stages(plan, graph, units)
+    stages = dict.fromkeys((*units, ""), found.setup.zero) | _unit_stages(plan, graph, units)
     (stage,) = found.plan.stages
     zero = {
         operator.name: stages[unit_of(trained[0].parameter, units)]

@@ -57,8 +57,8 @@ def megatron(plan: Plan, graph: OperatorGraph) -> Draft:
     missing = []
     if sizes is None:
         missing.append(
-            f"Megatron-LM trains its own models, and {graph.name!r} is not one of its dense causal "
-            "transformers: the arguments that describe the model are left out."
+            f"Megatron-LM trains its own models, and {graph.name!r} is not one of its dense "
+            "causal transformers: the arguments that describe the model are left out."
         )
     if setup.zero > 1:
         missing.append(

@@ -10,9 +10,10 @@ from stratagem.exports.placements import (
     parameter_placements,
     read_placements,
     result_placements,
+    tensor_placements,
 )
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
-from stratagem.simulator.placement import REPLICATE, Placement, Shard
+from stratagem.simulator.placement import REPLICATE, Placement, Shard, output_placements
 from stratagem.simulator.plan import Stage
 
 
@@ -27,19 +28,21 @@ def module_of(graph: OperatorGraph, operator: Operator) -> str:
     """
     if operator.module == operator.name:
         return operator.module
-    owned = [w.parameter for w in operator.weights if graph.owners.get(w.parameter) == operator.name]
+    owned = [
+        w.parameter for w in operator.weights if graph.owners.get(w.parameter) == operator.name
+    ]
     return owned[0].rpartition(".")[0] if owned else ""
 
 
 def split_axes(graph: OperatorGraph, stage: Stage) -> tuple[int, ...]:
     """The axes of a stage's mesh along which something other than samples is split."""
-    found = set()
-    for name, choice in stage.choices.items():
-        operator = graph.operator(name)
-        for axis, placement in enumerate(choice.config):
-            if stage.mesh.shape[axis] > 1 and isinstance(placement, Shard):
-                if operator.dim(str(placement.dim)).kind is not DimKind.SAMPLE:
-                    found.add(axis)
+    found = {
+        axis
+        for name, choice in stage.choices.items()
+        for axis, placement in enumerate(choice.config)
+        if stage.mesh.shape[axis] > 1 and isinstance(placement, Shard)
+        if graph.operator(name).dim(str(placement.dim)).kind is not DimKind.SAMPLE
+    }
     return tuple(sorted(found))
 
 
@@ -88,15 +91,24 @@ def _ways(operator: Operator) -> dict[Placement, str]:
 
 
 def _arrival(graph: OperatorGraph, operator: Operator, stage: Stage, axis: int) -> Placement:
-    """How the input of a module comes along the axis."""
-    source = graph.operator(operator.inputs[0].source)
+    """How the input of a module comes along the axis, in the dimensions that it sees.
+
+    A linear or embedding module hands its result on as its readers need it, all else as made.
+    """
+    read = operator.inputs[0]
+    source = graph.operator(read.source)
     if source.kind == "source" or source.name not in stage.choices:
         return REPLICATE
-    edge = operator.inputs[0]
-    if len(edge.order) != len(source.outputs[0].layout):
+    if source.kind in ("linear", "embedding") and module_of(graph, source):
         return read_placements(operator, 0, stage)[axis]
-    made = result_placements(graph, source, stage)[axis]
-    return made if isinstance(made, Shard) else REPLICATE
+    config = stage.choices[source.name].config
+    made = output_placements(source.outputs[read.output], config)[axis]
+    if not isinstance(made, Shard) or made.dim not in read.order:
+        return REPLICATE
+    alone: list[Placement] = [REPLICATE] * len(config)
+    alone[axis] = Shard(read.order.index(int(made.dim)))
+    seen = tensor_placements(read.layout, operator.sizes, tuple(alone), stage.mesh.shape)
+    return REPLICATE if seen is None else seen[axis]
 
 
 def said(placement: Placement) -> str:
