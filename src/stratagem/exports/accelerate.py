@@ -9,7 +9,7 @@ from typing import Any
 from stratagem.exports.deepspeed import BUCKET_ELEMENTS
 from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
-from stratagem.exports.units import block_gradient_bytes
+from stratagem.exports.units import unit_gradient_bytes
 from stratagem.search.setup import ALL_AT_ONCE
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
@@ -60,7 +60,7 @@ def accelerate_fsdp(plan: Plan, graph: OperatorGraph) -> Draft:
     """
     found = _fsdp_nearest(plan, graph)
     setup = found.setup
-    bucket = block_gradient_bytes(graph, plan.training)
+    bucket = unit_gradient_bytes(graph, plan.training)
     found = replace(found, plan=replace(found.plan, bucket_bytes=bucket))
     config = _common(found, "MULTI_GPU" if found.plan.num_devices > 1 else "NO")
     if setup.zero:

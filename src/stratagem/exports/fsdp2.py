@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, nearest_uniform
-from stratagem.exports.units import block_gradient_bytes, unit_of, wrapped_modules
+from stratagem.exports.units import unit_gradient_bytes, unit_of, wrapped_modules
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.plan import Plan
@@ -65,9 +65,9 @@ def before_microbatch(model, last):
 def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
     """A Python module with the units of FSDP2, and functions that apply them to the model.
 
-    Each repeated block is a unit with a ZeRO stage of its own: 3 gathers parameters before every
-    use (`reshard_after_forward`); 2 reduces gradients after each microbatch, 1 after the last; 0
-    has a copy on every rank.
+    Each member of a list of modules (a layer) is a unit with a ZeRO stage of its own: 3 gathers
+    parameters before every use (`reshard_after_forward`); 2 reduces gradients after each
+    microbatch, 1 after the last; 0 has a copy on every rank.
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
@@ -94,7 +94,7 @@ def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
     nearest = replace(
         found.plan,
         stages=(replace(stage, choices=choices),),
-        bucket_bytes=block_gradient_bytes(graph, plan.training),
+        bucket_bytes=unit_gradient_bytes(graph, plan.training),
     )
     missing = []
     if any(c.recompute for each in plan.stages for c in each.choices.values()):

@@ -98,7 +98,7 @@ def _parallel(found: Uniform) -> Iterator[str]:
         yield f"--num-virtual-stages-per-pipeline-rank {setup.virtual_stages}"
     if setup.sequence_parallel:
         yield "--sequence-parallel"
-    if setup.expert_parallel:
+    if found.expert_ways > 1:
         yield f"--expert-model-parallel-size {found.expert_ways}"
         yield "--expert-tensor-parallel-size 1"
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stratagem.simulator.graph import Edge, Layout, Operator, OperatorGraph, factor_sizes
+from stratagem.simulator.graph import DimKind, Edge, Layout, Operator, OperatorGraph, factor_sizes
 from stratagem.simulator.placement import (
     PARTIAL,
     REPLICATE,
@@ -87,6 +87,11 @@ def nearest_config(operator: Operator, config: Config, shape: Sequence[int]) -> 
 
 
 def _can_say(operator: Operator, config: Config, shape: Sequence[int]) -> bool:
+    """Whether all tensors have placements; rows of a table may be split along one axis only."""
+    if operator.kind == "embedding":
+        rows = {d.name for d in operator.dims if d.kind is DimKind.REDUCTION}
+        if any(sum(n > 1 for n in splits_of(config, name, shape)) > 1 for name in rows):
+            return False
     return all(
         tensor_placements(layout, operator.sizes, placed, shape) is not None
         for layout, placed in _tensors(operator, config)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from stratagem.exports.result import Draft
 from stratagem.exports.transformer import transformer_sizes
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
-from stratagem.exports.units import block_gradient_bytes
+from stratagem.exports.units import unit_gradient_bytes
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 
@@ -25,6 +25,7 @@ LIMITS = Limits(
     virtual=True,
     schedules=("1f1b", "gpipe"),
     recompute=("none", "full"),
+    experts=True,
 )
 
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
@@ -50,7 +51,7 @@ def torchtitan(plan: Plan, graph: OperatorGraph) -> Draft:
     if training.precision != "float32":
         training = replace(training, gradient_precision="float32")
     nearest = replace(
-        found.plan, training=training, bucket_bytes=block_gradient_bytes(graph, training)
+        found.plan, training=training, bucket_bytes=unit_gradient_bytes(graph, training)
     )
     found = replace(found, plan=nearest)
     missing = []
@@ -78,6 +79,8 @@ def _parallel(found: Uniform) -> Iterator[str]:
     yield f"--parallelism.tensor_parallel_degree {setup.tensor}"
     if not setup.sequence_parallel:
         yield "--parallelism.no-enable_sequence_parallel"
+    if found.expert_ways > 1:
+        yield f"--parallelism.expert_parallel_degree {found.expert_ways}"
     yield f"--parallelism.pipeline_parallel_degree {setup.pipeline}"
     if setup.pipeline > 1:
         yield f"--parallelism.pipeline_parallel_schedule {SCHEDULES[found.plan.schedule]}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from stratagem.search.literature.dims import logical_dims
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import Operator, OperatorGraph, factors
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TransformerSizes:
         tied: whether the head is the table of embeddings.
         rms_norm: whether norms are root mean squares.
         gated: whether two products feed the hidden features of a layer.
-        rotary: whether positions are rotations.
+        rotary: whether positions are rotations; otherwise they are learned.
         biases: whether products have biases.
     """
 
@@ -44,6 +45,8 @@ class TransformerSizes:
 def transformer_sizes(graph: OperatorGraph) -> TransformerSizes | None:
     """The sizes of a causal transformer without experts; None for any other model.
 
+    Positions are rotations or learned, and layers alike.
+
     Example:
         >>> from stratagem.simulator.models import gpt, resnet
         >>> sizes = transformer_sizes(gpt(num_layers=3, batch=8))
@@ -63,6 +66,9 @@ def transformer_sizes(graph: OperatorGraph) -> TransformerSizes | None:
     heads = dims["heads"].sizes
     if len(hidden) != 1 or len(heads) != 1 or len(dims["features"].sizes) != 1:
         return None
+    rotary = bool(_of_kind(graph, "rotary"))
+    if not rotary and len(tables) < 2:
+        return None
     products = _of_kind(graph, "linear")
     inner = {name for chain in dims["hidden"].chains for name, _ in chain}
     return TransformerSizes(
@@ -76,7 +82,7 @@ def transformer_sizes(graph: OperatorGraph) -> TransformerSizes | None:
         tied=any(op.weights[0].parameter == tables[0].weights[0].parameter for op in products),
         rms_norm=bool(_of_kind(graph, "rms_norm")),
         gated=sum(op.name in inner for op in products) == 3 * len(attentions),
-        rotary=bool(_of_kind(graph, "rotary")),
+        rotary=rotary,
         biases=any(len(op.weights) > 1 for op in products),
     )
 
@@ -86,7 +92,10 @@ def _of_kind(graph: OperatorGraph, kind: str) -> list[Operator]:
 
 
 def _queries_a_group(attention: Operator) -> int:
-    """Heads of queries that share one of keys: a dim that the keys lack."""
-    known = {"sample", "head", "query", "key", "head_dim", "value_dim"}
-    others = [dim.size for dim in attention.dims if dim.name not in known]
-    return others[0] if len(others) == 1 else 1
+    """Heads of queries that share one of keys: what the queries have beside it and the keys lack.
+
+    Queries are (sample, heads…, query, features), keys likewise.
+    """
+    queries, keys = (attention.inputs[k].layout for k in (0, 1))
+    lacking = set(factors(queries[:-2])) - set(factors(keys[:-2]))
+    return math.prod(attention.sizes[name] for name in lacking)

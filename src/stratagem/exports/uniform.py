@@ -21,7 +21,7 @@ from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import Choices, expert_dims, tensor_dims
 from stratagem.simulator.graph import Operator, OperatorGraph, factors, shape_of
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import Shard
+from stratagem.simulator.placement import Shard, splits_of
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, recomputed_operators
@@ -178,8 +178,10 @@ class _Near:
         if ways not in self._tensor:
             sharded = tensor_dims(self.graph, ways) if ways > 1 else {}
             padded = _vocabulary(self.graph)
+            by_expert = sharded.items() & expert_dims(self.graph).items()
             self._tensor[ways] = ways == 1 or (
                 bool(sharded)
+                and (self.limits.experts or not by_expert)
                 and all(
                     self.graph.operator(name).sizes[dim] % ways == 0
                     for name, dim in sharded.items()
@@ -232,7 +234,7 @@ class _Near:
             zero=self._zero(degrees) if degrees.data > 1 else 0,
             recompute=self._recompute(),
             sequence_parallel=sequence,
-            expert_parallel=self.limits.experts and self._shares_experts(),
+            expert_parallel=self.limits.experts and self._shares_experts(degrees.tensor),
         )
 
     def _zero(self, degrees: _Degrees) -> int:
@@ -262,13 +264,15 @@ class _Near:
             key=lambda policy: len(again ^ recomputed_operators(self.graph, policy)),
         )
 
-    def _shares_experts(self) -> bool:
+    def _shares_experts(self, tensor: int) -> bool:
+        """Whether experts are shared out over more devices than a tensor-parallel group has."""
         experts = expert_dims(self.graph)
         votes: Counter[bool] = Counter()
         for operator, stage, flops in self._work():
             if operator.name in experts:
                 config = stage.choices[operator.name].config
-                votes[Shard(experts[operator.name]) in config] += round(flops) + 1
+                ways = math.prod(splits_of(config, experts[operator.name], stage.mesh.shape))
+                votes[ways > tensor] += round(flops) + 1
         return votes[True] > votes[False]
 
     def _plan(
@@ -344,8 +348,7 @@ def _vocabulary(graph: OperatorGraph) -> set[tuple[str, str]]:
 
 def _expert_ways(graph: OperatorGraph, choices: Choices, shape: tuple[int, int]) -> int:
     for name, dim in expert_dims(graph).items():
-        config = choices[name].config
-        return math.prod(n for p, n in zip(config, shape, strict=True) if p == Shard(dim))
+        return math.prod(splits_of(choices[name].config, dim, shape))
     return 1
 
 
