@@ -29,6 +29,10 @@ Parts = frozenset[tuple[int, tuple[tuple[int, int], ...]]]
 """Which part of each dim of an operator each device has."""
 
 
+FEW = 4
+"""Names of operators that are told one by one."""
+
+
 def device_parts(operator: Operator, config: Config, mesh: DeviceMesh) -> Parts:
     """The devices that run an operator, each with the bounds of its part of every dim.
 
@@ -177,7 +181,7 @@ def _stages(
         if plan.stage_of[name] != nearest.stage_of[name]
     ]
     if moved:
-        yield f"Stages are cut elsewhere: {collapse(moved)} are in other stages than in the plan."
+        yield f"Stages are cut elsewhere: {_listed(moved)} are in other stages than in the plan."
     shapes = [dict.fromkeys(_shape(stage.mesh) for stage in p.stages) for p in (plan, nearest)]
     if shapes[0] != shapes[1]:
         there, here = (" and ".join(each) for each in shapes)
@@ -186,6 +190,11 @@ def _stages(
 
 def _shape(mesh: DeviceMesh) -> str:
     return " × ".join(str(size) for size in mesh.shape if size > 1) or "1"
+
+
+def _listed(names: list[str]) -> str:
+    """Few names as they are, many with layers together."""
+    return ", ".join(names) if len(names) <= FEW else collapse(names)
 
 
 def _pipeline(plan: Plan) -> str:
@@ -221,6 +230,6 @@ def _operators(
         groups.setdefault((phrases[0], phrases[1]), []).append(operator.name)
     for (there, here), names in groups.items():
         if there == here:
-            yield f"{collapse(names)}: the same parts ({here}), but on other devices."
+            yield f"{_listed(names)}: the same parts ({here}), but on other devices."
         else:
-            yield f"{collapse(names)}: {there} in the plan, {here} here."
+            yield f"{_listed(names)}: {there} in the plan, {here} here."

@@ -3,10 +3,12 @@ arXiv 2304.11277)."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stratagem.exports.differences import summed_axes
 from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, nearest_uniform
 from stratagem.exports.units import unit_gradient_bytes, unit_of, wrapped_modules
@@ -108,13 +110,15 @@ def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
 
 
 def _unit_stages(plan: Plan, graph: OperatorGraph, units: tuple[str, ...]) -> dict[str, int]:
-    """The ZeRO stage that most parameters of a unit have in the plan."""
+    """The ZeRO stage that most parameters of a unit have in the plan, where one does something."""
     votes: dict[str, Counter[int]] = {}
-    for name, operator in ((name, graph.operator(name)) for name in graph.owners.values()):
-        if name in plan.stage_of:
-            for weight in trainable_weights(graph, operator):
-                unit = unit_of(weight.parameter, units)
-                votes.setdefault(unit, Counter())[plan.choice(name).zero] += 1
+    planned = plan.rewrite(graph).graph
+    for parameter, name in planned.owners.items():
+        operator, choice = planned.operator(name), plan.choice(name)
+        mesh = plan.stages[plan.stage_of[name]].mesh
+        if summed_axes(planned, operator, choice.config, mesh) > 1:
+            found = votes.setdefault(unit_of(parameter, units), Counter())
+            found[choice.zero] += math.prod(planned.parameter_index[parameter].shape)
     return {unit: max(found, key=lambda z: (found[z], z)) for unit, found in votes.items()}
 
 
