@@ -31,6 +31,7 @@ from stratagem.executor.states import check_state, collect, local_part
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
 from stratagem.simulator.torch_ops.programs import run_source
+from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Shards
 
 Action = Callable[[], None]
@@ -77,6 +78,8 @@ class Interpreter:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
+        plan = program.plan
+        self.random = RandomStream(plan.seed, num_microbatches=plan.num_microbatches)
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
         self._shards: dict[str, Shards] = {}
@@ -89,6 +92,7 @@ class Interpreter:
             part = local_part(stored, self._state[stored.parameter], self._seat)
             self._memory.values[stored.value] = part.to(self.comm.device)
         self._optimizer = make_optimizer(self.program.plan.training)
+        self.random.step = 0
 
     def step(
         self,
@@ -117,6 +121,7 @@ class Interpreter:
                 end = perf_counter_ns()
                 spans.append((start - zero, end - zero))
                 start = end
+        self.random.step += 1
         loss = self._memory.values.get(LOSS)
         return StepRecord(None if loss is None else float(loss), tuple(spans), start - zero)
 
@@ -168,6 +173,7 @@ class Interpreter:
                 self.program.plan.choice(operator).config,
                 self._seat,
                 self.comm,
+                self.random,
             )
         return self._shards[operator]
 
@@ -186,7 +192,13 @@ class Interpreter:
         operator = self.program.graph.operator(instruction.operator)
         shards = self._part(operator.name)
         flows = self._flows[operator.name]
-        return compute.forward(instruction, operator, shards, flows, self._memory)
+        run = compute.forward(instruction, operator, shards, flows, self._memory)
+
+        def at_its_microbatch() -> None:
+            self.random.microbatch = instruction.microbatch
+            run()
+
+        return at_its_microbatch
 
     def _update(self, instruction: Update) -> Action:
         values = self._memory.values

@@ -11,10 +11,13 @@ from stratagem.executor.backends.base import Communicator, Group
 from stratagem.executor.seats import Seat
 from stratagem.simulator.graph import Operator
 from stratagem.simulator.placement import Config, Shard, shard_bounds
+from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Shards
 
 
-def operator_shards(operator: Operator, config: Config, seat: Seat, comm: Communicator) -> Shards:
+def operator_shards(
+    operator: Operator, config: Config, seat: Seat, comm: Communicator, random: RandomStream
+) -> Shards:
     """What `seat` has of an operator under `config`.
 
     The all-reduce of the result runs over the axes that shard any of the dims it is given, one
@@ -40,7 +43,7 @@ def operator_shards(operator: Operator, config: Config, seat: Seat, comm: Commun
                     tensor = comm.all_reduce(tensor.detach(), group, "max")
         return tensor
 
-    return Shards(bounds, all_reduce)
+    return Shards(bounds, all_reduce, random)
 
 
 def sum_over(tensor: Tensor, group: Group, comm: Communicator) -> Tensor:

@@ -57,22 +57,6 @@ def run_kernel(
     return (KERNELS[operator.kind](operator, shards, inputs, weights),)
 
 
-def check_runnable(operator: Operator) -> None:
-    """Refuse an operator that can be simulated but not executed.
-
-    Raises:
-        ValueError: on dropout with p > 0: its random numbers would depend on the plan.
-    """
-    steps = operator.attributes.get("steps", ())
-    dropped = [arguments[1] for function, arguments in steps if function == "dropout"]
-    for probability in (*dropped, operator.attributes.get("dropout", 0.0)):
-        if probability > 0:
-            raise ValueError(
-                f"operator {operator.name!r} ({operator.kind}): dropout with p={probability} is "
-                "simulated but not executed; set p=0, or capture the model after model.eval()"
-            )
-
-
 def _linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
     weight = weights[0].t() if operator.attributes.get("transposed") else weights[0]
     into = factors((operator.inputs[0].layout[-1],))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.simulator.graph import Layout, Operator, factors
+from stratagem.simulator.torch_ops.randomness import RandomStream
 
 AllReduce = Callable[[Tensor, tuple[str, ...], Literal["sum", "max"]], Tensor]
 """Reduces a tensor over the mesh axes that shard any of the named dims.
@@ -24,11 +25,13 @@ The backward of a sum is the sum of the gradients; a maximum has no gradient.
 class Shards:
     """One rank's part of one operator.
 
-    `bounds` are the start and stop of every dim on this rank.
+    `bounds` are the start and stop of every dim on this rank; `random` says which random numbers
+    are drawn, the same stream on all ranks.
     """
 
     bounds: Mapping[str, tuple[int, int]]
     all_reduce: AllReduce
+    random: RandomStream = field(default_factory=RandomStream)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
