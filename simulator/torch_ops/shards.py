@@ -21,6 +21,21 @@ The backward of a sum is the sum of the gradients; a maximum has no gradient.
 """
 
 
+Reach = Callable[[int, int], tuple[int, int]]
+"""From start and stop of the results along a dim to those of the inputs that they need."""
+
+Fetch = Callable[[Tensor, int, str, Reach], Tensor]
+"""Brings an input, along one of its tensor dims, to what the local results along a dim of the
+operator need; what is missing comes from the other ranks along the axis that shards it.
+
+The backward adds what each rank's windows give back to where it came from.
+"""
+
+
+def _nothing_missing(tensor: Tensor, dim: int, loop: str, reach: Reach) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Shards:
     """One rank's part of one operator.
@@ -32,6 +47,7 @@ class Shards:
     bounds: Mapping[str, tuple[int, int]]
     all_reduce: AllReduce
     random: RandomStream = field(default_factory=RandomStream)
+    fetch: Fetch = _nothing_missing
 
     @cached_property
     def sizes(self) -> dict[str, int]:
