@@ -13,6 +13,7 @@ from stratagem.executor import compute, movement
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.instructions import (
     Backward,
+    Bundle,
     Convert,
     Forward,
     Free,
@@ -23,6 +24,7 @@ from stratagem.executor.instructions import (
     Update,
 )
 from stratagem.executor.memory import Memory
+from stratagem.executor.movement import Ports
 from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.program import LOSS, Program
 from stratagem.executor.seats import Seat, mesh_groups
@@ -72,12 +74,15 @@ class Interpreter:
         self.comm = comm
         self.mine = program.ranks[comm.rank]
         self.gradients: dict[str, Tensor] | None = None
-        mesh = program.mesh(comm.rank)
-        self._seat = Seat(mesh, self.mine.device, program.rank_of)
+        self._seats = {
+            stage: Seat(program.mesh(stage), self.mine.device, program.rank_of)
+            for stage in self.mine.stages
+        }
         for stage in program.plan.stages:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
+        self._ports = Ports(self.mine.device, program.rank_of, comm)
         plan = program.plan
         self.random = RandomStream(plan.seed, num_microbatches=plan.num_microbatches)
         self.reset()
@@ -89,7 +94,7 @@ class Interpreter:
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
         for stored in self.mine.stored:
-            part = local_part(stored, self._state[stored.parameter], self._seat)
+            part = local_part(stored, self._state[stored.parameter], self._seats[stored.stage])
             self._memory.values[stored.value] = part.to(self.comm.device)
         self._optimizer = make_optimizer(self.program.plan.training)
         self.random.step = 0
@@ -131,7 +136,7 @@ class Interpreter:
         parts = {
             home.stored.parameter: self._memory.values[home.stored.value]
             for home in program.homes
-            if home.stage == self.mine.stage and home.stored.value in self._memory.values
+            if home.stage in self.mine.stages and home.stored.value in self._memory.values
         }
         return to_model(program.maps, collect(program, program.homes, parts, self.comm))
 
@@ -153,13 +158,17 @@ class Interpreter:
                 return self._forward(instruction)
             case Backward():
                 operator = self.program.graph.operator(instruction.operator)
-                return compute.backward(instruction, operator, self._part(operator.name), memory)
+                shards, seat = self._part(operator.name), self._seat_of(operator.name)
+                return compute.backward(instruction, operator, shards, seat, memory)
             case Convert():
-                return movement.convert(instruction, self._seat, comm, memory)
+                return movement.convert(instruction, self._seats[instruction.stage], comm, memory)
+            case Bundle():
+                seat = self._seats[instruction.parts[0].stage]
+                return movement.bundle(instruction, seat, comm, memory)
             case Send():
-                return movement.send(instruction, comm, memory)
+                return movement.send(instruction, self._ports, memory)
             case Receive():
-                return movement.receive(instruction, comm, memory)
+                return movement.receive(instruction, self._ports, memory)
             case Update():
                 return self._update(instruction)
             case Free():
@@ -171,11 +180,14 @@ class Interpreter:
             self._shards[operator] = operator_shards(
                 self.program.graph.operator(operator),
                 self.program.plan.choice(operator).config,
-                self._seat,
+                self._seat_of(operator),
                 self.comm,
                 self.random,
             )
         return self._shards[operator]
+
+    def _seat_of(self, operator: str) -> Seat:
+        return self._seats[self.program.plan.stage_of[operator]]
 
     def _source(self, instruction: Source) -> Action:
         operator = self.program.whole.operator(instruction.operator)
@@ -192,7 +204,8 @@ class Interpreter:
         operator = self.program.graph.operator(instruction.operator)
         shards = self._part(operator.name)
         flows = self._flows[operator.name]
-        run = compute.forward(instruction, operator, shards, flows, self._memory)
+        seat = self._seat_of(operator.name)
+        run = compute.forward(instruction, operator, shards, flows, seat, self._memory)
 
         def at_its_microbatch() -> None:
             self.random.microbatch = instruction.microbatch

@@ -11,6 +11,7 @@ from stratagem.simulator.graph import Operator, Weight, factor_sizes
 from stratagem.simulator.parameters import Use, home_placements, use_of
 from stratagem.simulator.placement import (
     Placements,
+    local_elements,
     weight_gradient_placements,
     weight_placements,
 )
@@ -62,12 +63,16 @@ class WeightUse:
     @property
     def used_value(self) -> str:
         """The value that the operator reads, unless it is gathered."""
-        return f"{self.parameter} {placements_text(self.used)}"
+        return self._value(self.used, self.stage)
 
     @property
     def home_value(self) -> str:
         """The value that the optimizer updates."""
-        return f"{self.parameter} {placements_text(self.home)}"
+        return self._value(self.home, self.owner_stage)
+
+    def _value(self, placements: Placements, stage: int) -> str:
+        where = "" if stage == self.owner_stage else f" in stage {stage}"
+        return f"{self.parameter} {placements_text(placements)}{where}"
 
     @property
     def home_gradient(self) -> str:
@@ -85,8 +90,9 @@ class WeightUse:
 
     def stored(self, placements: Placements) -> Stored:
         """The parameter kept with some placements."""
-        value = f"{self.parameter} {placements_text(placements)}"
-        return Stored(value, self.parameter, self.weight.layout, self.sizes, placements)
+        value = self._value(placements, self.stage)
+        layout = self.weight.layout
+        return Stored(self.stage, value, self.parameter, layout, self.sizes, placements)
 
 
 class Weights:
@@ -100,6 +106,10 @@ class Weights:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._owner = context.graph.owners
+        self._first: dict[str, int] = {}
+        for i, operator in enumerate(context.graph.operators):
+            for weight in operator.weights:
+                self._first.setdefault(weight.parameter, i)
         self.of: tuple[tuple[WeightUse, ...], ...] = tuple(
             tuple(self._use(i, slot) for slot in range(len(operator.weights)))
             for i, operator in enumerate(context.graph.operators)
@@ -116,12 +126,22 @@ class Weights:
             if use.trained and use.owner == owner and i != owner and not use.joins_owner
         ]
 
+    def gradient_bytes(self, i: int) -> int:
+        """Bytes of the gradients that operator `i` keeps until they are reduced."""
+        found = 0
+        for use in self.of[i]:
+            if use.use in (Use.OWNED, Use.TIED_ELSEWHERE):
+                kept = use.home if use.zero >= 2 else use.used
+                shape = self._context.mesh(use.stage).shape
+                found += local_elements(use.sizes, kept, shape)
+        return found * self._context.plan.training.gradient_bytes
+
     def homes(self) -> tuple[Home, ...]:
         """Where every parameter and buffer is authoritative."""
         found: dict[str, Home] = {}
         for use in (use for uses in self.of for use in uses):
             if use.user == use.owner or not use.trained:
-                home = Home(use.owner_stage, use.trained, use.stored(use.home))
+                home = Home(use.trained, use.stored(use.home))
                 found.setdefault(use.parameter, home)
         return tuple(found.values())
 
@@ -133,7 +153,9 @@ class Weights:
         sizes = factor_sizes(weight.layout, operator.sizes)
         inside = set(context.operators[stage])
         use = use_of(graph, self._owner, operator, weight, inside)
-        owner = i if use is Use.BUFFER else graph.index[self._owner[weight.parameter]]
+        owner = self._first[weight.parameter]
+        if use is not Use.BUFFER:
+            owner = graph.index[self._owner[weight.parameter]]
         made = weight_gradient_placements(weight, context.configs[i])
         used = weight_placements(weight, context.configs[i])
         home, zero, joins = used, 0, use is Use.BUFFER
