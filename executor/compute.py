@@ -81,6 +81,10 @@ def forward(
     )
     tape_name = instruction.tape or ""
 
+    def constant(value: Tensor) -> Tensor:
+        """Running statistics count a microbatch once, however often it runs."""
+        return value.clone() if instruction.again else value
+
     def run_taped() -> None:
         tape = Tape()
         inputs: list[Tensor] = []
@@ -90,17 +94,14 @@ def forward(
                 inputs.append(_enter(value, read, tape) if flow else read.view(read.part(value)))
             parameters: list[Tensor] = []
             for name, flow in weights:
-                value = values[name]
-                if flow:
-                    value = tape.leaf(value)
-                parameters.append(value)
+                parameters.append(tape.leaf(values[name]) if flow else constant(values[name]))
             tape.outputs = kernel(inputs, parameters, tape)
         values[tape_name] = tape
         _store(tape.outputs)
 
     def run_plain() -> None:
         inputs = [read.view(read.part(values[name])) for name, read, _ in slots]
-        parameters = [values[name] for name, _ in weights]
+        parameters = [constant(values[name]) for name, _ in weights]
         _store(run_kernel(operator, shards, inputs, parameters))
 
     def _store(outputs: tuple[Tensor, ...]) -> None:
@@ -280,7 +281,9 @@ def _gradients(
     leaves, shapes = tape.leaves[wanted], tape.shapes[wanted]
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if leaves and any(output.requires_grad for output in outputs):
-        found = torch.autograd.grad(outputs, leaves, totals, retain_graph=again, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, leaves, totals, retain_graph=again, allow_unused=True
+        )
     return [
         leaf.new_zeros(shape) if gradient is None else gradient
         for leaf, shape, gradient in zip(leaves, shapes, found, strict=True)

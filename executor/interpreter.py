@@ -82,9 +82,9 @@ class Interpreter:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
-        self._ports = Ports(self.mine.device, program.rank_of, comm)
         plan = program.plan
         self.random = RandomStream(plan.seed, num_microbatches=plan.num_microbatches)
+        self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
         self._shards: dict[str, Shards] = {}
@@ -94,7 +94,9 @@ class Interpreter:
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
         for stored in self.mine.stored:
-            part = local_part(stored, self._state[stored.parameter], self._seats[stored.stage])
+            part = local_part(
+                stored, self._state[stored.parameter], self._seats[stored.stage]
+            )
             self._memory.values[stored.value] = part.to(self.comm.device)
         self._optimizer = make_optimizer(self.program.plan.training)
         self.random.step = 0

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from stratagem.executor.instructions import (
+    Backward,
     Bundle,
     Convert,
     Free,
     Instruction,
+    Part,
     Receive,
     Send,
     meetings_of,
@@ -74,7 +76,7 @@ def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> li
     rows: list[Row] = []
     before: tuple[str, int] | None = None
     for instruction, (start, end) in zip(program.ranks[rank].instructions, spans, strict=True):
-        if isinstance(instruction, Free) or _is_slice(instruction):
+        if isinstance(instruction, Free) or _is_no_task(instruction):
             continue
         start = min(end, max(start, _begin(program, instruction, rank, begins)))
         lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
@@ -101,8 +103,10 @@ def _bundle_rows(bundle: Bundle, lane: str, start: int, end: int) -> list[Row]:
     ]
 
 
-def _is_slice(instruction: Instruction) -> bool:
-    """Whether a conversion joins no other rank."""
+def _is_no_task(instruction: Instruction) -> bool:
+    """Whether a conversion joins no other rank, or a pass has nothing to make."""
+    if isinstance(instruction, Backward) and instruction.part is Part.INPUTS:
+        return not any(instruction.inputs)
     if not isinstance(instruction, (Bundle, Convert)) or instruction.meetings:
         return False
     return instruction.kind.is_communication

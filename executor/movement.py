@@ -72,9 +72,7 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) 
     """The action of a bucket: its parts go through each step together."""
     values = memory.values
     routes = [_route(part, seat, comm) for part in instruction.parts]
-    shapes = [
-        box_shape(box) for part in instruction.parts for box in [_spec(part).box(seat)] if box
-    ]
+    shapes = [box_shape(box) for part in instruction.parts for box in [_spec(part).box(seat)] if box]
     sources = [part.source for part in instruction.parts if part.source is not None]
     keepers = [_keeper(part.target, part.adds, memory) for part in instruction.parts]
     layouts = [part.layout for part in instruction.parts]
@@ -83,9 +81,7 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) 
         tensors: list[Tensor] = [
             values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
         ]
-        for keep, layout, tensor in zip(
-            keepers, layouts, run_together(routes, tensors), strict=True
-        ):
+        for keep, layout, tensor in zip(keepers, layouts, run_together(routes, tensors), strict=True):
             keep(tensor if layout is None else tensor.reshape(stored_shape(layout, tensor.shape)))
 
     return run
@@ -97,6 +93,7 @@ class Ports:
 
     device: int
     ranks: Mapping[int, int]
+    tags: Mapping[str, int]
     comm: Communicator
     kept: dict[str, deque[Tensor]] = field(default_factory=dict)
 
@@ -107,7 +104,7 @@ def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
     own = transfer.source_box(ports.device)
     assert own is not None
     shape = box_shape(own)
-    moves = transfer.moves_from(ports.device)
+    moves, tag = transfer.moves_from(ports.device), ports.tags[instruction.label]
 
     def run() -> None:
         tensor: Tensor = values[instruction.value].reshape(shape)
@@ -116,7 +113,7 @@ def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
             if move.receiver == ports.device:
                 ports.kept.setdefault(instruction.label, deque()).append(piece)
             else:
-                ports.comm.send(piece, ports.ranks[move.receiver])
+                ports.comm.send(piece, ports.ranks[move.receiver], tag)
 
     return run
 
@@ -126,7 +123,7 @@ def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
     dtype, transfer, device = torch_dtype(instruction.dtype), instruction.transfer, ports.device
     own = transfer.target_box(device)
     assert own is not None
-    shape = box_shape(own)
+    shape, tag = box_shape(own), ports.tags[instruction.label]
     keep = _keeper(instruction.value, instruction.adds, memory)
     final = shape if instruction.layout is None else stored_shape(instruction.layout, shape)
     expected = [(move, box_shape(move.box)) for move in transfer.moves_to(device)]
@@ -134,7 +131,7 @@ def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
     def take(move: Move, size: Shape) -> Tensor:
         if move.sender == device:
             return ports.kept[instruction.label].popleft()
-        return ports.comm.recv(size, dtype, ports.ranks[move.sender])
+        return ports.comm.recv(size, dtype, ports.ranks[move.sender], tag)
 
     def run() -> None:
         pieces = [(move.box, take(move, size)) for move, size in expected]

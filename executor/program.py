@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stratagem.executor.instructions import Free, Instruction, Meeting
+from stratagem.executor.instructions import Free, Instruction, Meeting, Receive, Send
 from stratagem.simulator.graph import Layout, OperatorGraph, Parameter
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import Placements
@@ -92,6 +92,18 @@ class Program:
         """The rank of every device that the plan uses."""
         return ranks_of(self.plan)
 
+    @cached_property
+    def tags(self) -> Mapping[str, int]:
+        """A number for every message label, so that messages of two ranks are told apart."""
+        bodies = {id(each.instructions): each.instructions for each in self.ranks}
+        labels = {
+            instruction.label
+            for body in bodies.values()
+            for instruction in body
+            if isinstance(instruction, Send | Receive)
+        }
+        return {label: number for number, label in enumerate(sorted(labels))}
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -129,7 +141,7 @@ class Program:
 
 def ranks_of(plan: Plan) -> dict[int, int]:
     """Ranks count the devices that a plan uses in ascending order."""
-    devices = sorted(device for stage in plan.stages for device in stage.mesh.devices)
+    devices = sorted({device for stage in plan.stages for device in stage.mesh.devices})
     return {device: rank for rank, device in enumerate(devices)}
 
 

@@ -8,9 +8,10 @@ collective for all its members:
 
 Ranks that share their instructions are one player, when they also meet and hear from the same
 players: then they are at the same instruction at all times, by induction over the moves of the
-game, and what is shown of one holds for all. That is what makes thousands of ranks quick. Between
-two players the order of transfers tells that of every pair of ranks, since both sides take what
-each sends and receives from the one list of moves of the transfer.
+game, and what is shown of one holds for all. That is what makes thousands of ranks quick. A
+transfer between two players is one between every pair of their ranks, since both sides take what
+each sends and receives from its one list of moves. Messages have labels, so that two of one pair
+may overtake one another.
 """
 
 from __future__ import annotations
@@ -75,7 +76,6 @@ class _Player:
 
 @dataclass
 class _Message:
-    label: str
     transfer: Transfer
     sent_by: str
     step: int
@@ -92,9 +92,13 @@ class _World:
             _Player(n, ranks[0], program.ranks[ranks[0]].instructions)
             for n, ranks in enumerate(groups)
         ]
-        self.channels: dict[tuple[int, int], deque[_Message]] = {}
+        self.channels: dict[tuple[int, int, str], deque[_Message]] = {}
         self._pairs: dict[int, tuple[Transfer, frozenset[tuple[int, int]]]] = {}
         self._members: dict[tuple[int, Meeting], tuple[_Player, ...]] = {}
+
+    def channel(self, source: int, target: int, label: str) -> deque[_Message]:
+        """What is on its way between two players under a label."""
+        return self.channels.setdefault((source, target, label), deque())
 
     def pairs(self, transfer: Transfer) -> frozenset[tuple[int, int]]:
         """Which players send to which in a transfer."""
@@ -160,7 +164,7 @@ def play(program: Program, groups: Players) -> Iterator[tuple[int, int, Instruct
                 f"the program of plan {program.plan.name!r} does not end, since ranks wait for "
                 f"one another: {waiting}"
             )
-    for (source, target), messages in world.channels.items():
+    for (source, target, _), messages in world.channels.items():
         if messages:
             ranks = world.players[source].rank, world.players[target].rank
             raise ValueError(
@@ -207,7 +211,9 @@ def _hear_alike(program: Program, groups: Players, by_device: Mapping[int, int])
     return True
 
 
-def _all_or_none(transfer: Transfer, by_device: Mapping[int, int], sizes: Sequence[int]) -> bool:
+def _all_or_none(
+    transfer: Transfer, by_device: Mapping[int, int], sizes: Sequence[int]
+) -> bool:
     heard: dict[tuple[int, int], set[int]] = {}
     for move in transfer.moves:
         pair = by_device[move.sender], by_device[move.receiver]
@@ -221,12 +227,12 @@ def _can_leave(player: _Player, world: _World) -> bool:
     if isinstance(current, Send):
         for source, target in world.pairs(current.transfer):
             if source == player.number:
-                message = _Message(current.label, current.transfer, str(current), player.step)
-                world.channels.setdefault((source, target), deque()).append(message)
+                message = _Message(current.transfer, str(current), player.step)
+                world.channel(source, target, current.label).append(message)
     if isinstance(current, Receive):
         for source, target in world.pairs(current.transfer):
             if target == player.number and source not in player.heard:
-                channel = world.channels.get((source, target))
+                channel = world.channel(source, target, current.label)
                 if not channel:
                     return False
                 _take(player, current, world.players[source].rank, channel.popleft())
@@ -236,11 +242,11 @@ def _can_leave(player: _Player, world: _World) -> bool:
 
 def _take(player: _Player, current: Receive, sender: int, message: _Message) -> None:
     ours, theirs = current.transfer, message.transfer
-    if message.label != current.label or (ours is not theirs and ours != theirs):
+    if ours is not theirs and ours != theirs:
         raise ValueError(
-            f"rank {player.rank} at {str(current)!r} expects {current.label!r} with factors "
-            f"{ours.sizes} from rank {sender}, which sends {message.label!r} with factors "
-            f"{theirs.sizes} at {message.sent_by!r}; sends and receives must be in one order"
+            f"rank {player.rank} at {str(current)!r} expects a tensor of factors {ours.sizes} "
+            f"from rank {sender}, which sends {theirs.sizes} at {message.sent_by!r}; both must "
+            f"follow one transfer"
         )
     player.step = max(player.step, message.step + 1)
 

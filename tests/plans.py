@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -159,8 +159,12 @@ def make_plan(
     schedule: str = "1f1b",
     cuts: tuple[int, ...] | None = None,
     training: Training | None = None,
+    crews: int | None = None,
 ) -> Plan:
-    """Stages of `shapes`, the operators cut in equal parts or at `cuts`."""
+    """Stages of `shapes`, the operators cut in equal parts or at `cuts`.
+
+    With `crews`, stage s is on the devices of stage s modulo `crews`, as in interleaved schedules.
+    """
     graph = case.graph.microbatch(num_microbatches)
     names = [o.name for o in graph.operators if o.kind != "source"]
     sources = [o.name for o in graph.operators if o.kind == "source"]
@@ -169,8 +173,11 @@ def make_plan(
     stages: list[Stage] = []
     device = 0
     for s, (first, last) in enumerate(zip((0, *cuts), (*cuts, len(names)), strict=True)):
-        mesh = mesh_of(shapes[s], device)
-        device += len(mesh.devices)
+        if crews is None or s < crews:
+            mesh = mesh_of(shapes[s], device)
+            device += len(mesh.devices)
+        else:
+            mesh = mesh_of(shapes[s], stages[s % crews].mesh.devices[0])
         listed = (*(sources if s == 0 else ()), *names[first:last])
         chosen = {
             name: (whole if name in sources else choose)(graph.operator(name), mesh.shape)
@@ -210,22 +217,44 @@ SHAPES = ((1,), (2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (4, 2), (2, 2, 2))
 
 
 def random_plan(case: Case, seed: int, training: Training | None = None) -> Plan:
-    """One to three stages of any mesh, 2 to 8 ranks in all, and a random config everywhere."""
+    """One to four stages of any mesh, 2 to 8 ranks in all, random configs, options, schedules."""
     rng = random.Random(seed)
     num_stages = rng.choice([1, 1, 2, 3])
     shapes = [rng.choice(SHAPES) for _ in range(num_stages)]
     while not 2 <= sum(map(math.prod, shapes)) <= 8:
         shapes = [rng.choice(SHAPES) for _ in range(num_stages)]
+    schedule, crews, num_microbatches = rng.choice(["gpipe", "1f1b"]), None, rng.choice([1, 2])
+    if num_stages == 2 and rng.random() < 0.5:
+        schedule, crews, num_microbatches = "interleaved", 2, 2
+        turned = [tuple(reversed(shape)) for shape in shapes]
+        shapes += turned if rng.random() < 0.5 else shapes
+    elif num_stages > 1 and rng.random() < 0.5:
+        schedule, num_microbatches = "zb-h1", 2
     num_operators = sum(o.kind != "source" for o in case.graph.operators)
-    return make_plan(
+    plan = make_plan(
         case,
-        drawing(seed),
+        optional(drawing(seed), seed),
         *shapes,
-        num_microbatches=rng.choice([1, 2]),
-        schedule=rng.choice(["gpipe", "1f1b"]),
-        cuts=tuple(sorted(rng.sample(range(1, num_operators), num_stages - 1))),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        cuts=tuple(sorted(rng.sample(range(1, num_operators), len(shapes) - 1))),
         training=training,
+        crews=crews,
     )
+    return replace(
+        plan, inputs_first=rng.random() < 0.3, bucket_bytes=rng.choice([0, 0, 500, 10**9])
+    )
+
+
+def optional(choose: Chooser, seed: int) -> Chooser:
+    """Choices that also recompute or convert again, at random."""
+    rng = random.Random(seed)
+
+    def chosen(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        made = choose(operator, shape)
+        return replace(made, recompute=rng.random() < 0.3, regather=rng.random() < 0.3)
+
+    return chosen
 
 
 # -- truth --------------------------------------------------------------------------------------
