@@ -10,7 +10,9 @@ ceil-division. What its windows reach beyond its rows, the halo, comes from the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, shape_of
 from stratagem.simulator.placement import shard_bounds
@@ -72,7 +74,7 @@ class Window:
 
 def window_of(operator: Operator, loop: str) -> Window:
     """The window that slides along dim `loop` of the result of a convolution or a pooling."""
-    place = operator.outputs[0].layout.index((loop,)) - 2
+    place = _place(operator, loop)
     given = operator.attributes
     kernel = given.get("kernel") or shape_of(operator.weights[0].layout[2:], operator.sizes)
     return Window(
@@ -82,6 +84,29 @@ def window_of(operator: Operator, loop: str) -> Window:
         dilation=given.get("dilation", (1, 1))[place],
         extent=operator.sizes[operator.windows[loop]],
     )
+
+
+def _place(operator: Operator, loop: str) -> int:
+    """0 for a height, 1 for a width."""
+    return operator.outputs[0].layout.index((loop,)) - 2
+
+
+def with_halos(
+    operator: Operator, sizes: Mapping[str, int]
+) -> tuple[Mapping[str, int], Mapping[str, Any]]:
+    """Local sizes and attributes of the operator that a device runs once its halos are there.
+
+    Along a dim that is split the padding has become rows, on the first and the last device.
+    """
+    split = [loop for loop in operator.windows if sizes[loop] != operator.sizes[loop]]
+    if not split:
+        return sizes, operator.attributes
+    grown, padding = dict(sizes), list(operator.attributes["padding"])
+    for loop in split:
+        first, last = window_of(operator, loop).reach(0, sizes[loop])
+        grown[operator.windows[loop]] = last - first
+        padding[_place(operator, loop)] = 0
+    return grown, {**operator.attributes, "padding": padding}
 
 
 def split_images(graph: OperatorGraph) -> OperatorGraph:

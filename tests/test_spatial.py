@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,23 +18,34 @@ from stratagem.executor import execute, lower, model_state, verify
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.interpreter import Interpreter
+from stratagem.search.space import operator_choices
 from stratagem.simulator import models
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.costs import RooflineCosts, local_operator
+from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.placement import Shard, check_config, shard_bounds
+from stratagem.simulator.placement import (
+    REPLICATE,
+    Shard,
+    check_config,
+    local_sizes,
+    shard_bounds,
+)
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.spatial import Window, split_images, window_of
 from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.torch_ops.kernels import run_kernel
+from stratagem.simulator.torch_ops.shards import whole
 from stratagem.simulator.training import Training
 from tests.plans import (
     Case,
     assert_equal_to_torch,
     assert_trains_like_torch,
+    is_legal,
     make_plan,
+    one_stage,
     random_plan,
     sharding,
 )
@@ -284,6 +296,53 @@ def test_only_halos_are_sent(height: int, ways: int, rows: int) -> None:
         return comm.sent[Collective.ALL_TO_ALL.value]
 
     assert sum(run_local(ways, rank)) == 2 * rows * 2 * 4 * 12 * 4
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_a_device_runs_is_timed_with_its_halos(model: str) -> None:
+    """The local operator makes the local result, however small its share of the image is."""
+    graph = case_of(model).graph
+    ran = 0
+    for operator in graph.operators:
+        for config in product((Shard("height"), REPLICATE), (Shard("width"), REPLICATE)):
+            if not operator.windows or not is_legal(operator, config, (3, 2)):
+                continue
+            sizes = local_sizes(operator, config, (3, 2))
+            local = local_operator(operator, sizes)
+            inputs, weights = (
+                [torch.randn(shape_of(each.layout, local.sizes)) for each in given]
+                for given in (local.inputs, local.weights)
+            )
+            (made,) = run_kernel(local, whole(local), inputs, weights)
+            assert made.shape == shape_of(operator.outputs[0].layout, sizes)
+            ran += 1
+    assert ran >= 8
+
+
+def test_the_search_space_has_heights_and_widths_once_an_axis() -> None:
+    graph = convolution(16)
+    conv = graph.operator("conv")
+    configs = [c.config for c in operator_choices(graph, conv, (2, 2), (0,))]
+    assert (Shard("height"), Shard("width")) in configs
+    assert (Shard("height"), Shard("height")) not in configs
+    assert all(is_legal(conv, config, (2, 2)) for config in configs)
+    named = {str(placement) for config in configs for placement in config}
+    assert named <= {"R", *(f"S({d.name})" for d in conv.dims if not d.whole)}
+
+
+@pytest.mark.parametrize(("image", "pays"), [(256, False), (2048, True)])
+def test_more_devices_than_images_are_of_use_for_large_ones(image: int, pays: bool) -> None:
+    """Two images on four devices: small ones take longer to exchange halos than to compute."""
+    graph = split_images(models.resnet(18, batch=2, image=image))
+    whole_images, split = (
+        simulate_plan(
+            one_stage(graph, {o.name: choose(o, (2, 2)) for o in graph.operators}, (2, 2)),
+            graph,
+            RooflineCosts(),
+        ).step_time
+        for choose in (sharding("sample", None), sharding("sample", "height"))
+    )
+    assert (split < 0.75 * whole_images) == pays
 
 
 # -- refusals -----------------------------------------------------------------------------------
