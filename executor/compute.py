@@ -22,6 +22,7 @@ from stratagem.executor.seats import Seat
 from stratagem.executor.views import Reader, Select, joined, reader, select_of
 from stratagem.simulator.graph import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels import run_kernel
+from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.torch_ops.shards import Shards
 
 Action = Callable[[], None]
@@ -76,8 +77,9 @@ def forward(
     slots = list(zip(names, readers, flows, strict=False))
     weights = list(zip(instruction.weights, flows[len(names) :], strict=True))
     makers = _factor_shapes(operator, shards)
-    kernel = _forgetting(instruction, operator, shards) or (
-        lambda inputs, parameters, tape: run_kernel(operator, shards, inputs, parameters)
+    run = _kernel(instruction, operator, shards)
+    kernel = _forgetting(instruction, run) or (
+        lambda inputs, parameters, tape: run(inputs, parameters)
     )
     tape_name = instruction.tape or ""
 
@@ -102,7 +104,7 @@ def forward(
     def run_plain() -> None:
         inputs = [read.view(read.part(values[name])) for name, read, _ in slots]
         parameters = [constant(values[name]) for name, _ in weights]
-        _store(run_kernel(operator, shards, inputs, parameters))
+        _store(run(inputs, parameters))
 
     def _store(outputs: tuple[Tensor, ...]) -> None:
         for name, output, shape in zip(instruction.outputs, outputs, makers, strict=True):
@@ -136,10 +138,22 @@ def _factor_shapes(operator: Operator, shards: Shards) -> list[tuple[int, ...] |
     ]
 
 
-Kernel = Callable[[list[Tensor], list[Tensor], Tape], tuple[Tensor, ...]]
+Kernel = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, ...]]
+TapedKernel = Callable[[list[Tensor], list[Tensor], Tape], tuple[Tensor, ...]]
 
 
-def _forgetting(instruction: Forward, operator: Operator, shards: Shards) -> Kernel | None:
+def _kernel(instruction: Forward, operator: Operator, shards: Shards) -> Kernel:
+    """The kernel, with outputs in the dtypes that the plan runs in."""
+    dtypes = [torch_dtype(dtype) for dtype in instruction.dtypes]
+
+    def run(inputs: list[Tensor], parameters: list[Tensor]) -> tuple[Tensor, ...]:
+        outputs = run_kernel(operator, shards, inputs, parameters)
+        return tuple(made.to(dtype) for made, dtype in zip(outputs, dtypes, strict=True))
+
+    return run
+
+
+def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
     """The kernel of an operator some of whose inputs or weights are dropped behind it.
 
     Weights are gathered for each use under ZeRO-3, and inputs are dropped to be made again. The
@@ -172,7 +186,7 @@ def _forgetting(instruction: Forward, operator: Operator, shards: Shards) -> Ker
             return anew.as_strided(size, stride, int(anew.storage_offset()) + offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            outputs = run_kernel(operator, shards, inputs, parameters)
+            outputs = kernel(inputs, parameters)
         for slot in instruction.gathered:
             parameters[slot].data = parameters[slot].new_empty(0)
         return outputs
@@ -188,7 +202,8 @@ def backward(
     reached = [n for n, names in enumerate(instruction.gradients) if names or instruction.seed]
     sums = [_total(instruction, operator, shards, n, memory) for n in reached]
     returns = _returns(instruction, operator)
-    weights = [name for name in instruction.weights if name is not None]
+    names = [name for name in instruction.weights if name is not None]
+    weights = list(zip(names, map(torch_dtype, instruction.dtypes), strict=True))
     anew = _anew(instruction, operator, shards, seat, memory)
 
     def give_back(tape: Tape, found: Sequence[Tensor]) -> None:
@@ -197,8 +212,8 @@ def backward(
             values[name] = joined(parts, selects, tape.sources[numbers[0]])
 
     def add(found: Sequence[Tensor]) -> None:
-        for name, gradient in zip(weights, found, strict=True):
-            memory.add(name, gradient)
+        for (name, dtype), gradient in zip(weights, found, strict=True):
+            memory.add(name, gradient.to(dtype))
 
     def run_all() -> None:
         tape: Tape = values[instruction.tape]
@@ -281,9 +296,7 @@ def _gradients(
     leaves, shapes = tape.leaves[wanted], tape.shapes[wanted]
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if leaves and any(output.requires_grad for output in outputs):
-        found = torch.autograd.grad(
-            outputs, leaves, totals, retain_graph=again, allow_unused=True
-        )
+        found = torch.autograd.grad(outputs, leaves, totals, retain_graph=again, allow_unused=True)
     return [
         leaf.new_zeros(shape) if gradient is None else gradient
         for leaf, shape, gradient in zip(leaves, shapes, found, strict=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from stratagem.executor.precision import executed_dtype
 from stratagem.executor.program import ranks_of
 from stratagem.simulator.boundary import landing, summed
 from stratagem.simulator.graph import Edge, OperatorGraph, factor_sizes
@@ -182,8 +183,13 @@ class Context:
         return factor_sizes(producer.outputs[edge.output].layout, producer.sizes)
 
     def dtype(self, edge: Edge) -> str:
-        """Dtype of the tensor on an edge."""
-        return self.graph.operators[edge.producer].outputs[edge.output].dtype
+        """Dtype in which the tensor on an edge runs."""
+        return self.output_dtype(edge.producer, edge.output)
+
+    def output_dtype(self, i: int, output: int) -> str:
+        """Dtype in which an output of operator `i` runs."""
+        made = self.graph.operators[i].outputs[output]
+        return executed_dtype(self.plan.training, made.dtype, made.layout)
 
     # -- between stages -------------------------------------------------------------------------
 

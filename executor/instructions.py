@@ -1,9 +1,9 @@
 """Instructions: what a rank can do, as data.
 
 Each instruction knows the values that it reads and writes, its name and kind in the timeline
-(`task`, `kind`), and the collectives in it (`meetings_of`). None of them names a rank: where ranks
-differ, each works out its own part from its seat on the mesh (`bounds_at`, `Transfer`), so that all
-ranks of a stage can share one list.
+(`task`, `kind`), and the collectives in it (`meetings_of`). None of them names a rank: where they
+differ, each rank works out its own part from its seat on the mesh (`bounds_at`, `Transfer`), so
+that all ranks of a stage can share one list.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Source:
 
     operator: str
     value: str
+    dtype: str
 
     def __str__(self) -> str:
         return f"{self.operator} source"
@@ -78,6 +79,7 @@ class Source:
 class Forward:
     """Run an operator on this rank's shards. `tape` is what its backward pass needs.
 
+    `dtypes` are those of the outputs.
     `meetings` are the collectives inside the kernel, such as batch-norm statistics. `gathered`
     says which weights are there for this use only, and `remade` which inputs are dropped behind
     it: the tape keeps none of them, backward gets them anew. `again` is a run in the backward pass
@@ -89,6 +91,7 @@ class Forward:
     inputs: tuple[Operand, ...]
     weights: tuple[str, ...]
     outputs: tuple[str, ...]
+    dtypes: tuple[str, ...]
     tape: str | None = None
     gathered: tuple[int, ...] = ()
     remade: tuple[int, ...] = ()
@@ -133,10 +136,10 @@ class Backward:
 
     `gradients` has per output the values whose sum is its gradient, `seed` adds the 1 of the loss;
     `inputs` and `weights` name the results, None where no gradient is wanted; inputs that read one
-    tensor may share its gradient. Weight gradients are added to what is there. `anew` are the
-    values of the inputs `remade`, and then of the weights, that the tape did not keep. Where a schedule
-    makes gradients of inputs and of weights apart, the first `part` writes the gradients of the
-    outputs to `totals`, from where the second takes them.
+    tensor may share its gradient. Weight gradients are added, in `dtypes`, to what is there. `anew` are the
+    values of the inputs `remade`, and then of the weights, that the tape did not keep. Where
+    gradients of inputs and of weights are made apart, the first `part` writes the gradients of
+    the outputs to `totals`, from where the second takes them.
     """
 
     operator: str
@@ -146,6 +149,7 @@ class Backward:
     seed: bool
     inputs: tuple[str | None, ...]
     weights: tuple[str | None, ...]
+    dtypes: tuple[str, ...]
     anew: tuple[Operand, ...] = ()
     remade: tuple[int, ...] = ()
     meetings: tuple[Meeting, ...] = ()

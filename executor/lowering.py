@@ -22,7 +22,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         >>> print(grid(program))  # doctest: +SKIP
 
     Args:
-        plan: for this graph, in float32.
+        plan: for this graph.
         graph: the model at its whole batch; the plan's substitutions are applied to it.
 
     Raises:
@@ -50,10 +50,11 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
 
 
 def _check_precision(plan: Plan) -> None:
-    if plan.training.precision != "float32" or plan.training.gradient_bytes != 4:
+    training = plan.training
+    if "float16" in (training.precision, training.gradient_precision):
         raise ValueError(
-            f"plan {plan.name!r} trains in {plan.training.precision}, which is simulated only; "
-            f"the executor runs float32: search with Training(precision='float32')"
+            f"plan {plan.name!r} trains in float16, whose gradients need a loss scale that is not "
+            f"executed: search with Training(precision='bfloat16')"
         )
 
 
@@ -150,9 +151,9 @@ def _sources(instructions: Sequence[Instruction], context: Context) -> list[Inst
         for operand in instruction.inputs
     }
     return [
-        Source(operator.name, f"{operator.name} whole")
-        for operator, is_source in zip(context.graph.operators, context.is_source, strict=True)
-        if is_source and f"{operator.name} whole" in read
+        Source(operator.name, f"{operator.name} whole", context.output_dtype(i, 0))
+        for i, operator in enumerate(context.graph.operators)
+        if context.is_source[i] and f"{operator.name} whole" in read
     ]
 
 

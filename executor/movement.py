@@ -72,7 +72,8 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) 
     """The action of a bucket: its parts go through each step together."""
     values = memory.values
     routes = [_route(part, seat, comm) for part in instruction.parts]
-    shapes = [box_shape(box) for part in instruction.parts for box in [_spec(part).box(seat)] if box]
+    boxes = [_spec(part).box(seat) for part in instruction.parts]
+    shapes = [box_shape(box) for box in boxes if box is not None]
     sources = [part.source for part in instruction.parts if part.source is not None]
     keepers = [_keeper(part.target, part.adds, memory) for part in instruction.parts]
     layouts = [part.layout for part in instruction.parts]
@@ -81,7 +82,8 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) 
         tensors: list[Tensor] = [
             values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
         ]
-        for keep, layout, tensor in zip(keepers, layouts, run_together(routes, tensors), strict=True):
+        done = run_together(routes, tensors)
+        for keep, layout, tensor in zip(keepers, layouts, done, strict=True):
             keep(tensor if layout is None else tensor.reshape(stored_shape(layout, tensor.shape)))
 
     return run

@@ -85,6 +85,10 @@ class ParameterWriter:
         """Which weights of operator `i` are gathered for each use."""
         return tuple(use.slot for use in self._weights.of[i] if use.is_gathered)
 
+    def gradient_dtypes(self, i: int) -> tuple[str, ...]:
+        """The dtypes in which gradients of the trained weights of operator `i` are added up."""
+        return tuple(use.gradient_dtype for use in self._weights.of[i] if use.trained)
+
     def gradients(self, i: int, microbatch: int) -> tuple[str | None, ...]:
         """The values to which operator `i` adds its weight gradients."""
         name = self._name(i)
@@ -162,7 +166,7 @@ class ParameterWriter:
             source=use.gradient(microbatch, self._name(use.user)),
             target=use.home_gradient,
             sizes=use.sizes,
-            dtype=use.dtype,
+            dtype=use.gradient_dtype,
             before=use.made,
             after=use.home,
             layout=use.weight.layout,
@@ -180,7 +184,7 @@ class ParameterWriter:
             source=made,
             target=f"{made} summed",
             sizes=use.sizes,
-            dtype=use.dtype,
+            dtype=use.gradient_dtype,
             before=use.made,
             after=summed(use.made),
             layout=use.weight.layout,
@@ -202,7 +206,7 @@ class ParameterWriter:
             -1,
             value,
             transfer,
-            use.dtype,
+            use.gradient_dtype if adds else use.dtype,
             layout=use.weight.layout,
             adds=adds,
         )

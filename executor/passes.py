@@ -113,6 +113,7 @@ class PassWriter:
             inputs=_there(operands),
             weights=weights,
             outputs=tuple(self._output(i, n, microbatch) for n in range(len(operator.outputs))),
+            dtypes=self._dtypes(i),
             tape=self._tape(i, microbatch) if taped else None,
             gathered=self.parameters.gathered(i) if taped else (),
             remade=self._remade(i) if taped else (),
@@ -130,6 +131,10 @@ class PassWriter:
             for edge in self._context.incoming[i]
             if edge.slot in needed and self._context.is_made_again(edge)
         )
+
+    def _dtypes(self, i: int) -> tuple[str, ...]:
+        outputs = self._context.graph.operators[i].outputs
+        return tuple(self._context.output_dtype(i, n) for n in range(len(outputs)))
 
     def _tape(self, i: int, microbatch: int) -> str:
         return f"{self._context.graph.operators[i].name} tape m{microbatch}"
@@ -212,7 +217,7 @@ class PassWriter:
             source=source,
             target=target,
             sizes=(),
-            dtype=self._context.graph.operators[self._loss].outputs[0].dtype,
+            dtype=self._context.output_dtype(self._loss, 0),
             before=self._loss_placements(),
             after=after,
             adds=True,
@@ -272,6 +277,7 @@ class PassWriter:
                     self._output(i, n, microbatch, again=True)
                     for n in range(len(operator.outputs))
                 ),
+                dtypes=self._dtypes(i),
                 tape=self._tape(i, microbatch) if context.runs_backward[i] else None,
                 again=True,
                 meetings=self.writer.inner_meetings(i, f"{operator.name} R{microbatch}"),
@@ -306,6 +312,7 @@ class PassWriter:
                     for edge in context.incoming[i]
                 ),
                 weights=self.parameters.gradients(i, microbatch),
+                dtypes=self.parameters.gradient_dtypes(i),
                 anew=anew,
                 remade=() if context.recomputes[i] else self._remade(i),
                 meetings=(

@@ -35,6 +35,7 @@ class Stored:
     stage: int
     value: str
     parameter: str
+    dtype: str
     layout: Layout
     sizes: tuple[int, ...]
     placements: Placements

@@ -211,9 +211,7 @@ def _hear_alike(program: Program, groups: Players, by_device: Mapping[int, int])
     return True
 
 
-def _all_or_none(
-    transfer: Transfer, by_device: Mapping[int, int], sizes: Sequence[int]
-) -> bool:
+def _all_or_none(transfer: Transfer, by_device: Mapping[int, int], sizes: Sequence[int]) -> bool:
     heard: dict[tuple[int, int], set[int]] = {}
     for move in transfer.moves:
         pair = by_device[move.sender], by_device[move.receiver]

@@ -13,9 +13,9 @@ def verify(program: Program) -> None:
     Example:
         >>> verify(lower(plan, graph))  # doctest: +SKIP
 
-    All ranks are played symbolically (`replay`): sends match receives in order and shape, the members of
-    every collective enter the same one in the same order, and on each rank every value is made
-    before it is read, read before it is freed, and gone at the end of the step.
+    All ranks are played symbolically (`replay`): sends match receives, the members of every
+    collective enter the same one in the same order, and on each rank every value is made before
+    it is read, read before it is freed, and gone at the end of the step.
 
     Raises:
         ValueError: names the rank, the instruction, and the value or what it waits for.

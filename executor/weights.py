@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stratagem.executor.context import Context
+from stratagem.executor.precision import executed_dtype, gradient_dtype
 from stratagem.executor.program import Home, Stored
 from stratagem.simulator.graph import Operator, Weight, factor_sizes
 from stratagem.simulator.parameters import Use, home_placements, use_of
@@ -26,6 +27,8 @@ class WeightUse:
         owner: the operator at whose `home` the parameter is updated, in stage `owner_stage`.
         joins_owner: the gradient lies like that of the owner in the same stage (or is its own).
         zero: the owner's ZeRO stage where `joins_owner`, else 0.
+        dtype: of the value that the operator reads.
+        gradient_dtype: in which its gradients are added up and reduced.
         used: placements of the value that the operator reads.
         made: placements of the gradient that it makes.
     """
@@ -35,6 +38,7 @@ class WeightUse:
     weight: Weight
     sizes: tuple[int, ...]
     dtype: str
+    gradient_dtype: str
     use: Use
     owner: int
     stage: int
@@ -92,7 +96,8 @@ class WeightUse:
         """The parameter kept with some placements."""
         value = self._value(placements, self.stage)
         layout = self.weight.layout
-        return Stored(self.stage, value, self.parameter, layout, self.sizes, placements)
+        dtype = self.dtype
+        return Stored(self.stage, value, self.parameter, dtype, layout, self.sizes, placements)
 
 
 class Weights:
@@ -163,12 +168,17 @@ class Weights:
             home, joins = self._home(owner, weight.parameter, sizes, operator, made)
             joins = joins and use in (Use.OWNED, Use.TIED_HERE)
             zero = context.plan.choice(graph.operators[owner].name).zero if joins else 0
+        training = context.plan.training
+        dtype = dtype_captured = graph.parameter_index[weight.parameter].dtype
+        if use is not Use.BUFFER or operator.kind != "batch_norm":
+            dtype = executed_dtype(training, dtype_captured, weight.layout)
         return WeightUse(
             user=i,
             slot=slot,
             weight=weight,
             sizes=sizes,
-            dtype=graph.parameter_index[weight.parameter].dtype,
+            dtype=dtype,
+            gradient_dtype=gradient_dtype(training, dtype_captured),
             use=use,
             owner=owner,
             stage=stage,

@@ -182,9 +182,7 @@ class Writer:
         """Receive this rank's part of a transfer; None when it has none."""
         if transfer.target_box(self._device) is None:
             return None
-        self.write(
-            Receive(label, task, kind, microbatch, value, transfer, dtype, layout, adds)
-        )
+        self.write(Receive(label, task, kind, microbatch, value, transfer, dtype, layout, adds))
         return value
 
 

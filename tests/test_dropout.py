@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -329,6 +330,17 @@ def test_another_seed_drops_others(case: Case) -> None:
     ]
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
+
+
+def test_training_that_goes_on_drops_what_it_would_have_dropped(
+    case: Case, tmp_path: Path
+) -> None:
+    plan = make_plan(case, sharding("sample"), (2,))
+    state = model_state(case.model)
+    whole_run = execute(plan, case.graph, state, case.batch, steps=4)
+    execute(plan, case.graph, state, case.batch, steps=2, checkpoint=tmp_path)
+    rest = execute(plan, case.graph, state, case.batch, steps=4, resume=tmp_path)
+    assert rest.losses == whole_run.losses[2:]
 
 
 def built_choices(graph: OperatorGraph) -> list[tuple[Choices, tuple[int, ...]]]:

@@ -388,12 +388,6 @@ def test_a_batch_of_another_shape_is_refused(mlp: Case) -> None:
         execute(plan, mlp.graph, model_state(mlp.model), {"x": mlp.batch["x"]})
 
 
-def test_other_precisions_are_simulated_only(mlp: Case) -> None:
-    plan = make_plan(mlp, whole, (1,), training=Training(precision="bfloat16"))
-    with pytest.raises(ValueError, match="bfloat16, which is simulated only"):
-        lower(plan, mlp.graph)
-
-
 def test_a_state_without_a_parameter_is_refused(mlp: Case) -> None:
     state = model_state(mlp.model)
     del state["layers.0.bias"]

@@ -193,9 +193,10 @@ class GlooCommunicator:
             work.wait()
         self._pending.clear()
         dist.barrier()
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Leave the world without waiting for anyone."""
         self._groups.clear()
         dist.destroy_process_group()
 
@@ -211,7 +212,7 @@ class GlooCommunicator:
         if error is None:
             self.close()
         else:
-            self._leave()
+            self.leave()
 
     def _exchange(
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group

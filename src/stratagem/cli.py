@@ -21,6 +21,7 @@ from stratagem import __version__, face
 from stratagem.cache_cli import cache_app
 from stratagem.model_spec import load_cluster, load_graph
 from stratagem.profile_cli import profile
+from stratagem.run_cli import run
 from stratagem.search.constraints import Constraints
 from stratagem.search.result import Budget
 from stratagem.search.space import Options
@@ -36,7 +37,6 @@ from stratagem.simulator.segments import RECOMPUTE_POLICIES
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.step_path import StepPath
 from stratagem.simulator.table import Table
-from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
 from stratagem.simulator.timeline_tables import collective_table, operator_table
 from stratagem.simulator.trace import write_trace
@@ -90,6 +90,7 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.command()(profile)
+app.command()(run)
 console = Console(highlight=False)
 
 Model = Annotated[
@@ -317,32 +318,6 @@ def simulate(
     if tables is not None:
         parts = ("groups", "operators", "collectives", "critical_path")
         _write_json(tables, {part: getattr(simulation, part).to_dict() for part in parts})
-
-
-@app.command()
-def run(
-    plan: PlanFile,
-    model: Annotated[str, typer.Argument(help="module:function returning (model, inputs)")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="result file to write")],
-    steps: Annotated[int, typer.Option(help="training steps")] = 10,
-    warmup: Annotated[int, typer.Option(help="steps to run and undo first")] = 2,
-    check: Annotated[bool, typer.Option("--check", help="compare with one process")] = False,
-) -> None:
-    """Train by a plan on this machine, a process for every device."""
-    from stratagem.executor.launch import launch
-
-    report = launch(plan, model, steps=steps, warmup=warmup, check=check)
-    report.save(out)
-    console.print(
-        f"{steps} steps, {format_duration(report.step_time)} each (median); loss "
-        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
-    )
-    if check:
-        console.print(
-            f"loss and {len(report.errors) - 1} gradients agree with one process of torch to "
-            f"{report.max_error:.1e}"
-        )
-    console.print(f"Written to {out}")
 
 
 @app.command()
