@@ -60,6 +60,7 @@ _HOMES = {
     "search": "stratagem.face",
     "search_sizes": "stratagem.search.sizes",
     "simulate": "stratagem.face",
+    "split_images": "stratagem.simulator.spatial",
     "WhatIf": "stratagem.search.what_if",
     "write_trace": "stratagem.simulator.trace",
 }
