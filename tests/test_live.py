@@ -23,7 +23,10 @@ SGD = Training(optimizer="sgd")
 def alive(interpreter: Interpreter) -> int:
     """Bytes of all distinct storages that values hold, and the graphs of tapes."""
     storages: dict[int, int] = {}
-    for value in interpreter._memory.values.values():
+    memory = interpreter._memory
+    for name in list(memory._promised):
+        assert memory.values[name] is not None  # what a collective gave lies here too
+    for value in memory.values.values():
         tensors = [value] if isinstance(value, Tensor) else _saved(value)
         for tensor in tensors:
             storage = tensor.untyped_storage()
