@@ -163,7 +163,8 @@ class Watch:
                 beats = self._beats(range(self._world_size) if self._rank == 0 else [0])
                 finding = judge(beats, limit)
                 if finding is not None:
-                    self._accuse(finding)
+                    self._accuse(finding.text)
+                    self._kill(beats.get(finding.silent))
                 fault = self._fault()
                 self._unheard = 0
             except RuntimeError:
@@ -189,6 +190,12 @@ class Watch:
         """Let every rank know of a fault, unless one is known."""
         with suppress(RuntimeError):
             self._store.compare_set("fault", "", text)
+
+    def _kill(self, frozen: Beat | None) -> None:
+        """End a process of this machine that says nothing, which torchrun cannot ask to stop."""
+        if frozen is not None and self._host and frozen.host == self._host:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(frozen.pid, signal.SIGKILL)
 
     def _fault(self) -> str | None:
         return self._store.get("fault").decode() if self._store.check(["fault"]) else None
@@ -238,7 +245,7 @@ class Watch:
             for rank, beat in self._beats(range(self._world_size)).items():
                 ours = rank != self._rank and self._host and beat.host == self._host
                 if ours and not beat.done and _is_dead(beat.pid):
-                    text = f"rank {rank} (process {beat.pid}) died at {beat.where} or soon after"
+                    text = f"rank {rank} (process {beat.pid}) died; it was last at {beat.where}"
                     self._accuse(text)
                     return text
         except RuntimeError:
@@ -257,6 +264,14 @@ class Watch:
             os._exit(1)
 
 
+@dataclass(frozen=True)
+class _Finding:
+    """What is wrong with a run, and the rank that is silent if that is it."""
+
+    text: str
+    silent: int = -1
+
+
 class _Judge:
     """Rank 0's eye on all ranks: who is silent, and whether anyone goes on."""
 
@@ -267,23 +282,24 @@ class _Judge:
         self._places: dict[int, Where] = {}
         self._still = 0
 
-    def __call__(self, beats: dict[int, Beat], limit: int) -> str | None:
+    def __call__(self, beats: dict[int, Beat], limit: int) -> _Finding | None:
         """What is wrong, if anything; is called once a period."""
         for rank, beat in beats.items():
             same = self._counts[rank] == beat.count and not beat.done
             self._quiet[rank] = self._quiet[rank] + 1 if same else 0
             self._counts[rank] = beat.count
             if self._quiet[rank] >= limit:
-                return (
+                return _Finding(
                     f"rank {rank} has been silent for {self._limits.silent:g} s (killed, frozen "
-                    f"or cut off); it was last at {beat.where}"
+                    f"or cut off); it was last at {beat.where}",
+                    silent=rank,
                 )
         places = {rank: beat.where for rank, beat in beats.items() if not beat.done}
         stuck = places == self._places and not all(w.slow for w in places.values())
         self._places = places
         self._still = self._still + 1 if stuck else 0
         if self._still * PERIOD >= self._limits.stalled:
-            return _stalled(places, self._limits.stalled)
+            return _Finding(_stalled(places, self._limits.stalled))
         return None
 
 
@@ -293,7 +309,7 @@ class _Follower:
     def __init__(self) -> None:
         self._count, self._quiet = 0, 0
 
-    def __call__(self, beats: dict[int, Beat], limit: int) -> str | None:
+    def __call__(self, beats: dict[int, Beat], limit: int) -> _Finding | None:
         """What is wrong with rank 0, if anything; is called once a period."""
         leader = beats.get(0)
         if leader is None or leader.done:
@@ -302,7 +318,11 @@ class _Follower:
         self._count = leader.count
         if self._quiet < limit + 2:
             return None
-        return f"rank 0 has been silent for {limit + 2:g} s; it was last at {leader.where}"
+        return _Finding(
+            f"rank 0 has been silent for {self._quiet * PERIOD:g} s (killed, frozen or cut off); "
+            f"it was last at {leader.where}",
+            silent=0,
+        )
 
 
 def _stalled(places: dict[int, Where], seconds: float) -> str:
