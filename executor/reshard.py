@@ -61,15 +61,15 @@ class Route:
         self._spec, self._seat = spec, seat
         box = spec.box(seat)
         self._shape = None if box is None else box_shape(box)
-        self._lines: list[_Line | None] = []
+        self.lines: list[_Line | None] = []
         for step in steps:
-            self._lines.append(_line(spec, step, seat, comm))
+            self.lines.append(_line(spec, step, seat, comm))
             spec = spec.after(step)
 
     def __call__(self, tensor: Tensor | None) -> Tensor | None:
         """This rank's part after the steps, None where it has none."""
         self._check(tensor)
-        for line in self._lines:
+        for line in self.lines:
             tensor = None if line is None else _STEPS[line.step.collective](line, tensor)
         return tensor
 
@@ -81,6 +81,41 @@ class Route:
                 f"mesh of shape {self._seat.mesh.shape} give it {self._shape} of factors "
                 f"{self._spec.sizes}"
             )
+
+
+def run_together(routes: Sequence[Route], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run routes of equal steps, all their tensors in one collective a step.
+
+    Every rank has a part of every tensor, and steps are all-reduces, reduce-scatters and slices.
+
+    Example:
+        >>> run_together([weight_route, bias_route], [weight, bias])  # doctest: +SKIP
+    """
+    found = list(tensors)
+    for number in range(len(routes[0].lines)):
+        lines = [route.lines[number] for route in routes]
+        found = _step_together([line for line in lines if line is not None], found)
+    return found
+
+
+def _step_together(lines: Sequence[_Line], tensors: Sequence[Tensor]) -> list[Tensor]:
+    first = lines[0]
+    match first.step.collective:
+        case Collective.ALL_REDUCE:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            total = first.comm.all_reduce(flat, first.group)
+            shapes = [tensor.shape for tensor in tensors]
+        case Collective.REDUCE_SCATTER:
+            chunks = [line.chunks(tensor) for line, tensor in zip(lines, tensors, strict=True)]
+            each = [torch.cat([c.reshape(-1) for c in row]) for row in zip(*chunks, strict=True)]
+            total = first.comm.reduce_scatter(each, first.group)
+            shapes = [torch.Size(line.shape) for line in lines]
+        case _:
+            run = _STEPS[first.step.collective]
+            done = [run(line, tensor) for line, tensor in zip(lines, tensors, strict=True)]
+            return [tensor for tensor in done if tensor is not None]
+    parts = torch.split(total, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @dataclass(frozen=True)

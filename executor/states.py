@@ -74,10 +74,9 @@ def collect(
         transfer = Transfer(stored.sizes, mesh, stored.placements, first, (REPLICATE,))
         parameter = program.graph.parameter_index[stored.parameter]
         part = parts.get(stored.parameter)
-        box = transfer.source_box(device)
+        box, dtype = transfer.source_box(device), torch_dtype(parameter.dtype)
         if part is not None and box is not None:
-            part = part.reshape(box_shape(box))
-        dtype = torch_dtype(parameter.dtype)
+            part = part.reshape(box_shape(box)).to(dtype)
         tensor = run_transfer(part, transfer, dtype, device, program.rank_of, comm)
         if tensor is not None:
             whole[stored.parameter] = tensor.reshape(parameter.shape).clone()

@@ -73,11 +73,14 @@ class Communicator(Protocol):
     ) -> Tensor:
         """The chunk that rank `source` has for this member."""
 
-    def send(self, tensor: Tensor, target: int) -> None:
-        """Send to rank `target` without waiting for it; messages of a pair arrive in order."""
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
+        """Send to rank `target` without waiting for it.
 
-    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
-        """The next tensor that rank `source` sent to this one."""
+        Messages of a pair with the same tag arrive in order; 0 <= tag < 2**30.
+        """
+
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
+        """The next tensor that rank `source` sent to this one with that tag."""
 
     def barrier(self) -> None:
         """Return when every rank of the world has called this."""

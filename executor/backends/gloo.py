@@ -29,8 +29,8 @@ from stratagem.executor.backends.base import (
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
-MESSAGE, PIECE = 1, 2
-"""Tags that keep what a plan sends apart from the pieces of gathers and scatters."""
+PIECE, MESSAGE = 1, 2
+"""Tags of the pieces of gathers and scatters, and the first of those that a plan sends."""
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -174,14 +174,14 @@ class GlooCommunicator:
                 self._post(chunk, rank, PIECE)
         return own
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
         """See `Communicator.send`."""
         self.sent[Collective.SEND.value] += num_bytes(tensor)
-        self._post(tensor, target, MESSAGE)
+        self._post(tensor, target, MESSAGE + tag)
 
-    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
         """See `Communicator.recv`."""
-        return self._take(shape, dtype, source, MESSAGE)
+        return self._take(shape, dtype, source, MESSAGE + tag)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""

@@ -205,16 +205,16 @@ class LocalCommunicator:
         self._check_shapes([mine], [shape], (source,))
         return mine
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
         """See `Communicator.send`."""
         self._check_rank(target)
         self.sent[Collective.SEND.value] += num_bytes(tensor)
-        self._world.post(self.rank, target, tensor.detach().clone())
+        self._world.post(self.rank, target, tag, tensor.detach().clone())
 
-    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
         """See `Communicator.recv`."""
         self._check_rank(source)
-        tensor: Tensor = self._world.take(source, self.rank)
+        tensor: Tensor = self._world.take(source, self.rank, tag)
         if tensor.dtype != dtype:
             raise RuntimeError(
                 f"rank {self.rank} receives {dtype} from rank {source}, which sends {tensor.dtype}"
