@@ -192,8 +192,9 @@ class Watch:
             self._store.compare_set("fault", "", text)
 
     def _kill(self, frozen: Beat | None) -> None:
-        """End a process of this machine that says nothing, which torchrun cannot ask to stop."""
-        if frozen is not None and self._host and frozen.host == self._host:
+        """End a stopped process of this machine, which torchrun cannot ask to end."""
+        ours = frozen is not None and self._host and frozen.host == self._host
+        if frozen is not None and ours and _state(frozen.pid) in "Tt":
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(frozen.pid, signal.SIGKILL)
 
@@ -244,7 +245,7 @@ class Watch:
                 return fault
             for rank, beat in self._beats(range(self._world_size)).items():
                 ours = rank != self._rank and self._host and beat.host == self._host
-                if ours and not beat.done and _is_dead(beat.pid):
+                if ours and not beat.done and _state(beat.pid) in "ZX":
                     text = f"rank {rank} (process {beat.pid}) died; it was last at {beat.where}"
                     self._accuse(text)
                     return text
@@ -413,9 +414,9 @@ def _host() -> str:
         return ""
 
 
-def _is_dead(pid: int) -> bool:
-    """Whether a process of this machine has ended, if only in part (a zombie)."""
+def _state(pid: int) -> str:
+    """The state of a process of this machine, by its letter in /proc; X where it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "X"
