@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from examples.models import MLP
 from stratagem.executor.checkpoint import complete_checkpoints
 from stratagem.executor.checkpoint_reader import load_checkpoint
 from stratagem.executor.launch import launch
+from stratagem.executor.report import Report
 from stratagem.executor.watch import Beat, Limits, _Follower, _Judge
 from stratagem.executor.where import Where
 from stratagem.simulator.cluster import Cluster
@@ -238,33 +238,27 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(place: Path) -> N
 
 @pytest.mark.slow
 def test_processes_go_on_bit_for_bit(place: Path) -> None:
-    """Also with the command line of `stratagem run`, which shows progress and results."""
-
-    def run(folder: str, steps: int, *more: str) -> str:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "stratagem.cli", "run", "plan.json", "faulty:build"),
-                *("--data", "faulty:plain", "--steps", str(steps), "--rate", "linear"),
-                *("--checkpoint", folder, "--every", "2", "--out", f"{folder}.json", *more),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "6 steps, " in run("whole", 6)
-    run("parts", 4, "--rate", "faulty:six")
-    shown = run("parts", 6, "--resume", "parts")
-    assert "2 steps, " in shown
-    whole, parts = load_checkpoint("whole"), load_checkpoint("parts")
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    files = ("whole.json", "parts.json")
-    losses = [json.loads(Path(name).read_text())["losses"] for name in files]
-    assert losses[0][4:] == losses[1]
+    """Also by the command line, and with the learning rate as a function of one's own."""
+    given = {"data": "faulty:plain", "every": 2}
+    whole = launch("plan.json", "faulty:build", steps=6, rate="linear", checkpoint="all", **given)
+    launch("plan.json", "faulty:build", steps=4, rate="faulty:six", checkpoint="parts", **given)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "stratagem.cli", "run", "plan.json", "faulty:build"),
+            *("--data", "faulty:plain", "--steps", "6", "--rate", "linear", "--out", "rest.json"),
+            *("--checkpoint", "parts", "--every", "2", "--resume", "parts"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 steps, ")
+    assert Report.load("rest.json").losses == whole.losses[4:]
+    one, two = load_checkpoint("all"), load_checkpoint("parts")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 # -- several nodes ------------------------------------------------------------------------------

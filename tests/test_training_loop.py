@@ -18,6 +18,7 @@ from stratagem.executor.batches import Batches, first_batch, units_of
 from stratagem.executor.models import make_data, make_rate
 from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.rates import RateSchedule
+from stratagem.executor.run import check_world, prepare
 from stratagem.executor.training_loop import RunOptions, check_equal
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
@@ -270,6 +271,15 @@ def test_an_iterator_is_not_captured() -> None:
         first_batch(iter([GOOD]))
     with pytest.raises(ValueError, match="gives no batch"):
         first_batch([])
+
+
+def test_a_plan_of_another_model_or_world_is_refused(model: MLP, graph: OperatorGraph) -> None:
+    plan = make_plan(graph)
+    other = MLP([6, 9, 3])
+    with pytest.raises(ValueError, match=r"plan 'test' was made for model 'MLP' \(fingerprint"):
+        execute(plan, capture(other, kwargs=GOOD), model_state(other), GOOD)
+    with pytest.raises(ValueError, match=r"uses 2 devices, but this world has 3 .*per-node 2 -m"):
+        check_world(prepare(plan, graph), 3)
 
 
 def test_ranks_with_different_tensors_are_refused() -> None:
