@@ -136,10 +136,10 @@ class Backward:
 
     `gradients` has per output the values whose sum is its gradient, `seed` adds the 1 of the loss;
     `inputs` and `weights` name the results, None where no gradient is wanted; inputs that read one
-    tensor may share its gradient. Weight gradients are added, in `dtypes`, to what is there. `anew` are the
-    values of the inputs `remade`, and then of the weights, that the tape did not keep. Where
-    gradients of inputs and of weights are made apart, the first `part` writes the gradients of
-    the outputs to `totals`, from where the second takes them.
+    tensor may share its gradient. Weight gradients are added, in `dtypes`, to what is there.
+    `anew` are the values of the inputs `remade`, and then of the weights, that the tape did not
+    keep. Where gradients of inputs and of weights are made apart, the first `part` writes the
+    gradients of the outputs to `totals`, from where the second takes them.
     """
 
     operator: str
@@ -192,7 +192,8 @@ class Convert:
 
     `source` or `target` is None on a rank that holds nothing before or after. `sizes` are those of
     the whole tensor's factors; a parameter has a `layout`, in whose shape it is stored. With
-    `adds` the result is added to what `target` holds.
+    `adds` the result is added to what `target` holds. With `later` the next instructions run
+    meanwhile, until one reads the result.
     """
 
     stage: int
@@ -207,6 +208,7 @@ class Convert:
     steps: tuple[Step, ...]
     layout: Layout | None = None
     adds: bool = False
+    later: bool = False
     meetings: tuple[Meeting, ...] = ()
 
     def __str__(self) -> str:

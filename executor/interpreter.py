@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor import compute, movement
-from stratagem.executor.backends.base import Communicator
+from stratagem.executor.backends.base import Communicator, Pending
 from stratagem.executor.instructions import (
     Backward,
     Bundle,
@@ -137,6 +137,7 @@ class Interpreter:
         self.gradients = {} if keep_gradients else None
         self._memory.values.pop(LOSS, None)
         spans: list[tuple[int, int]] = []
+        begun: dict[int, Pending] = {}
         with torch.no_grad():
             self.comm.barrier()
             zero = start = perf_counter_ns()
@@ -149,6 +150,11 @@ class Interpreter:
                 end = perf_counter_ns()
                 spans.append((start - zero, end - zero))
                 start = end
+                if self._memory.begun:
+                    begun[number] = self._memory.begun.pop()
+        for number, pending in begun.items():
+            first, last = spans[number]
+            spans[number] = first, max(last, pending.ended_ns - zero)
         self.at = -1
         loss = self._memory.values.get(LOSS)
         return StepRecord(None if loss is None else float(loss), tuple(spans), start - zero)

@@ -32,7 +32,8 @@ def timeline(program: Program, spans: Mapping[int, Spans]) -> Timeline:
     """The measured timeline of one step: two lanes a rank, task names as in the simulator.
 
     A communication starts when its last partner is there: until then a rank only waits, which is a
-    gap in its lane and not a task. Instructions of one task that follow one another at once are
+    gap in its lane and not a task. Of collectives under way at a time, the later one starts behind
+    the earlier. Instructions of one task that follow one another at once are
     one row. Conversions that only slice are left out, as they are of the simulator's timeline.
 
     Args:
@@ -75,11 +76,14 @@ def _begins(program: Program, spans: Mapping[int, Spans]) -> _Begins:
 def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> list[Row]:
     rows: list[Row] = []
     before: tuple[str, int] | None = None
+    over: dict[str, int] = {}
     for instruction, (start, end) in zip(program.ranks[rank].instructions, spans, strict=True):
         if isinstance(instruction, Free) or _is_no_task(instruction):
             continue
-        start = min(end, max(start, _begin(program, instruction, rank, begins)))
         lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
+        start = max(start, _begin(program, instruction, rank, begins), over.get(lane, 0))
+        start = min(start, end)
+        over[lane] = end
         if isinstance(instruction, Bundle):
             rows += _bundle_rows(instruction, lane, start, end)
             before = None

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from stratagem.executor.backends.base import Communicator, Shape
 from stratagem.executor.instructions import Bundle, Convert, Receive, Send
 from stratagem.executor.memory import Memory
-from stratagem.executor.reshard import Route, run_together
+from stratagem.executor.reshard import Route, start_together
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
 from stratagem.simulator.graph import Layout
 from stratagem.simulator.torch_ops.programs import torch_dtype
@@ -39,25 +40,38 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory
     given = None if box is None else box_shape(box)
     values, source, target = memory.values, instruction.source, instruction.target
     keep = _keeper(target, instruction.adds, memory)
-    layout, steps = instruction.layout, instruction.steps
+    steps, final = instruction.steps, _finisher(instruction)
     route = _route(instruction, seat, comm)
 
+    def read() -> Tensor | None:
+        if source is None:
+            return None
+        tensor: Tensor = values[source]
+        return tensor if given is None else tensor.reshape(given)
+
     def run() -> None:
-        tensor: Tensor | None = None
-        if source is not None:
-            tensor = values[source]
-            if layout is not None:
-                assert given is not None
-                tensor = tensor.reshape(given)
+        tensor = read()
         if steps:
             tensor = route(tensor)
         if target is not None:
             assert tensor is not None
-            if layout is not None:
-                tensor = tensor.reshape(stored_shape(layout, tensor.shape))
-            keep(tensor)
+            keep(final(tensor))
 
-    return run
+    def begin() -> None:
+        assert target is not None
+        pending = route.start(read())
+        memory.begun.append(pending)
+        memory.promise(target, lambda: final(pending.finish()))
+
+    return begin if instruction.later and steps and target is not None else run
+
+
+def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:
+    """What makes of a result in factors the parameter in the shape in which it is stored."""
+    layout = instruction.layout
+    if layout is None:
+        return lambda tensor: tensor
+    return lambda tensor: tensor.reshape(stored_shape(layout, tensor.shape))
 
 
 def _spec(instruction: Convert) -> TensorSpec:
@@ -70,23 +84,27 @@ def _route(instruction: Convert, seat: Seat, comm: Communicator) -> Route:
 
 def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) -> Action:
     """The action of a bucket: its parts go through each step together."""
-    values = memory.values
-    routes = [_route(part, seat, comm) for part in instruction.parts]
-    boxes = [_spec(part).box(seat) for part in instruction.parts]
+    values, parts = memory.values, instruction.parts
+    routes = [_route(part, seat, comm) for part in parts]
+    boxes = [_spec(part).box(seat) for part in parts]
     shapes = [box_shape(box) for box in boxes if box is not None]
-    sources = [part.source for part in instruction.parts if part.source is not None]
-    keepers = [_keeper(part.target, part.adds, memory) for part in instruction.parts]
-    layouts = [part.layout for part in instruction.parts]
+    sources = [part.source for part in parts if part.source is not None]
+    ends = [(part.target, _finisher(part)) for part in parts if part.target is not None]
 
     def run() -> None:
         tensors: list[Tensor] = [
             values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
         ]
-        done = run_together(routes, tensors)
-        for keep, layout, tensor in zip(keepers, layouts, done, strict=True):
-            keep(tensor if layout is None else tensor.reshape(stored_shape(layout, tensor.shape)))
+        pending, finishes = start_together(routes, tensors)
+        memory.begun.append(pending)
+        for (target, final), finish in zip(ends, finishes, strict=True):
+            memory.promise(target, partial(_finished, final, finish))
 
     return run
+
+
+def _finished(final: Callable[[Tensor], Tensor], finish: Callable[[], Tensor]) -> Tensor:
+    return final(finish())
 
 
 @dataclass(frozen=True)

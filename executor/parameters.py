@@ -171,6 +171,7 @@ class ParameterWriter:
             after=use.home,
             layout=use.weight.layout,
             adds=True,
+            later=True,
             into=into,
         )
         self._held += [each for each in into if isinstance(each, Convert)]

@@ -58,6 +58,7 @@ class Writer:
         after: Placements,
         layout: Layout | None = None,
         adds: bool = False,
+        later: bool = False,
         into: list[Instruction] | None = None,
     ) -> str | None:
         """Bring `source` from one placement to another on this rank's mesh.
@@ -88,6 +89,7 @@ class Writer:
                 steps,
                 layout,
                 adds,
+                later,
                 meetings,
             )
             (self.instructions if into is None else into).append(made)

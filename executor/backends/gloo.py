@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from time import perf_counter_ns
 from types import TracebackType
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from stratagem.executor.backends.base import (
     Group,
+    Pending,
     Reduction,
     Shape,
+    done,
     num_bytes,
     position,
     ring_bytes,
@@ -87,6 +90,15 @@ class GlooCommunicator:
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
 
+    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        """See `Communicator.start_all_reduce`."""
+        if len(group) == 1:
+            return done(tensor)
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(total, group=self._process_group(group), async_op=True)
+        self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
+        return _pending(work, lambda: total)
+
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""
         self._check_shape(tensor, shapes[position(self.rank, group)])
@@ -99,10 +111,16 @@ class GlooCommunicator:
         own = tuple(chunks[position(self.rank, group)].shape)
         addends = self._exchange(chunks, [own] * len(group), group)
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
-        total = addends[0]
-        for addend in addends[1:]:
-            total = total + addend
-        return total
+        return _sum(addends)
+
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+        """See `Communicator.start_reduce_scatter`."""
+        if len(group) == 1:
+            return done(chunks[0])
+        own = tuple(chunks[position(self.rank, group)].shape)
+        work, pieces = self._start_exchange(chunks, [own] * len(group), group)
+        self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
+        return _pending(work, lambda: _sum(pieces()))
 
     def all_to_all(
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
@@ -220,22 +238,37 @@ class GlooCommunicator:
         """Chunk j to member j; what the members have for this one, of `shapes`."""
         if len(group) == 1:
             return list(chunks)
+        work, pieces = self._start_exchange(chunks, shapes, group)
+        work.wait()
+        return pieces()
+
+    def _start_exchange(
+        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+    ) -> tuple[dist.Work, Callable[[], list[Tensor]]]:
+        """Begin an exchange; the pieces may be asked for when it is over."""
         ranks = sorted(group)
         sending = [_bytes(chunks[group.index(rank)].detach().contiguous()) for rank in ranks]
         dtype, itemsize = chunks[0].dtype, chunks[0].element_size()
         lengths = [math.prod(shapes[group.index(rank)]) * itemsize for rank in ranks]
         received = torch.empty(sum(lengths), dtype=torch.uint8)
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             received,
             torch.cat(sending),
             lengths,
             [each.numel() for each in sending],
             self._process_group(group),
+            async_op=True,
         )
-        pieces = dict(zip(ranks, torch.split(received, lengths), strict=True))
-        return [
-            pieces[rank].view(dtype).view(shape) for rank, shape in zip(group, shapes, strict=True)
-        ]
+        assert work is not None
+
+        def pieces() -> list[Tensor]:
+            found = dict(zip(ranks, torch.split(received, lengths), strict=True))
+            return [
+                found[rank].view(dtype).view(shape)
+                for rank, shape in zip(group, shapes, strict=True)
+            ]
+
+        return work, pieces
 
     def _post(self, tensor: Tensor, target: int, tag: int) -> None:
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
@@ -267,3 +300,29 @@ class GlooCommunicator:
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat tensor of bytes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _sum(addends: Sequence[Tensor]) -> Tensor:
+    """In group order, as the local backend adds."""
+    total = addends[0]
+    for addend in addends[1:]:
+        total = total + addend
+    return total
+
+
+def _pending(work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+    """An operation of torch as one that is waited for, and notes when it is over."""
+    assert work is not None
+
+    def finish() -> Tensor:
+        work.wait()
+        if not pending.ended_ns:
+            pending.ended_ns = perf_counter_ns()
+        return result()
+
+    def note(_: object) -> None:
+        pending.ended_ns = perf_counter_ns()
+
+    pending = Pending(finish)
+    work.get_future().add_done_callback(note)
+    return pending

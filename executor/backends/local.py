@@ -18,8 +18,10 @@ from torch import Tensor
 from stratagem.executor.backends.base import (
     Communicator,
     Group,
+    Pending,
     Reduction,
     Shape,
+    done,
     num_bytes,
     position,
     ring_bytes,
@@ -116,6 +118,14 @@ class LocalCommunicator:
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         total: Tensor = self._meet(group, call, tensor, lambda given: _reduced_for_all(given, op))
         return total
+
+    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        """See `Communicator.start_all_reduce`; it is over when this returns."""
+        return done(self.all_reduce(tensor, group))
+
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+        """See `Communicator.start_reduce_scatter`; it is over when this returns."""
+        return done(self.reduce_scatter(chunks, group))
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""
