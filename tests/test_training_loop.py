@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from examples.models import MLP
 from stratagem.executor import execute, model_state
-from stratagem.executor.backends.local import run_local
+from stratagem.executor.backends.local import LocalCommunicator, run_local
 from stratagem.executor.batches import Batches, first_batch, units_of
 from stratagem.executor.models import make_data, make_rate
 from stratagem.executor.optimizers import make_optimizer
@@ -245,6 +246,26 @@ def test_a_batch_that_does_not_fit_is_refused(
             show=lambda what, fraction, remark: shown.append(remark),
         )
     assert not any("step 3 of" in remark for remark in shown)
+
+
+def test_an_error_says_where_its_rank_was(
+    model: MLP, graph: OperatorGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step it is an instruction of the rank's program."""
+    calls: list[int] = []
+    original = LocalCommunicator.all_reduce
+
+    def failing(self, tensor, group, op="sum"):  # type: ignore[no-untyped-def]
+        calls.append(self.rank)
+        if calls.count(1) > 4 and self.rank == 1:
+            raise RuntimeError("the cable is loose")
+        return original(self, tensor, group, op)
+
+    monkeypatch.setattr(LocalCommunicator, "all_reduce", failing)
+    with pytest.raises(RuntimeError, match="the cable is loose") as caught:
+        execute(make_plan(graph), graph, model_state(model), GOOD, steps=9)
+    (note,) = [note for note in caught.value.__notes__ if "was at" in note]
+    assert re.fullmatch(r"rank 1 was at step \d, instruction \d+ '.+'", note)
 
 
 def test_a_smaller_last_batch_says_what_to_do(model: MLP, graph: OperatorGraph) -> None:
