@@ -22,13 +22,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.batches import Batches, Data
 from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.judging import Limits
 from stratagem.executor.models import make_data, make_model, make_rate
 from stratagem.executor.reference import errors_against
 from stratagem.executor.report import report_of
 from stratagem.executor.run import check_world, prepare, process_rank
 from stratagem.executor.states import model_state
 from stratagem.executor.training_loop import RunOptions, Show, check_equal, train
-from stratagem.executor.watch import Limits, Watch
+from stratagem.executor.watch import Watch
 from stratagem.progress import progress_bar, status_file
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture

@@ -20,9 +20,9 @@ import torch
 from examples.models import MLP
 from stratagem.executor.checkpoint import complete_checkpoints
 from stratagem.executor.checkpoint_reader import load_checkpoint
+from stratagem.executor.judging import Beat, Follower, Judge, Limits
 from stratagem.executor.launch import launch
 from stratagem.executor.report import Report
-from stratagem.executor.watch import Beat, Limits, _Follower, _Judge
 from stratagem.executor.where import Where
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -383,7 +383,7 @@ WAITING = Where(3, "fc sync", 12, waits=True, slow=False)
 
 
 def test_only_ranks_that_say_nothing_are_silent() -> None:
-    judge = _Judge(2, Limits())
+    judge = Judge(2, Limits())
     for count in range(1, 50):
         assert judge(beats(count, Where(count), MOVING), 3) is None
     findings = [judge({**beats(60 + i, Where(i)), 1: beats(49, MOVING)[0]}, 3) for i in range(3)]
@@ -398,7 +398,7 @@ def test_a_step_in_which_no_rank_goes_on_is_stuck() -> None:
         ((WAITING, MOVING), "rank 1 is at step 3, taking the batch, while the others wait"),
         ((WAITING, WAITING), "rank 0 is at step 3, instruction 12 'fc sync'; rank 1 is at"),
     ):
-        judge = _Judge(2, Limits(stalled=5))
+        judge = Judge(2, Limits(stalled=5))
         findings = [judge(beats(count, *places), 3) for count in range(1, 8)]
         assert findings[:5] == [None] * 5
         assert findings[5] is not None
@@ -406,7 +406,7 @@ def test_a_step_in_which_no_rank_goes_on_is_stuck() -> None:
 
 
 def test_what_may_take_long_and_what_is_done_are_left_alone() -> None:
-    judge = _Judge(2, Limits(stalled=5))
+    judge = Judge(2, Limits(stalled=5))
     for count in range(1, 40):
         assert judge(beats(count, Where(3, "writing a checkpoint", slow=True)), 3) is None
     for _ in range(40):
@@ -414,7 +414,7 @@ def test_what_may_take_long_and_what_is_done_are_left_alone() -> None:
 
 
 def test_the_others_notice_when_the_first_rank_is_gone() -> None:
-    follower = _Follower()
+    follower = Follower()
     for count in range(1, 20):
         assert follower(beats(count, MOVING), 3) is None
     findings = [follower(beats(19, MOVING), 3) for _ in range(5)]
