@@ -12,6 +12,9 @@ from stratagem.executor.where import Where
 PERIOD = 1.0
 """Seconds between two messages of a rank."""
 
+BUSY_WEIGHT = 0.1
+"""What a second counts towards a stuck step while a rank computes."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -19,7 +22,8 @@ class Limits:
 
     Attributes:
         silent: seconds after which a rank that says nothing counts as lost.
-        stalled: seconds after which a step in which no rank goes on counts as stuck.
+        stalled: seconds after which a step in which no rank goes on counts as stuck; those in
+            which a rank computes all the time count a tenth, because one instruction may be long.
     """
 
     silent: float = 10.0
@@ -33,13 +37,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank tells: where it is, how often it has told, and the process that it is."""
+    """What a rank tells: where it is, how often it has told, and the process that it is.
+
+    `busy` says that its main thread has been computing since it told before.
+    """
 
     count: int
     where: Where
     host: str
     pid: int
     done: bool = False
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Judge:
         self._counts = [0] * world_size
         self._quiet = [0] * world_size
         self._places: dict[int, Where] = {}
-        self._still = 0
+        self._still = 0.0
 
     def __call__(self, beats: dict[int, Beat], limit: int) -> Finding | None:
         """What is wrong, if anything; is called once a period."""
@@ -75,7 +83,8 @@ class Judge:
         places = {rank: beat.where for rank, beat in beats.items() if not beat.done}
         stuck = places == self._places and not all(w.slow for w in places.values())
         self._places = places
-        self._still = self._still + 1 if stuck else 0
+        weight = BUSY_WEIGHT if any(beat.busy for beat in beats.values()) else 1.0
+        self._still = self._still + weight if stuck else 0.0
         if self._still * PERIOD >= self._limits.stalled:
             return Finding(_stalled(places, self._limits.stalled))
         return None

@@ -62,6 +62,7 @@ class Watch:
         self._rank, self._world_size, self._limits = rank, world_size, limits
         self._store = _connect(limits)
         self._host = _host()
+        self._work = _MainThread()
         self._parent = os.getppid()
         self._stop = threading.Event()
         self._closing: float | None = None
@@ -141,7 +142,8 @@ class Watch:
 
     def _tell(self, *, done: bool = False) -> None:
         self._count += 1
-        beat = Beat(self._count, self.place.now, self._host, os.getpid(), done)
+        busy = self._work.is_busy()
+        beat = Beat(self._count, self.place.now, self._host, os.getpid(), done, busy)
         self._store.set(_beat_key(self._rank), msgspec.json.encode(beat).decode())
 
     def _beats(self, ranks: Any) -> dict[int, Beat]:
@@ -230,6 +232,25 @@ class Watch:
                 sys.stderr.write(f"{__name__}.{type(error).__name__}: {error}\n")
                 sys.stderr.flush()
             os._exit(1)
+
+
+class _MainThread:
+    """Whether the main thread computes, by its processor time; never, where that is not known."""
+
+    def __init__(self) -> None:
+        main = threading.main_thread().ident or 0
+        known = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(main) if known else None
+        self._worked, self._asked = 0.0, time.monotonic()
+
+    def is_busy(self) -> bool:
+        """Whether it computed for more than half of the time since the last call."""
+        if self._clock is None:
+            return False
+        worked, now = time.clock_gettime(self._clock), time.monotonic()
+        busy = worked - self._worked > (now - self._asked) / 2
+        self._worked, self._asked = worked, now
+        return busy
 
 
 def _connect(limits: Limits) -> Any:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from stratagem.executor.checkpoint_reader import load_checkpoint
 from stratagem.executor.judging import Beat, Follower, Judge, Limits
 from stratagem.executor.launch import launch
 from stratagem.executor.report import Report
+from stratagem.executor.watch import _MainThread
 from stratagem.executor.where import Where
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -403,6 +405,30 @@ def test_a_step_in_which_no_rank_goes_on_is_stuck() -> None:
         assert findings[:5] == [None] * 5
         assert findings[5] is not None
         assert words in findings[5].text
+
+
+def test_a_long_instruction_is_given_time() -> None:
+    """A rank that computes is not stuck; one that does so ten times as long is."""
+    judge = Judge(2, Limits(stalled=5))
+    findings = []
+    for count in range(1, 60):
+        told = beats(count, WAITING, MOVING)
+        findings.append(judge({**told, 1: replace(told[1], busy=True)}, 3))
+    first = next(i for i, finding in enumerate(findings) if finding is not None)
+    assert 48 <= first <= 52
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processor time of a thread is not known")
+def test_computing_is_told_from_waiting() -> None:
+    work = _MainThread()
+    begun = time.process_time()
+    while time.process_time() - begun < 0.3:
+        pass
+    worked = work._worked
+    work.is_busy()
+    assert work._worked - worked > 0.25
+    time.sleep(0.3)
+    assert not work.is_busy()
 
 
 def test_what_may_take_long_and_what_is_done_are_left_alone() -> None:
