@@ -108,7 +108,7 @@ def _stage_lines(
     seconds = _operator_seconds(simulation.timeline, simulation.plan.group(number))
     groups: dict[str, list[str]] = {}
     for operator in operators:
-        phrase = _choice_phrase(operator, stage.choices[operator.name], stage.mesh.shape)
+        phrase = choice_phrase(operator, stage.choices[operator.name], stage.mesh.shape)
         groups.setdefault(phrase, []).append(operator.name)
     spent = {
         phrase: sum(seconds.get(name, 0.0) for name in names) for phrase, names in groups.items()
@@ -116,7 +116,7 @@ def _stage_lines(
     whole = sum(spent.values()) or 1.0
     ordered = sorted(groups.items(), key=lambda pair: -spent[pair[0]])
     for phrase, names in ordered[:MAX_GROUPS]:
-        bullet = f"• {_share(spent[phrase] / whole)} {phrase}: {_collapse(names)}"
+        bullet = f"• {_share(spent[phrase] / whole)} {phrase}: {collapse(names)}"
         lines.append(_wrapped(bullet, indent="  ", hanging="    "))
     if len(ordered) > MAX_GROUPS:
         rest = sum(len(names) for _, names in ordered[MAX_GROUPS:])
@@ -159,7 +159,16 @@ def _share(share: float) -> str:
     return f"{share:.0%} of the computing," if share >= 0.005 else "next to nothing,"
 
 
-def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -> str:
+def choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -> str:
+    """What a choice does to an operator on a mesh of `shape`, in words.
+
+    Example:
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.placement import Shard
+        >>> operator = mlp([8, 4], batch=2).operator("layers.0")
+        >>> choice_phrase(operator, Choice((Shard("sample"),)), (2,))
+        'samples split 2 ways'
+    """
     ways: Counter[str] = Counter()
     copies = 1
     words: list[str] = []
@@ -192,8 +201,13 @@ def _choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -
     return ", ".join(words) or "whole"
 
 
-def _collapse(names: Iterable[str]) -> str:
-    """Layer numbers to stars: ``h.*.mlp.c_fc (12×)``; long lists end in a count."""
+def collapse(names: Iterable[str]) -> str:
+    """Layer numbers to stars, long lists to a count.
+
+    Example:
+        >>> collapse(["h.0.mlp.up", "h.1.mlp.up", "wte"])
+        'h.*.mlp.up (2×), wte'
+    """
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
     shown = [
         name if n == 1 and "*" not in name else f"{name} ({n}×)" for name, n in counts.items()

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from stratagem import __version__, face
 from stratagem.cache_cli import cache_app
+from stratagem.export_cli import export
 from stratagem.model_spec import load_cluster, load_graph
 from stratagem.profile_cli import profile
 from stratagem.run_cli import run
@@ -91,6 +92,7 @@ app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 app.command()(profile)
 app.command()(run)
+app.command()(export)
 console = Console(highlight=False)
 
 Model = Annotated[
