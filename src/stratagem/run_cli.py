@@ -52,8 +52,8 @@ def run(
     ] = None,
 ) -> None:
     """Train by a plan on this machine, a process for every device."""
+    from stratagem.executor.judging import Limits
     from stratagem.executor.launch import launch
-    from stratagem.executor.watch import Limits
 
     with progress_bar() as show:
         report = launch(
