@@ -355,10 +355,7 @@ class Course:
 
     def offer(self, simulation: Simulation) -> bool:
         """Take a simulated plan; whether the constraints allow it."""
-        ranks = len({frozenset(stage.mesh.devices) for stage in simulation.plan.stages})
-        if self.space.constraints.violations(simulation, ranks) or not self._is_option(
-            simulation.plan
-        ):
+        if self.space.constraints.violations(simulation) or not self._is_option(simulation.plan):
             return False
         if self.best is None or rank(simulation) < rank(self.best):
             self.best = simulation

@@ -167,7 +167,7 @@ def make_problem(
         skeleton.schedule,
         len(skeleton.stages),
         skeleton.num_microbatches,
-        num_ranks=len({frozenset(mesh.devices) for mesh in skeleton.meshes}),
+        num_ranks=skeleton.num_ranks,
     )
     check_priced(schedule)
     builders = [

@@ -127,6 +127,11 @@ class Skeleton:
             return (self.recompute,) * len(self.stages)
         return self.recompute
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of different sets of devices that stages run on."""
+        return len({frozenset(mesh.devices) for mesh in self.meshes})
+
     def __str__(self) -> str:
         shapes = dict.fromkeys("×".join(str(n) for n in mesh.shape) for mesh in self.meshes)
         shape = " and ".join(shapes)

@@ -90,9 +90,11 @@ class Space:
         known = {entry.skeleton for entry in self.entries}
         for number, skeleton in enumerate(skeletons):
             tick(number)
-            ranks = len({frozenset(mesh.devices) for mesh in skeleton.meshes})
             fine = self.constraints.allows_skeleton(
-                ranks, skeleton.num_microbatches, skeleton.schedule, skeleton.meshes
+                skeleton.num_ranks,
+                skeleton.num_microbatches,
+                skeleton.schedule,
+                skeleton.meshes,
             )
             for policy in self.policies:
                 entry = Entry(replace(skeleton, recompute=policy), float("inf"))
