@@ -151,15 +151,8 @@ class Course:
             self.notes[f"inter-operator program: {reason}"] = str(count)
         if found.shortage is not None:
             self.notes["inter-operator program: nothing fits"] = str(found.shortage)
-        options = self.space.options
-        simulated = []
-        for candidate in found.plans:
-            plan = replace(
-                candidate.plan(self.space.situation),
-                bucket_bytes=options.bucket_bytes,
-                inputs_first=options.inputs_first,
-            )
-            simulated.append((self.space.situation.simulate(plan), candidate))
+        s, options = self.space.situation, self.space.options
+        simulated = [(s.simulate(c.plan(s, options=options)), c) for c in found.plans]
         allowed = [(s, c) for s, c in simulated if self.offer(s)]
         return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
 

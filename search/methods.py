@@ -18,13 +18,13 @@ from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
 from stratagem.search.intra import IntraProgram
-from stratagem.search.literature import LITERATURE
+from stratagem.search.literature import LITERATURE, one_stage_plan
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.rewriting import rewritings
 from stratagem.search.space import Options, Skeleton, stage_meshes
 from stratagem.search.strategies import data_parallel, tensor_dims, tensor_parallel
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 
 FLEXFLOW_EVALUATIONS = 20_000
@@ -147,7 +147,6 @@ def _unity(situation: Situation) -> Iterator[Plan]:
 def _strategies(situation: Situation, meshes: list[Skeleton]) -> Iterator[Plan]:
     """Data and tensor parallelism on one stage."""
     graph = situation.graph
-    names = tuple(op.name for op in graph.operators)
     for flat in meshes:
         shape = flat.meshes[0].shape
         made = [data_parallel(graph, shape, zero=zero) for zero in (0, 3)]
@@ -156,25 +155,8 @@ def _strategies(situation: Situation, meshes: list[Skeleton]) -> Iterator[Plan]:
                 tensor_parallel(graph, shape, len(shape) - 1, sequence_parallel=sequence)
                 for sequence in (False, True)
             ]
-        skeleton = replace(flat, stages=(names,))
-        problem_like = _as_plan(situation, skeleton)
         for choices in made:
-            stage = replace(problem_like.stages[0], choices=choices)
-            yield replace(problem_like, stages=(stage,))
-
-
-def _as_plan(situation: Situation, skeleton: Skeleton) -> Plan:
-    """A plan of one stage whose choices are still to come."""
-    return Plan(
-        name="strategy",
-        model=situation.graph.name,
-        fingerprint=situation.graph.fingerprint,
-        cluster=situation.cluster,
-        training=situation.training,
-        stages=(Stage(skeleton.stages[0], skeleton.meshes[0], {}),),
-        num_microbatches=1,
-        schedule="1f1b",
-    )
+            yield one_stage_plan("strategy", situation, flat.meshes[0], choices)
 
 
 def _flat_meshes(situation: Situation, max_axes: int) -> list[Skeleton]:

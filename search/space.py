@@ -6,7 +6,7 @@ A *skeleton* is a plan without its choices: stages, meshes, microbatches and sch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.search.partition import balanced_stages
@@ -27,7 +27,7 @@ from stratagem.simulator.placement import (
     splits_of,
     weight_gradient_placements,
 )
-from stratagem.simulator.plan import Choice
+from stratagem.simulator.plan import Choice, Stage
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 
 VIRTUAL_STAGES = 2
@@ -131,6 +131,13 @@ class Skeleton:
     def num_ranks(self) -> int:
         """Number of different sets of devices that stages run on."""
         return len({frozenset(mesh.devices) for mesh in self.meshes})
+
+    def staged(self, choices: Mapping[str, Choice]) -> tuple[Stage, ...]:
+        """The stages of a plan that makes some choices, by operator."""
+        return tuple(
+            Stage(names, mesh, {n: choices[n] for n in names})
+            for names, mesh in zip(self.stages, self.meshes, strict=True)
+        )
 
     def __str__(self) -> str:
         shapes = dict.fromkeys("×".join(str(n) for n in mesh.shape) for mesh in self.meshes)

@@ -20,7 +20,7 @@ from stratagem.search.strategies import (
     with_recompute,
 )
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
 
 
@@ -169,7 +169,10 @@ class Space:
         if base in self._promising:
             strategies = [strategies[k] for k in self._promising[base]]
         for choices in strategies:
-            simulation = self.situation.simulate(self.plan(entry.skeleton, choices))
+            plan = self.situation.plan(
+                entry.skeleton, choices, name="strategy", options=self.options
+            )
+            simulation = self.situation.simulate(plan)
             if offer(simulation):
                 tried.append((simulation, choices))
         order = sorted(range(len(tried)), key=lambda k: rank(tried[k][0]))
@@ -207,25 +210,6 @@ class Space:
         if expert_dims(small):
             made += [expert_parallel(small, shape, zero=zero) for zero in zeros[:2]]
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
-
-    def plan(self, skeleton: Skeleton, choices: Choices) -> Plan:
-        """A strategy on a skeleton."""
-        s = self.situation
-        return Plan(
-            name="strategy",
-            model=s.graph.name,
-            fingerprint=s.graph.fingerprint,
-            cluster=s.cluster,
-            training=s.training,
-            stages=tuple(
-                Stage(names, mesh, {n: choices[n] for n in names})
-                for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True)
-            ),
-            num_microbatches=skeleton.num_microbatches,
-            schedule=skeleton.schedule,
-            bucket_bytes=self.options.bucket_bytes,
-            inputs_first=self.options.inputs_first,
-        )
 
     def bound(self, best: float) -> float:
         """What no plan of the space is under; what a bound excludes by now is pruned."""
