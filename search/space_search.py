@@ -19,7 +19,6 @@ from stratagem.search.strategies import (
     tensor_parallel,
     with_recompute,
 )
-from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
 
@@ -81,7 +80,6 @@ class Space:
                 f"options try {', '.join(options.recompute)}: name one of these"
             )
         self.entries: list[Entry] = []
-        self._graphs: dict[int, OperatorGraph] = {}
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:
@@ -186,15 +184,9 @@ class Space:
         else:
             entry.why = "no known strategy meets the constraints"
 
-    def small_graph(self, num_microbatches: int) -> OperatorGraph:
-        """The model at the batch of one microbatch."""
-        if num_microbatches not in self._graphs:
-            self._graphs[num_microbatches] = self.situation.graph.microbatch(num_microbatches)
-        return self._graphs[num_microbatches]
-
     def _strategies(self, skeleton: Skeleton) -> list[Choices]:
         """Data parallel with each ZeRO stage; tensor and expert parallel along the last axis."""
-        small = self.small_graph(skeleton.num_microbatches)
+        small = self.situation.graph.microbatch(skeleton.num_microbatches)
         shape = skeleton.meshes[0].shape
         if any(mesh.shape != shape for mesh in skeleton.meshes):
             return []
