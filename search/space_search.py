@@ -80,11 +80,11 @@ class Space:
                 f"options try {', '.join(options.recompute)}: name one of these"
             )
         self.entries: list[Entry] = []
+        self._computing = ComputingBounds(situation, options)
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:
         """Take skeletons in, bounded by what they compute."""
-        computing = ComputingBounds(self.situation, self.options)
         known = {entry.skeleton for entry in self.entries}
         for number, skeleton in enumerate(skeletons):
             tick(number)
@@ -99,7 +99,7 @@ class Space:
                 if entry.skeleton in known:
                     continue
                 if fine:
-                    entry.bound = computing.seconds(entry.skeleton)
+                    entry.bound = self._computing.seconds(entry.skeleton)
                 else:
                     entry.fate = Fate.FORBIDDEN
                 self.entries.append(entry)
@@ -114,7 +114,7 @@ class Space:
                     entry.simulation = simulation
                 break
         else:
-            bound = ComputingBounds(self.situation, self.options).seconds(skeleton)
+            bound = self._computing.seconds(skeleton)
             entry = Entry(skeleton, bound, Fate.RANKED, [choices], simulation)
             self.entries.append(entry)
         entry.fate = Fate.RANKED if entry.fate is Fate.OPEN else entry.fate
