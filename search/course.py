@@ -25,6 +25,7 @@ from stratagem.search.result import (
     FrontPoint,
     StopReason,
     TracePoint,
+    front_of,
 )
 from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
@@ -367,11 +368,7 @@ class Course:
     def _extend_front(self, simulation: Simulation) -> None:
         devices = simulation.plan.num_devices
         point = FrontPoint(simulation.step_time, simulation.peak_memory, devices, simulation.plan)
-        if any(_is_as_good(other, point) for other in self.front):
-            return
-        self.front = [other for other in self.front if not _is_as_good(point, other)]
-        self.front.append(point)
-        self.front.sort(key=lambda p: p.step_time)
+        self.front = front_of([*self.front, point])
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
@@ -425,12 +422,4 @@ def _limits(wishes: Constraints, space: Space) -> Limits:
         microbatches=wishes.microbatches or (),
         recompute=space.policies,
         headroom=wishes.headroom,
-    )
-
-
-def _is_as_good(one: FrontPoint, other: FrontPoint) -> bool:
-    return (
-        one.step_time <= other.step_time
-        and one.peak_memory <= other.peak_memory
-        and one.num_devices <= other.num_devices
     )

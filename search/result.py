@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from stratagem.search.space import Skeleton
@@ -89,6 +89,24 @@ class FrontPoint:
     peak_memory: int
     num_devices: int
     plan: Plan
+
+    def is_as_good_as(self, other: FrontPoint) -> bool:
+        """Whether it is at most as long, as full and as wide."""
+        return (
+            self.step_time <= other.step_time
+            and self.peak_memory <= other.peak_memory
+            and self.num_devices <= other.num_devices
+        )
+
+
+def front_of(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """Points that no other is as good as, the fastest first; of equal ones the first."""
+    kept: list[FrontPoint] = []
+    for point in points:
+        if not any(other.is_as_good_as(point) for other in kept):
+            kept = [other for other in kept if not point.is_as_good_as(other)]
+            kept.append(point)
+    return sorted(kept, key=lambda p: p.step_time)
 
 
 @dataclass(frozen=True, eq=False)
