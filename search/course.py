@@ -116,7 +116,7 @@ class Course:
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
-        order = sorted([*planned, *ranked], key=_by_simulation)
+        order = sorted([*planned, *ranked], key=lambda entry: entry.rank)
         chosen = self._open(order)[:num_skeletons]
         if start is not None:
             chosen = [self._entry_of(start), *chosen]
@@ -215,10 +215,7 @@ class Course:
             best = improve_by_windows(problem, best, max_windows=WINDOWS, stop=self._time_is_up)
         simulation = self._simulate(problem, best)
         self.offer(simulation)
-        if simulation.fits and (
-            entry.simulation is None or rank(simulation) < rank(entry.simulation)
-        ):
-            entry.simulation = simulation
+        entry.know(simulation)
         if not self._time_is_up():
             spent = self.evaluations - before
             self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound))
@@ -406,10 +403,6 @@ class Course:
         if len(problem.choices) * widest**2 > LARGE_TABLES:
             s.memory.edges.clear()
         return problem
-
-
-def _by_simulation(entry: Entry) -> tuple[float, float]:
-    return rank(entry.simulation) if entry.simulation is not None else (float("inf"), 0.0)
 
 
 def _limits(wishes: Constraints, space: Space) -> Limits:

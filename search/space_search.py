@@ -28,8 +28,7 @@ class Entry:
     """A skeleton of the space and what is known of it.
 
     `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
-    `simulation` the best one's. The choices of the first start are
-    among those searched.
+    `simulation` the best one's. The choices of the first start are among those searched.
     """
 
     skeleton: Skeleton
@@ -40,17 +39,26 @@ class Entry:
     why: str = ""
 
     @property
+    def fits(self) -> bool:
+        """Whether the best plan known fits."""
+        return self.simulation is not None and self.simulation.fits
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sorts entries by their best plan (see `baselines.rank`); those without come last."""
+        return rank(self.simulation) if self.simulation is not None else (float("inf"), 0.0)
+
+    def know(self, simulation: Simulation) -> None:
+        """Take a plan of the skeleton; the best one is remembered."""
+        if rank(simulation) < self.rank:
+            self.simulation = simulation
+
+    @property
     def record(self) -> SkeletonRecord:
         """What the result says of it."""
         best = self.simulation
-        fits = best is not None and best.fits
-        return SkeletonRecord(
-            self.skeleton,
-            self.fate,
-            self.bound,
-            best.step_time if best is not None and fits else None,
-            self.why,
-        )
+        known = best.step_time if best is not None and best.fits else None
+        return SkeletonRecord(self.skeleton, self.fate, self.bound, known, self.why)
 
 
 class Space:
@@ -110,8 +118,7 @@ class Space:
         for entry in self.entries:
             if entry.skeleton == skeleton:
                 entry.starts.insert(0, choices)
-                if entry.simulation is None or rank(simulation) < rank(entry.simulation):
-                    entry.simulation = simulation
+                entry.know(simulation)
                 break
         else:
             bound = self._computing.seconds(skeleton)
@@ -152,12 +159,9 @@ class Space:
             tick(len(ranked))
             self._try_strategies(entry, offer)
             ranked.append(entry)
-            if entry.simulation is not None and entry.simulation.fits:
+            if entry.fits:
                 fitting.add(base)
-        worst = (float("inf"), 0.0)
-        return sorted(
-            ranked, key=lambda e: rank(e.simulation) if e.simulation is not None else worst
-        )
+        return sorted(ranked, key=lambda e: e.rank)
 
     def _try_strategies(self, entry: Entry, offer: Callable[[Simulation], bool]) -> None:
         entry.fate = Fate.RANKED
