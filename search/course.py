@@ -158,14 +158,11 @@ class Course:
         return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
 
     def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
-        """Skeletons with something to choose; of several policies that do not fit the last."""
-        last: dict[Skeleton, Entry] = {}
+        """Skeletons with something to choose, each under the policy that does best on it."""
+        best: dict[Skeleton, Entry] = {}
         for entry in ranked:
-            base = replace(entry.skeleton, recompute="none")
-            fits = entry.simulation is not None and entry.simulation.fits
-            if base not in last or fits:
-                last.setdefault(base, entry)
-        return [e for e in last.values() if any(m.num_devices > 1 for m in e.skeleton.meshes)]
+            best.setdefault(replace(entry.skeleton, recompute="none"), entry)
+        return [e for e in best.values() if any(m.num_devices > 1 for m in e.skeleton.meshes)]
 
     def _entry_of(self, start: Plan) -> Entry:
         """The skeleton of a plan that somebody gave, with the plan as its start."""
