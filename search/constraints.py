@@ -96,11 +96,6 @@ class Constraints:
         """
         return BoundConstraints(self, graph)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether they ask for nothing."""
-        return self == Constraints()
-
 
 class BoundConstraints:
     """Constraints on plans for one model."""
