@@ -17,7 +17,7 @@ from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
-from stratagem.search.intra import IntraProgram
+from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.result import (
     Budget,
@@ -41,8 +41,6 @@ MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
-MOST_PARTS = 8
-"""Relaxations that an integer program may take, over a skeleton or over a window."""
 ENUMERATED = 100_000
 """Skeletons with so many plans at most are enumerated."""
 PROBES = 50
@@ -206,10 +204,11 @@ class Course:
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
-        starts += self._programmed(problem)
+        program = IntraProgram(problem)
+        starts += self._programmed(program)
         best = self._chains(problem, starts, evaluations, number)
         if not self._time_is_up():
-            best = improve_by_windows(problem, best, max_windows=WINDOWS, stop=self._time_is_up)
+            best = improve_by_windows(program, best, max_windows=WINDOWS, stop=self._time_is_up)
         simulation = self._simulate(problem, best)
         self.offer(simulation)
         entry.know(simulation)
@@ -238,10 +237,10 @@ class Course:
             if replace(other.skeleton, recompute=policies[0]) == entry.skeleton:
                 other.bound = max(other.bound, seconds)
 
-    def _programmed(self, problem: Problem) -> list[IntArray]:
+    def _programmed(self, program: IntraProgram) -> list[IntArray]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
-        program = IntraProgram(problem)
-        if len(problem.choices) * max(map(len, problem.choices)) > LARGE_PROGRAM:
+        choices = program.problem.choices
+        if len(choices) * max(map(len, choices)) > LARGE_PROGRAM:
             return []
         solution = program.solve(
             program.sum_weights(), memory=True, alike=True, max_parts=MOST_PARTS, tolerance=1e-3

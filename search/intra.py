@@ -25,6 +25,10 @@ from stratagem.simulator.resharding import FloatArray, IntArray
 OFF_PATH = 0.05
 """Weight in a window of a task that the step does not wait for, where one that it does has 1."""
 
+MOST_PARTS = 8
+"""Relaxations that a program may take where it is one step of many, over a skeleton or a window:
+a limit that is the same on every machine."""
+
 
 @dataclass(eq=False)
 class IntraProgram:
@@ -89,7 +93,6 @@ class IntraProgram:
         *,
         fixed: IntArray | None = None,
         window: Sequence[int] = (),
-        allowed: Sequence[IntArray] | None = None,
         memory: bool = False,
         alike: bool = False,
         seconds: float | None = None,
@@ -102,7 +105,6 @@ class IntraProgram:
             weights: of the rows of tasks, from `sum_weights` or `path_weights`.
             fixed: choices of the operators that are not in the window.
             window: indices of the operators to choose for; all if nothing is fixed.
-            allowed: per operator the numbers of the choices it may have; all when left out.
             memory: whether what is kept from forward to backward, and state, must fit.
             alike: whether operators of repeated layers choose alike, which makes large models
                 small; the optimum among such choices.
@@ -114,8 +116,7 @@ class IntraProgram:
             The solution; its choices are numbers in `problem.choices` of all operators.
         """
         nodes, pairs = self._tables.combine(weights)
-        every = [np.arange(len(c)) for c in self.problem.choices]
-        kept = [np.asarray(a) for a in allowed] if allowed is not None else every
+        kept = [np.arange(len(c)) for c in self.problem.choices]
         if fixed is not None:
             inside = set(window)
             kept = [k if i in inside else fixed[i : i + 1] for i, k in enumerate(kept)]
