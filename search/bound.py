@@ -35,7 +35,15 @@ from scipy.optimize import linprog
 from stratagem.search import _kernels
 from stratagem.search.anneal import arguments_of
 from stratagem.search.forest import Pair, minimise_forest, spanning_forest
-from stratagem.search.lookups import PLAIN, BlockLookups, Lookups, Measure, Tables, longest_path
+from stratagem.search.lookups import (
+    PLAIN,
+    BlockLookups,
+    Lookups,
+    Measure,
+    Tables,
+    crossing_lookups,
+    longest_path,
+)
 from stratagem.search.problem import Problem
 from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.pipeline import SEND
@@ -125,23 +133,30 @@ def lower_bound(
 class _BlockMeasure:
     """What a block takes at least: the tasks of a path, or (no `rows`) the load of a resource."""
 
-    block: BlockLookups
+    ns: Measure
     rows: IntArray | None
-    resource: int
 
-    def value(self, choice: IntArray) -> float:
-        """ns under some choices."""
-        values = self.block.lookups(self.resource).values(choice)
-        return float(values.sum() if self.rows is None else values[self.rows].sum())
+    @property
+    def resource(self) -> int:
+        """Whose load it is; `PLAIN` for tasks along a path."""
+        return self.ns.lookups.resource
 
 
-@dataclass(eq=False)
-class _Column:
-    """What a choice measures, by the name of the multiplier."""
+def _block_measure(
+    block: BlockLookups, rows: IntArray | None = None, resource: int = PLAIN
+) -> _BlockMeasure:
+    found = block.lookups(resource)
+    found = found if rows is None else found.some(rows)
+    return _BlockMeasure(Measure(found, np.ones(len(found.base))), rows)
 
-    block: dict[tuple[int, int, int], float]
-    path: list[float]
-    memory: list[float]
+
+@dataclass(frozen=True, eq=False)
+class _Moment:
+    """The share of a rank's memory that tensors (rows of look-ups) take in a situation."""
+
+    name: tuple[int, int, int]
+    rows: IntArray
+    share: Measure
 
 
 @dataclass(eq=False)
@@ -191,14 +206,15 @@ class _Relaxation:
         played = {(int(s), int(k)) for s, k in problem.plays[:, :2]}
         self._blocks = {key: BlockLookups(problem, *key) for key in sorted(played)}
         self._measures = {
-            key: [_BlockMeasure(block, None, r) for r in range(NUM_RESOURCES) if block.is_used(r)]
+            key: [
+                _block_measure(block, resource=r) for r in range(NUM_RESOURCES) if block.is_used(r)
+            ]
             for key, block in self._blocks.items()
         }
         self._paths: list[_MacroPath] = []
-        self._moments: list[tuple[tuple[int, int, int], Measure]] = []
-        self._columns: list[_Column] = []
+        self._moments: list[_Moment] = []
         self._met: list[IntArray] = []
-        self._crossings = _crossing_lookups(problem)
+        self._crossings = _sure_crossings(problem)
         self._tensors = _tensor_lookups(problem)
         self._best: _Multipliers | None = None
         self._forest: tuple[Pair, ...] = ()
@@ -250,7 +266,7 @@ class _Relaxation:
             else:
                 joins[k, i] += 1
         lookups, kinds, items = self._crossings
-        sends = Measure("transfers", lookups, joins[kinds, items])
+        sends = Measure(lookups, joins[kinds, items])
         self._paths.append(_MacroPath(tasks.tobytes(), times, sends))
 
     def _learn_path(self, key: tuple[int, int], choice: IntArray) -> None:
@@ -258,7 +274,7 @@ class _Relaxation:
         rows = block.longest_path(choice)
         paths = [measure.rows for measure in known if measure.rows is not None]
         if len(paths) < MAX_PATHS and not any(np.array_equal(rows, p) for p in paths):
-            known.append(_BlockMeasure(block, rows, PLAIN))
+            known.append(_block_measure(block, rows))
 
     def _learn_moments(self, choice: IntArray) -> None:
         """The moments at which ranks are over their memory."""
@@ -279,13 +295,12 @@ class _Relaxation:
             worst = int(starts[rank] + int(np.argmax(totals)))
             place = self._fullest_place(choice, *(int(v) for v in situations[worst]))
             name = (rank, worst, place)
-            if any(known == name for known, _ in self._moments):
+            if any(moment.name == name for moment in self._moments):
                 continue
-            weights = self._moment_weights(rank, worst, place)
-            scaled = weights / float(problem.capacities[rank])
-            used = np.flatnonzero(scaled)
-            measure = Measure("memory", self._tensors.some(used), scaled[used])
-            self._moments.append((name, measure))
+            copies = self._copies(rank, worst, place)
+            rows = np.flatnonzero(copies)
+            shares = copies[rows] / float(problem.capacities[rank])
+            self._moments.append(_Moment(name, rows, Measure(self._tensors.some(rows), shares)))
 
     def _fullest_place(self, choice: IntArray, stage: int, which: int) -> int:
         starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
@@ -300,7 +315,7 @@ class _Relaxation:
         alive = np.cumsum(change)[which * n : (which + 1) * n]
         return which * n + int(np.argmax(alive))
 
-    def _moment_weights(self, rank: int, situation: int, place: int) -> FloatArray:
+    def _copies(self, rank: int, situation: int, place: int) -> FloatArray:
         """How many copies of each tensor a rank holds at a moment."""
         rank_stages, _, situations, held_starts, held = self.problem.ranks
         starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
@@ -345,12 +360,12 @@ class _Relaxation:
         """What the best bound is made of."""
         if self._best is None or self.seconds <= 0 or not np.isfinite(self.seconds):
             return ()
-        column = self._column(self._met[-1])
         shares: dict[str, float] = {}
         names = {0: "computing", 1: "link in node", 2: "link between nodes", 3: "host"}
         for key, weight in self._best.block.items():
-            name = names.get(self._measures[key[:2]][key[2]].resource, "chain of tasks")
-            shares[name] = shares.get(name, 0.0) + weight * column.block.get(key, 0.0)
+            measure = self._measures[key[:2]][key[2]]
+            name = names.get(measure.resource, "chain of tasks")
+            shares[name] = shares.get(name, 0.0) + weight * measure.ns.value(self._met[-1])
         total = sum(shares.values()) or 1.0
         ordered = sorted(shares.items(), key=lambda pair: -pair[1])
         return tuple((name, value / total) for name, value in ordered if value > 0)
@@ -384,10 +399,8 @@ class _Relaxation:
         for mu, path in zip(at.path, self._paths, strict=False):
             sends += mu * path.sends.weights
         nbytes = np.zeros(len(self._tensors.base))
-        for nu, ((rank, situation, place), _) in zip(at.memory, self._moments, strict=False):
-            if nu > 0:
-                copies = self._moment_weights(rank, situation, place)
-                nbytes += nu / float(self.problem.capacities[rank]) * copies
+        for nu, moment in zip(at.memory, self._moments, strict=False):
+            nbytes[moment.rows] += nu * moment.share.weights
         return [*weights, sends, nbytes]
 
     def _try(self, at: _Multipliers) -> None:
@@ -399,34 +412,22 @@ class _Relaxation:
             self.seconds, self._best = max(seconds, self.seconds), at
         self.learn(choice)
 
-    def _column(self, choice: IntArray) -> _Column:
-        block = {
-            (*key, q): measure.value(choice)
-            for key, measures in self._measures.items()
-            for q, measure in enumerate(measures)
-        }
-        return _Column(
-            block,
-            [path.sends.value(choice) for path in self._paths],
-            [measure.value(choice) - 1.0 for _, measure in self._moments],
-        )
-
     def _solve_master(self) -> _Multipliers:
         """Multipliers that are best against all choices met so far."""
-        columns = [self._column(choice) for choice in self._met]
         on_paths = sorted({key for path in self._paths for key in path.times})
         names = [(*key, q) for key in on_paths for q in range(len(self._measures[key]))]
         num_paths, num_moments = len(self._paths), len(self._moments)
         scale = max(self.score * 1e9, 1.0) if np.isfinite(self.score) else 1e9
         width = 1 + len(names) + num_paths + num_moments
-        above = np.zeros((len(columns), width))
-        for row, column in enumerate(columns):
-            above[row, 0] = 1.0
-            above[row, 1 : 1 + len(names)] = [-column.block[name] / scale for name in names]
-            above[row, 1 + len(names) : 1 + len(names) + num_paths] = [
-                -value / scale for value in column.path
+        met = self._met
+        above = np.column_stack(
+            [
+                np.ones(len(met)),
+                *(-self._measures[i, k][q].ns.under(met) / scale for i, k, q in names),
+                *(-path.sends.under(met) / scale for path in self._paths),
+                *(1.0 - moment.share.under(met) for moment in self._moments),
             ]
-            above[row, 1 + len(names) + num_paths :] = [-value for value in column.memory]
+        )
         equal = np.zeros((1 + len(on_paths), width))
         equal[0, 1 + len(names) : 1 + len(names) + num_paths] = 1.0
         for row, key in enumerate(on_paths, start=1):
@@ -440,9 +441,7 @@ class _Relaxation:
         goal = np.zeros(width)
         goal[0] = -1.0
         most = [(None, 1e6), *[(0, None)] * (len(names) + num_paths), *[(0, 1e4)] * num_moments]
-        solved = linprog(
-            goal, above, np.zeros(len(columns)), equal, right, most, method="highs-ds"
-        )
+        solved = linprog(goal, above, np.zeros(len(met)), equal, right, most, method="highs-ds")
         assert solved.status == 0, solved.message
         x = solved.x
         self._master_value = float(x[0]) * scale * 1e-9
@@ -474,16 +473,11 @@ def _scaled(
     return _Multipliers(block, mu.tolist(), nu.tolist())
 
 
-def _crossing_lookups(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
+def _sure_crossings(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
     """What surely crosses between stages: of tensors that may arrive together, the first."""
     rows = problem.crossings
-    first = rows[:, 6] == np.arange(len(rows))
-    kept = rows[first]
-    lookups = Lookups(
-        problem.blocks[0], kept[:, 5], kept[:, 2], kept[:, 3], kept[:, 4],
-        np.ones(len(kept), dtype=np.int64),
-    )  # fmt: skip
-    return lookups, kept[:, 0], kept[:, 1]
+    first = np.flatnonzero(rows[:, 6] == np.arange(len(rows)))
+    return crossing_lookups(problem).some(first), rows[first, 0], rows[first, 1]
 
 
 def _tensor_lookups(problem: Problem) -> Lookups:

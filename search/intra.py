@@ -15,7 +15,7 @@ import numpy as np
 
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use
 from stratagem.search.ilp.solve import Solution, solve
-from stratagem.search.lookups import PLAIN, BlockLookups, Lookups, Tables
+from stratagem.search.lookups import BlockLookups, Tables, crossing_lookups
 from stratagem.search.problem import Problem
 from stratagem.simulator.critical_path import critical_path
 from stratagem.simulator.engine import simulate
@@ -56,15 +56,8 @@ class IntraProgram:
         self.blocks = [BlockLookups(self.problem, *key) for key in played]
         self._tables = Tables(
             [len(c) for c in self.problem.choices],
-            [*(block.lookups(PLAIN) for block in self.blocks), self._crossings()],
+            [*(block.lookups() for block in self.blocks), crossing_lookups(self.problem)],
         )
-
-    def _crossings(self) -> Lookups:
-        """What travels between stages, tensor by tensor."""
-        p, rows = self.problem, self.problem.crossings
-        ones = np.ones(len(rows), dtype=np.int64)
-        pool = p.blocks[0]
-        return Lookups(pool, rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
 
     def sum_weights(self) -> list[FloatArray]:
         """Every task as often as a step runs it: nothing overlaps, no stage waits."""
