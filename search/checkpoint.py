@@ -16,7 +16,7 @@ from typing import Any
 from stratagem.simulator.files import decode, encode, read_text, write_text
 from stratagem.simulator.plan import Plan
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class _Searched:
     plan: str
     evaluations: int
     bound: float
+    shared_bound: float
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,15 @@ class _File:
 
 @dataclass(frozen=True)
 class Searched:
-    """A skeleton that was searched: its best plan, what was spent, its lower bound (s)."""
+    """A skeleton that was searched: its best plan, what was spent, its lower bound (s).
+
+    `shared_bound` is one of the same skeleton under policies that recompute more, 0 if unknown.
+    """
 
     plan: Plan
     evaluations: int
     bound: float
+    shared_bound: float
 
 
 @dataclass(eq=False)
@@ -79,14 +84,17 @@ class Checkpoint:
         found = self._done.get(key)
         if found is None:
             return None
-        return Searched(Plan.from_json(found.plan), found.evaluations, found.bound)
+        plan = Plan.from_json(found.plan)
+        return Searched(plan, found.evaluations, found.bound, found.shared_bound)
 
     def put(self, key: str, searched: Searched) -> None:
         """Note a skeleton that was searched, and write the file."""
         if self.path is None:
             return
         text = searched.plan.to_json()
-        self._done[key] = _Searched(text, searched.evaluations, searched.bound)
+        self._done[key] = _Searched(
+            text, searched.evaluations, searched.bound, searched.shared_bound
+        )
         write_text(self.path, encode(_File(VERSION, self.arguments, self._done)))
 
 

@@ -186,9 +186,7 @@ class Course:
         key = digest(entry.skeleton, entry.starts[:1])
         known = self._checkpoint.get(key)
         if known is not None:
-            self.offer(self.space.situation.simulate(known.plan))
-            self.evaluations += known.evaluations
-            entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
+            self._recall(entry, known)
             return
         try:
             problem = self._problem(entry)
@@ -200,7 +198,7 @@ class Course:
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
         first = starts[0] if starts else np.zeros(len(problem.choices), dtype=np.int64)
-        bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
+        bound, shared = self._sharpen(entry, problem, first)
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
@@ -214,28 +212,31 @@ class Course:
         entry.know(simulation)
         if not self._time_is_up():
             spent = self.evaluations - before
-            self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound))
+            self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
 
-    def _sharpen(self, entry: Entry, problem: Problem, first: IntArray, rounds: int) -> Bound:
-        bound = lower_bound(problem, first, rounds=rounds, target=self.best_time)
+    def _recall(self, entry: Entry, known: Searched) -> None:
+        """Take a skeleton as searched that was searched before this search was stopped."""
+        simulation = self.space.situation.simulate(known.plan)
+        self.offer(simulation)
+        entry.know(simulation)
+        self.evaluations += known.evaluations
+        entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
+        self.space.share_bound(entry, known.shared_bound)
+
+    def _sharpen(self, entry: Entry, problem: Problem, first: IntArray) -> tuple[Bound, float]:
+        """A skeleton's bound, and what it says of policies that recompute more (0: nothing)."""
+        rounds, target = BOUND_ROUNDS, self.best_time
+        bound = lower_bound(problem, first, rounds=rounds, target=target)
         entry.bound = max(entry.bound, bound.seconds)
-        self._spread(entry, bound, problem, first, rounds)
-        return bound
-
-    def _spread(
-        self, entry: Entry, bound: Bound, problem: Problem, first: IntArray, rounds: int
-    ) -> None:
-        """What a bound says of the same skeleton under policies that recompute more."""
-        policies = self.space.policies
-        if entry.skeleton.recompute != policies[0] or len(policies) == 1:
-            return
-        seconds = bound.seconds
+        if entry.skeleton.recompute != self.space.policies[0] or len(self.space.policies) == 1:
+            return bound, 0.0
+        shared = bound.seconds
         if bound.is_full:
-            free = lower_bound(problem, first, rounds=rounds, target=self.best_time, memory=False)
-            seconds = free.seconds
-        for other in self.space.entries:
-            if replace(other.skeleton, recompute=policies[0]) == entry.skeleton:
-                other.bound = max(other.bound, seconds)
+            shared = lower_bound(
+                problem, first, rounds=rounds, target=target, memory=False
+            ).seconds
+        self.space.share_bound(entry, shared)
+        return bound, shared
 
     def _programmed(self, program: IntraProgram) -> list[IntArray]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
@@ -310,7 +311,7 @@ class Course:
                 first = problem.encode(entry.starts[0])
             if self._enumerate(entry, problem):
                 continue
-            bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
+            bound, _ = self._sharpen(entry, problem, first)
             if entry.bound < self.best_time and np.isfinite(bound.score):
                 self._probe(problem, bound.choice, number)
 

@@ -207,6 +207,13 @@ class Space:
             made += [expert_parallel(small, shape, zero=zero) for zero in zeros[:2]]
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
+    def share_bound(self, entry: Entry, seconds: float) -> None:
+        """Take a bound of an entry as one of its skeleton under every policy."""
+        base = replace(entry.skeleton, recompute=self.policies[0])
+        for other in self.entries:
+            if replace(other.skeleton, recompute=self.policies[0]) == base:
+                other.bound = max(other.bound, seconds)
+
     def bound(self, best: float) -> float:
         """What no plan of the space is under; what a bound excludes by now is pruned."""
         for entry in self.entries:

@@ -165,6 +165,8 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     second = quick(graph, checkpoint=path)
     assert second.plan.to_json() == whole.plan.to_json()
     assert second.evaluations == whole.evaluations
+    assert second.bound == whole.bound
+    assert second.space == whole.space
     with pytest.raises(ValueError, match="is of a search with other arguments"):
         quick(graph, checkpoint=path, seed=1)
     path.write_text("{}")
