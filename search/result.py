@@ -16,11 +16,14 @@ from stratagem.simulator.timeline import format_duration
 
 
 class StopReason(enum.Enum):
-    """Why a search ended, in a sentence for its user."""
+    """Why a search ended, in a sentence for its user.
 
-    EVALUATIONS = "all evaluations of the budget were spent"
-    SECONDS = "the time of the budget was spent"
+    Where several graphs were searched, the first reason that holds for one holds for all.
+    """
+
     INTERRUPTED = "it was interrupted; this is the best plan found until then"
+    SECONDS = "the time of the budget was spent"
+    EVALUATIONS = "all evaluations of the budget were spent"
     ONE_PLAN = "the space holds one plan only"
     PROVED = "the lower bound proves that no plan of the space is better"
 
@@ -44,6 +47,21 @@ class Budget:
                 f"budget of {self.evaluations} evaluations and {self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
             )
+
+    def share(self, count: int, number: int, spent: float) -> Budget:
+        """The budget of one of `count` searches, after those before it took `spent` seconds.
+
+        A share of the evaluations, and of the seconds that are left; where none are, so few that
+        only what every search does first is done.
+
+        Example:
+            >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
+            Budget(evaluations=333, seconds=25.0)
+        """
+        seconds = self.seconds
+        if seconds is not None:
+            seconds = max((seconds - spent) / (count - number), 1e-9)
+        return Budget(self.evaluations // count, seconds)
 
 
 @dataclass(frozen=True)

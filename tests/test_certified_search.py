@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,3 +249,52 @@ def test_rewritten_graphs_are_searched_too() -> None:
     if wide.plan.substitutions:
         again = simulate_plan(wide.plan, wide.plan.rewrite(graph).graph, default_costs())
         assert again.step_time == wide.simulation.step_time
+
+
+def rewritten(**changed: object) -> SearchResult:
+    graph = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, batch=8)
+    return quick(graph, num_rewritten=1, num_bounded=0, num_skeletons=1, **changed)
+
+
+@pytest.mark.parametrize("phase", ["simulating baselines", "searching"])
+@pytest.mark.parametrize("graphs_done", [0, 1])
+def test_ctrl_c_ends_the_search_of_all_graphs(graphs_done: int, phase: str) -> None:
+    """An interrupt once stopped one graph's search, and the next one's began."""
+    begun: list[str] = []
+
+    def interrupt(progress: Progress) -> None:
+        if progress.phase == "simulating baselines":
+            begun.append(progress.phase)
+        if len(begun) > graphs_done and progress.phase.startswith(phase):
+            raise KeyboardInterrupt
+
+    if (graphs_done, phase) == (0, "simulating baselines"):
+        with pytest.raises(KeyboardInterrupt):
+            rewritten(progress=interrupt)
+    else:
+        result = rewritten(progress=interrupt)
+        assert result.stop_reason is StopReason.INTERRUPTED
+        assert result.bound is None
+    assert len(begun) == graphs_done + 1
+
+
+def test_graphs_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph once had all the seconds."""
+    module = sys.modules["stratagem.search.search"]
+    given: list[Budget] = []
+    search_graph = module._search_graph
+
+    def record(*args: object, budget: Budget, **rest: object) -> SearchResult:
+        given.append(budget)
+        found: SearchResult = search_graph(*args, budget=budget, **rest)
+        return found
+
+    monkeypatch.setattr(module, "_search_graph", record)
+    result = rewritten(budget=Budget(evaluations=10**9, seconds=3.0))
+    assert result.stop_reason is StopReason.SECONDS
+    first, second = (budget.seconds for budget in given)
+    assert first is not None
+    assert second is not None
+    assert first < 1.5
+    assert second < 3.0 - first
+    assert [budget.evaluations for budget in given] == [5 * 10**8] * 2
