@@ -88,7 +88,6 @@ class IntraProgram:
         window: Sequence[int] = (),
         memory: bool = False,
         alike: bool = False,
-        seconds: float | None = None,
         max_parts: int | None = None,
         tolerance: float = 1e-6,
     ) -> Solution:
@@ -101,7 +100,6 @@ class IntraProgram:
             memory: whether what is kept from forward to backward, and state, must fit.
             alike: whether operators of repeated layers choose alike, which makes large models
                 small; the optimum among such choices.
-            seconds: time limit.
             max_parts: limit of the branch and bound (see `ilp.solve`).
             tolerance: relative gap that is good enough.
 
@@ -127,7 +125,6 @@ class IntraProgram:
         instance = Instance(costs, tuple(edges), uses, devices, names)
         found = solve(
             instance,
-            seconds=seconds,
             tolerance=tolerance,
             max_parts=max_parts,
             tied=self._classes() if alike else (),

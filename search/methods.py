@@ -17,7 +17,7 @@ from stratagem.search.baselines import Method, Situation
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
-from stratagem.search.intra import IntraProgram
+from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.literature import LITERATURE, one_stage_plan
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.rewriting import rewritings
@@ -66,7 +66,9 @@ def _alpa(situation: Situation) -> Iterator[Plan]:
             situation.memory,
         )
         program = IntraProgram(problem)
-        solution = program.solve(program.sum_weights(), memory=True, tolerance=1e-3, seconds=20.0)
+        solution = program.solve(
+            program.sum_weights(), memory=True, tolerance=1e-3, max_parts=MOST_PARTS
+        )
         if solution.choice is not None:
             yield _plan("Alpa", situation, problem, solution.choice)
 
