@@ -22,7 +22,7 @@ from stratagem.search.literature import LITERATURE, one_stage_plan
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.rewriting import rewritings
 from stratagem.search.space import Options, Skeleton, stage_meshes
-from stratagem.search.strategies import data_parallel, tensor_dims, tensor_parallel
+from stratagem.search.strategies import data_parallel, known_strategies
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
@@ -147,18 +147,13 @@ def _unity(situation: Situation) -> Iterator[Plan]:
 
 
 def _strategies(situation: Situation, meshes: list[Skeleton]) -> Iterator[Plan]:
-    """Data and tensor parallelism on one stage."""
-    graph = situation.graph
+    """Known strategies on one stage."""
     for flat in meshes:
-        shape = flat.meshes[0].shape
-        made = [data_parallel(graph, shape, zero=zero) for zero in (0, 3)]
-        if shape[-1] > 1 and tensor_dims(graph, shape[-1]):
-            made += [
-                tensor_parallel(graph, shape, len(shape) - 1, sequence_parallel=sequence)
-                for sequence in (False, True)
-            ]
-        for choices in made:
-            yield one_stage_plan("strategy", situation, flat.meshes[0], choices)
+        mesh = flat.meshes[0]
+        for choices in known_strategies(
+            situation.graph, mesh.shape, zero_stages=(0, 3), model_zero_stages=(0,)
+        ):
+            yield one_stage_plan("strategy", situation, mesh, choices)
 
 
 def _flat_meshes(situation: Situation, max_axes: int) -> list[Skeleton]:

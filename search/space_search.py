@@ -10,15 +10,7 @@ from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.result import Fate, SkeletonRecord
 from stratagem.search.space import Options, Skeleton, distinct_stages
-from stratagem.search.strategies import (
-    Choices,
-    data_parallel,
-    expert_dims,
-    expert_parallel,
-    tensor_dims,
-    tensor_parallel,
-    with_recompute,
-)
+from stratagem.search.strategies import Choices, known_strategies, with_recompute
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
 
@@ -189,22 +181,13 @@ class Space:
             entry.why = "no known strategy meets the constraints"
 
     def _strategies(self, skeleton: Skeleton) -> list[Choices]:
-        """Data parallel with each ZeRO stage; tensor and expert parallel along the last axis."""
+        """Known strategies with the ZeRO stages of the search; none on meshes that differ."""
         small = self.situation.graph.microbatch(skeleton.num_microbatches)
         shape = skeleton.meshes[0].shape
         if any(mesh.shape != shape for mesh in skeleton.meshes):
             return []
         zeros = distinct_stages(self.zero_stages, skeleton.num_microbatches)
-        made = [data_parallel(small, shape, zero=zero) for zero in zeros]
-        axis = len(shape) - 1
-        if shape[axis] > 1 and tensor_dims(small, shape[axis]):
-            made += [
-                tensor_parallel(small, shape, axis, sequence_parallel=sequence, zero=zero)
-                for sequence in (False, True)
-                for zero in zeros[:2]
-            ]
-        if expert_dims(small):
-            made += [expert_parallel(small, shape, zero=zero) for zero in zeros[:2]]
+        made = known_strategies(small, shape, zero_stages=zeros, model_zero_stages=zeros[:2])
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
     def share_bound(self, entry: Entry, seconds: float) -> None:
