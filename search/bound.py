@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy import sparse
 from scipy.optimize import linprog
 
 from stratagem.search import _kernels
@@ -216,6 +217,7 @@ class _Relaxation:
         self._met: list[IntArray] = []
         self._crossings = _sure_crossings(problem)
         self._tensors = _tensor_lookups(problem)
+        self._rank_of = problem.ranks[0].argmax(axis=0).tolist()
         self._best: _Multipliers | None = None
         self._forest: tuple[Pair, ...] = ()
         stages = problem.num_stages
@@ -416,39 +418,51 @@ class _Relaxation:
         """Multipliers that are best against all choices met so far."""
         on_paths = sorted({key for path in self._paths for key in path.times})
         names = [(*key, q) for key in on_paths for q in range(len(self._measures[key]))]
-        num_paths, num_moments = len(self._paths), len(self._moments)
         scale = max(self.score * 1e9, 1.0) if np.isfinite(self.score) else 1e9
-        width = 1 + len(names) + num_paths + num_moments
-        met = self._met
-        above = np.column_stack(
-            [
-                np.ones(len(met)),
-                *(-self._measures[i, k][q].ns.under(met) / scale for i, k, q in names),
-                *(-path.sends.under(met) / scale for path in self._paths),
-                *(1.0 - moment.share.under(met) for moment in self._moments),
-            ]
-        )
+        met, rank_of = self._met, self._rank_of
+        values = [-self._measures[i, k][q].ns.under(met) / scale for i, k, q in names]
+        values += [-path.sends.under(met) / scale for path in self._paths]
+        values += [1.0 - moment.share.under(met) for moment in self._moments]
+        groups = [rank_of[i] for i, _, _ in names]
+        groups += [len(self.problem.capacities)] * len(self._paths)
+        groups += [moment.name[0] for moment in self._moments]
+        parts = sorted(set(groups))
+        above = sparse.vstack([_cuts(values, groups, parts, part) for part in parts])
+        width, paths = len(values) + len(parts), range(len(names), len(names) + len(self._paths))
         equal = np.zeros((1 + len(on_paths), width))
-        equal[0, 1 + len(names) : 1 + len(names) + num_paths] = 1.0
+        equal[0, paths] = 1.0
         for row, key in enumerate(on_paths, start=1):
-            for k, name in enumerate(names):
-                if name[:2] == key:
-                    equal[row, 1 + k] = 1.0
-            for p, path in enumerate(self._paths):
-                equal[row, 1 + len(names) + p] = -float(path.times.get(key, 0))
+            equal[row, [k for k, name in enumerate(names) if name[:2] == key]] = 1.0
+            equal[row, paths] = [-float(path.times.get(key, 0)) for path in self._paths]
         right = np.zeros(1 + len(on_paths))
         right[0] = 1.0
         goal = np.zeros(width)
-        goal[0] = -1.0
-        most = [(None, 1e6), *[(0, None)] * (len(names) + num_paths), *[(0, 1e4)] * num_moments]
-        solved = linprog(goal, above, np.zeros(len(met)), equal, right, most, method="highs-ds")
+        goal[len(values) :] = -1.0
+        most = [
+            *[(0, None)] * paths.stop,
+            *[(0, 1e4)] * len(self._moments),
+            *[(None, 1e6)] * len(parts),
+        ]
+        solved = linprog(
+            goal, above, np.zeros(above.shape[0]), equal, right, most, method="highs-ds"
+        )
         assert solved.status == 0, solved.message
-        x = solved.x
-        self._master_value = float(x[0]) * scale * 1e-9
-        y = np.maximum(x[1 : 1 + len(names)], 0.0)
-        mu = np.maximum(x[1 + len(names) : 1 + len(names) + num_paths], 0.0)
-        nu = np.maximum(x[1 + len(names) + num_paths :], 0.0) * scale
+        x = np.maximum(solved.x[: len(values)], 0.0)
+        self._master_value = -float(solved.fun) * scale * 1e-9
+        y, mu, nu = x[: len(names)], x[paths], x[paths.stop :] * scale
         return _scaled(dict(zip(names, y.tolist(), strict=True)), mu, nu, self._paths)
+
+
+def _cuts(
+    values: Sequence[FloatArray], groups: Sequence[int], parts: Sequence[int], part: int
+) -> sparse.csr_array:
+    """Rows by which what a part of the plan takes is at most what choices met make of it."""
+    mine = [k for k, group in enumerate(groups) if group == part]
+    rows = np.unique(np.column_stack([values[k] for k in mine]), axis=0)
+    cuts = sparse.lil_array((len(rows), len(values) + len(parts)))
+    cuts[:, mine] = rows
+    cuts[:, len(values) + parts.index(part)] = 1.0
+    return cuts.tocsr()
 
 
 def _scaled(
