@@ -20,7 +20,7 @@ from stratagem.search.result import (
     StopReason,
 )
 from stratagem.search.rewriting import rewritings
-from stratagem.search.space import ZERO_STAGES, Options, skeletons
+from stratagem.search.space import ZERO_STAGES, Options, all_skeletons
 from stratagem.search.space_search import Space
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
@@ -230,7 +230,7 @@ def _search_graph(
         found = baseline_plans(situation, schedules[0], methods)
         for simulation in found.values():
             run.offer(simulation)
-        every = (s for name in schedules for s in skeletons(graph, cluster, schedule=name))
+        every = all_skeletons(graph, cluster, schedules)
         reason = run.go(every, schedules, start, num_skeletons, num_bounded)
         bound = run.space.bound(run.best_time)
     except KeyboardInterrupt:

@@ -308,6 +308,23 @@ def skeletons(
                 yield Skeleton(stages, meshes * rounds, parts, schedule)
 
 
+def all_skeletons(
+    graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str]
+) -> Iterator[Skeleton]:
+    """The skeletons of the space under several schedules.
+
+    What runs as one stage is listed once: interleaved it is the same as under 1F1B.
+
+    Raises:
+        ValueError: as `skeletons`.
+    """
+    for name in schedules:
+        for skeleton in skeletons(graph, cluster, schedule=name):
+            same = name == "interleaved" and "1f1b" in schedules
+            if skeleton.num_ranks > 1 or not same:
+                yield skeleton
+
+
 def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:
     """Powers of two that divide the batch; a pipeline needs at least two microbatches."""
     least = 1 if num_stages == 1 else 2
