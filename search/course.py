@@ -45,8 +45,11 @@ ENUMERATED = 100_000
 """Skeletons with so many plans at most are enumerated."""
 PROBES = 50
 """A skeleton that is bounded only gets this part of the budget for a chain."""
-CERTIFIED_OPERATORS, LEAST_CERTIFIED, MOST_CERTIFIED = 3_000, 4, 200
+CERTIFIED_OPERATORS, FEW_CERTIFIED, MOST_CERTIFIED = 3_000, 24, 200
 """Bounds are sharpened on so many skeletons times operators, within limits, unless told."""
+LEAST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 4, 3_000_000_000, 40_000
+"""After so many skeletons it ends where the tables are large: the sum over operators of pairs of
+choices, and as many more as an operator takes beside them, is limited, unless told."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 
@@ -123,8 +126,11 @@ class Course:
             self._search_entry(entry, share + (number < rest), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
-        wanted = min(max(CERTIFIED_OPERATORS // operators, LEAST_CERTIFIED), MOST_CERTIFIED)
-        self._certify(wanted if num_bounded is None else num_bounded)
+        if num_bounded is None:
+            wanted = min(max(CERTIFIED_OPERATORS // operators, FEW_CERTIFIED), MOST_CERTIFIED)
+            self._certify(wanted, CERTIFIED_WORK)
+        else:
+            self._certify(num_bounded, np.inf)
         if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
             return StopReason.PROVED
         if self._time_is_up():
@@ -288,9 +294,11 @@ class Course:
         self.report(name, low + (high - low) * done / total, min(best, self.best_time))
         return self._time_is_up()
 
-    def _certify(self, most: int) -> None:
+    def _certify(self, most: int, work_left: float) -> None:
         """Sharpen the bounds that limit the certificate, weakest first."""
         for number in range(most):
+            if work_left <= 0 and number >= LEAST_CERTIFIED:
+                return
             weak = [
                 entry
                 for entry in self.space.entries
@@ -305,6 +313,8 @@ class Course:
             except NoChoiceError as error:
                 entry.fate, entry.why = Fate.FORBIDDEN, str(error)
                 continue
+            widest = max(map(len, problem.choices))
+            work_left -= len(problem.choices) * (widest**2 + WORK_OF_CHOICES)
             entry.fate = Fate.BOUNDED
             first = np.zeros(len(problem.choices), dtype=np.int64)
             if entry.starts:
