@@ -21,7 +21,9 @@ minimum over *all* choices can be bounded by a dynamic program along a spanning 
 for any multipliers. The best multipliers are found by cutting planes (Kelley 1960): each round
 adds the choices found to a linear program, and with them what binds there: the paths that are
 longest under them and the moments at which they are over the memory. Every round yields a valid
-bound, the best one counts. Choices met on the way are plans too, and often good ones.
+bound, the best one counts. Cuts are per rank (Birge and Louveaux 1988): what each rank takes is
+at most what its part of any choices met makes of it, so a plan need not be met as a whole. Choices
+met on the way are plans too, and often good ones.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ from stratagem.simulator.resharding import FloatArray, IntArray
 
 MAX_PATHS = 6
 """Paths that are kept of a block, and of the macro graph."""
+FIT_ROUNDS = 8
+"""Cutting planes that are spent on proving that no plan fits."""
 STEP = 0.5
 """How far a round's multipliers go from the best ones towards the linear program's."""
 
@@ -112,7 +116,9 @@ def lower_bound(
     relaxation.learn(choice)
     relaxation.span()
     number = 0
-    while number < rounds:
+    if relaxation.is_full and not relaxation.may_fit():
+        relaxation.seconds = np.inf
+    while number < rounds and np.isfinite(relaxation.seconds):
         number += 1
         relaxation.round()
         best = min(relaxation.score, target)
@@ -231,8 +237,8 @@ class _Relaxation:
 
     # -- what a plan shows ---------------------------------------------------------------------
 
-    def learn(self, choice: IntArray) -> None:
-        """Simulate a plan; remember the paths and moments that bind under it."""
+    def learn(self, choice: IntArray, *, paths: bool = True) -> None:
+        """Simulate a plan; remember the moments that bind under it and, if asked, the paths."""
         problem = self.problem
         score = float(
             _kernels.score_plan(
@@ -245,10 +251,10 @@ class _Relaxation:
         )
         if score < self.score:
             self.score, self.choice = score, choice.copy()
-        self._learn_macro()
-        on_paths = {key for path in self._paths for key in path.times}
-        for key in sorted(on_paths):
-            self._learn_path(key, choice)
+        if paths:
+            self._learn_macro()
+            for key in sorted({key for path in self._paths for key in path.times}):
+                self._learn_path(key, choice)
         if self._memory:
             self._learn_moments(choice)
         self._met.append(choice.copy())
@@ -333,6 +339,54 @@ class _Relaxation:
             weights[mine & (birth < n) & (n <= death)] += waiting
             weights[mine & (birth < 2 * n) & (2 * n <= death)] += late
         return weights
+
+    # -- whether anything fits -----------------------------------------------------------------
+
+    def may_fit(self) -> bool:
+        """Whether some plan may fit; False is proved, by one rank that is over whatever it does.
+
+        A rank that fits is at most at its capacity at every moment, hence in every mean of
+        moments. So nothing fits if the least of such a mean, over all choices, is above.
+        """
+        for _ in range(FIT_ROUNDS):
+            ranks = sorted({moment.name[0] for moment in self._moments})
+            means = {rank: self._hardest_mean(rank) for rank in ranks}
+            self._least_memory({k: v for mean in means.values() for k, v in mean.items()})
+            if max(map(self._fullness, range(self.problem.capacities.size))) <= 1.0:
+                return True
+            worst = max(ranks, key=lambda rank: self._mean_met_last(means[rank]))
+            if self._mean_met_last(means[worst]) > 1.0 and self._least_memory(means[worst]) > 1.0:
+                return False
+        return True
+
+    def _fullness(self, rank: int) -> float:
+        """What share of its memory a rank takes under the choices met last."""
+        peak = int(_kernels.rank_peak(rank, self._profiles, *self.problem.ranks))
+        return peak / float(self.problem.capacities[rank])
+
+    def _mean_met_last(self, weights: dict[int, float]) -> float:
+        last = self._met[-1]
+        return sum(v * self._moments[k].share.value(last) for k, v in weights.items())
+
+    def _hardest_mean(self, rank: int) -> dict[int, float]:
+        """Weights of a rank's moments under which it is fullest for the best of choices met."""
+        mine = [k for k, moment in enumerate(self._moments) if moment.name[0] == rank]
+        shares = np.column_stack([self._moments[k].share.under(self._met) for k in mine])
+        above = np.column_stack([-shares, np.ones(len(shares))])
+        goal, total = np.zeros(len(mine) + 1), np.ones((1, len(mine) + 1))
+        goal[-1], total[0, -1] = -1.0, 0.0
+        most = [*[(0, None)] * len(mine), (None, None)]
+        solved = linprog(goal, above, np.zeros(len(shares)), total, [1.0], most, method="highs-ds")
+        assert solved.status == 0, solved.message
+        found = np.maximum(solved.x[:-1], 0.0)
+        return dict(zip(mine, (found / found.sum()).tolist(), strict=True))
+
+    def _least_memory(self, weights: dict[int, float]) -> float:
+        """At most the least of a sum of moments, over all choices; learns those that reach it."""
+        at = _Multipliers(memory=[weights.get(k, 0.0) for k in range(len(self._moments))])
+        value, choice = minimise_forest(*self._tables.combine(self._weights(at)), self._forest)
+        self.learn(choice, paths=False)
+        return value
 
     # -- the dual ------------------------------------------------------------------------------
 

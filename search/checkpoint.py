@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ VERSION = 2
 class _Searched:
     plan: str
     evaluations: int
-    bound: float
+    bound: float | None  # None where no plan fits: JSON knows no infinity
     shared_bound: float
 
 
@@ -85,16 +86,16 @@ class Checkpoint:
         if found is None:
             return None
         plan = Plan.from_json(found.plan)
-        return Searched(plan, found.evaluations, found.bound, found.shared_bound)
+        bound = float("inf") if found.bound is None else found.bound
+        return Searched(plan, found.evaluations, bound, found.shared_bound)
 
     def put(self, key: str, searched: Searched) -> None:
         """Note a skeleton that was searched, and write the file."""
         if self.path is None:
             return
         text = searched.plan.to_json()
-        self._done[key] = _Searched(
-            text, searched.evaluations, searched.bound, searched.shared_bound
-        )
+        bound = searched.bound if isfinite(searched.bound) else None
+        self._done[key] = _Searched(text, searched.evaluations, bound, searched.shared_bound)
         write_text(self.path, encode(_File(VERSION, self.arguments, self._done)))
 
 

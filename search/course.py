@@ -234,6 +234,8 @@ class Course:
         rounds, target = BOUND_ROUNDS, self.best_time
         bound = lower_bound(problem, first, rounds=rounds, target=target)
         entry.bound = max(entry.bound, bound.seconds)
+        if not np.isfinite(bound.seconds):
+            entry.why = "no plan of it fits the memory"
         if entry.skeleton.recompute != self.space.policies[0] or len(self.space.policies) == 1:
             return bound, 0.0
         shared = bound.seconds

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.search.checkpoint import Checkpoint, Searched
 from stratagem.search.constraints import Constraints, most_tensor_ways
 from stratagem.search.course import Progress
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
@@ -173,6 +174,16 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"search\.json"):
         quick(graph, checkpoint=path)
+
+
+def test_a_skeleton_on_which_nothing_fits_is_remembered(tmp_path: Path) -> None:
+    """JSON knows no infinite bound."""
+    graph, path = tiny_gpt(), tmp_path / "search.json"
+    plan = quick(graph, budget=Budget(evaluations=0), num_bounded=0).plan
+    first = Checkpoint(path, "arguments")
+    first.put("here", Searched(plan, 5, float("inf"), 0.25))
+    found = Checkpoint(path, "arguments").get("here")
+    assert found == Searched(plan, 5, float("inf"), 0.25)
 
 
 def test_a_search_goes_on_from_an_edited_plan() -> None:
