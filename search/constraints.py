@@ -96,11 +96,6 @@ class Constraints:
         """
         return BoundConstraints(self, graph)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether they ask for nothing."""
-        return self == Constraints()
-
 
 class BoundConstraints:
     """Constraints on plans for one model."""
@@ -162,18 +157,18 @@ class BoundConstraints:
         """The constraints on the graph that a plan's substitutions make of the model's."""
         return BoundConstraints(self.constraints, plan.rewrite(self._graph).graph)
 
-    def violations(self, simulation: Simulation, num_ranks: int) -> list[str]:
+    def violations(self, simulation: Simulation) -> list[str]:
         """In words, what a simulated plan does that the constraints do not allow."""
         plan, found = simulation.plan, []
         if plan.substitutions:
             return self._rewritten(plan).violations(
-                replace(simulation, plan=replace(plan, substitutions=())), num_ranks
+                replace(simulation, plan=replace(plan, substitutions=()))
             )
         c = self.constraints
         meshes = [stage.mesh for stage in plan.stages]
-        if not self.allows_skeleton(num_ranks, plan.num_microbatches, plan.schedule, meshes):
+        if not self.allows_skeleton(plan.num_ranks, plan.num_microbatches, plan.schedule, meshes):
             found.append(
-                f"{num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
+                f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
             )
         for stage in plan.stages:
             for name, choice in stage.choices.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from stratagem.search.space import Skeleton
@@ -16,11 +16,14 @@ from stratagem.simulator.timeline import format_duration
 
 
 class StopReason(enum.Enum):
-    """Why a search ended, in a sentence for its user."""
+    """Why a search ended, in a sentence for its user.
 
-    EVALUATIONS = "all evaluations of the budget were spent"
-    SECONDS = "the time of the budget was spent"
+    Where several graphs were searched, the first reason that holds for one holds for all.
+    """
+
     INTERRUPTED = "it was interrupted; this is the best plan found until then"
+    SECONDS = "the time of the budget was spent"
+    EVALUATIONS = "all evaluations of the budget were spent"
     ONE_PLAN = "the space holds one plan only"
     PROVED = "the lower bound proves that no plan of the space is better"
 
@@ -44,6 +47,21 @@ class Budget:
                 f"budget of {self.evaluations} evaluations and {self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
             )
+
+    def share(self, count: int, number: int, spent: float) -> Budget:
+        """The budget of one of `count` searches, after those before it took `spent` seconds.
+
+        A share of the evaluations, and of the seconds that are left; where none are, so few that
+        only what every search does first is done.
+
+        Example:
+            >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
+            Budget(evaluations=333, seconds=25.0)
+        """
+        seconds = self.seconds
+        if seconds is not None:
+            seconds = max((seconds - spent) / (count - number), 1e-9)
+        return Budget(self.evaluations // count, seconds)
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,24 @@ class FrontPoint:
     peak_memory: int
     num_devices: int
     plan: Plan
+
+    def is_as_good_as(self, other: FrontPoint) -> bool:
+        """Whether it is at most as long, as full and as wide."""
+        return (
+            self.step_time <= other.step_time
+            and self.peak_memory <= other.peak_memory
+            and self.num_devices <= other.num_devices
+        )
+
+
+def front_of(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """Points that no other is as good as, the fastest first; of equal ones the first."""
+    kept: list[FrontPoint] = []
+    for point in points:
+        if not any(other.is_as_good_as(point) for other in kept):
+            kept = [other for other in kept if not point.is_as_good_as(other)]
+            kept.append(point)
+    return sorted(kept, key=lambda p: p.step_time)
 
 
 @dataclass(frozen=True, eq=False)

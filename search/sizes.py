@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.search.result import FrontPoint, SearchResult
+from stratagem.search.result import FrontPoint, SearchResult, front_of
 from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
@@ -43,9 +43,7 @@ class SizesResult:
     @property
     def front(self) -> tuple[FrontPoint, ...]:
         """Plans of all sizes that none other beats in time, memory and devices at once."""
-        points = [point for result in self.results.values() for point in result.front]
-        kept = [p for p in points if not any(_beats(other, p) for other in points)]
-        return tuple(sorted(kept, key=lambda p: p.step_time))
+        return tuple(front_of(p for result in self.results.values() for p in result.front))
 
     @property
     def table(self) -> Table:
@@ -122,9 +120,3 @@ def search_sizes(
         nodes: search(graph, cluster.resized(num_nodes=nodes), **arguments) for nodes in num_nodes
     }
     return SizesResult(results, objective)
-
-
-def _beats(one: FrontPoint, other: FrontPoint) -> bool:
-    ours = (one.step_time, one.peak_memory, one.num_devices)
-    theirs = (other.step_time, other.peak_memory, other.num_devices)
-    return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))

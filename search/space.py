@@ -6,7 +6,7 @@ A *skeleton* is a plan without its choices: stages, meshes, microbatches and sch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.search.partition import balanced_stages
@@ -28,7 +28,7 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     windows_fit,
 )
-from stratagem.simulator.plan import Choice
+from stratagem.simulator.plan import Choice, Stage
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 
 VIRTUAL_STAGES = 2
@@ -127,6 +127,18 @@ class Skeleton:
         if isinstance(self.recompute, str):
             return (self.recompute,) * len(self.stages)
         return self.recompute
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of different sets of devices that stages run on."""
+        return len({frozenset(mesh.devices) for mesh in self.meshes})
+
+    def staged(self, choices: Mapping[str, Choice]) -> tuple[Stage, ...]:
+        """The stages of a plan that makes some choices, by operator."""
+        return tuple(
+            Stage(names, mesh, {n: choices[n] for n in names})
+            for names, mesh in zip(self.stages, self.meshes, strict=True)
+        )
 
     def __str__(self) -> str:
         shapes = dict.fromkeys("×".join(str(n) for n in mesh.shape) for mesh in self.meshes)
@@ -296,6 +308,23 @@ def skeletons(
         for meshes in zip(*options, strict=True):
             for parts in counts:
                 yield Skeleton(stages, meshes * rounds, parts, schedule)
+
+
+def all_skeletons(
+    graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str]
+) -> Iterator[Skeleton]:
+    """The skeletons of the space under several schedules.
+
+    What runs as one stage is listed once: interleaved it is the same as under 1F1B.
+
+    Raises:
+        ValueError: as `skeletons`.
+    """
+    for name in schedules:
+        for skeleton in skeletons(graph, cluster, schedule=name):
+            same = name == "interleaved" and "1f1b" in schedules
+            if skeleton.num_ranks > 1 or not same:
+                yield skeleton
 
 
 def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:
