@@ -248,7 +248,7 @@ def memory_lines() -> list[dict[str, object]]:
             interpreter.step(model.batch, between=lambda: found.append(held_bytes(interpreter)))
             return max(found)
 
-        predicted = max(simulate_plan(plan, model.graph, default_costs()).peak_memory)
+        predicted = simulate_plan(plan, model.graph, default_costs()).peak_memory
         found = max(run_local(plan.num_devices, most))
         lines.append(
             {

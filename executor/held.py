@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
 
 from stratagem.executor.compute import Tape
 from stratagem.executor.interpreter import Interpreter
@@ -42,7 +44,15 @@ def saved_tensors(tape: Tape) -> list[Tensor]:
             continue
         seen.add(node)
         nodes += [each for each, _ in node.next_functions if each is not None]
-        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        found += [each for each in kept if isinstance(each, Tensor)]
-        found += getattr(node, "saved_tensors", ())
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        kept = [_kept(node, name) for name in (*names, "saved_tensors")]
+        found += [each for each in pytree.tree_leaves(kept) if isinstance(each, Tensor)]
     return found
+
+
+def _kept(node: Node, name: str) -> object:
+    """What a node saved under a name; nothing where it only has a note of it."""
+    try:
+        return getattr(node, name, None)
+    except IndexError:
+        return None
