@@ -19,6 +19,7 @@ from stratagem.executor.program import Program
 from stratagem.executor.states import check_state
 from stratagem.executor.verify import verify
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.timeline import Timeline
 from stratagem.simulator.torch_ops.kernels import check_runnable
@@ -105,7 +106,7 @@ def execute(
     if backend == "local":
         return run_local(program.world_size, run, timeout=timeout)[0]
     if backend != "gloo":
-        raise ValueError(f"no backend {backend!r}; there are local and gloo")
+        raise unknown("backend", backend, ("local", "gloo"))
     with GlooCommunicator(timeout=timeout) as comm:
         check_world(program, comm.world_size)
         return run(comm)

@@ -13,6 +13,7 @@ from stratagem.search.partition import balanced_stages
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.names import unknown
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import (
@@ -267,9 +268,8 @@ def skeletons(
         ValueError: if the schedule is none of `SCHEDULES`.
     """
     if schedule not in SCHEDULES:
-        raise ValueError(
-            f"the search has no schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}; a "
-            "plan of your own may have others"
+        raise unknown(
+            "schedule for a search", schedule, SCHEDULES, hint="A plan of your own may have others"
         )
     total = cluster.num_devices
     axes = max_axes or (3 if total <= SMALL_CLUSTER else 2)

@@ -14,6 +14,7 @@ import msgspec
 
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.files import decode, read_text
+from stratagem.simulator.names import unknown
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Cluster:
         """
         known = preset_names()
         if name not in known:
-            raise ValueError(f"no cluster preset {name!r}; there are {', '.join(known)}")
+            raise unknown("cluster preset", name, known)
         text = (resources.files(__package__) / "presets" / f"{name}.json").read_text("utf-8")
         cluster = decode(_with_bundled_devices(text, name), cls, f"preset {name}")
         return cluster.resized(num_nodes=num_nodes, devices_per_node=devices_per_node)

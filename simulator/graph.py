@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from stratagem.simulator.names import unknown
+
 Layout = tuple[tuple[str, ...], ...]
 """Per tensor dimension the operator dims whose product it is, outermost first; () is size 1."""
 
@@ -241,7 +243,7 @@ class OperatorGraph:
     def operator(self, name: str) -> Operator:
         """The operator called `name`."""
         if name not in self.index:
-            raise ValueError(f"graph {self.name!r} has no operator {name!r}")
+            raise unknown(f"operator of graph {self.name!r}", name, self.index)
         return self.operators[self.index[name]]
 
     @property

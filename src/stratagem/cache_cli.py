@@ -7,7 +7,6 @@ stratagem cache merge node1.sqlite node2.sqlite
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import time
@@ -20,6 +19,7 @@ import typer
 from rich.console import Console
 
 from stratagem.simulator.files import write_text
+from stratagem.simulator.names import nearest, unknown
 from stratagem.simulator.table import format_bytes
 from stratagem.tables import simple_table
 
@@ -168,7 +168,7 @@ def import_entries(
 
     form = None
     if format:
-        form = FileFormat(_nearest(format, [each.value for each in FileFormat], "format"))
+        form = FileFormat(_checked(format, [each.value for each in FileFormat], "format"))
     told = Environment(device, torch, threads, load, driver, cuda, cudnn, nccl)
     where = _environment_here(here, told) if here else told
     found = [
@@ -229,9 +229,10 @@ class _Choice:
         """The entries that meet them all."""
         names = sorted({entry.key.environment.name for entry in entries})
         if self.environment and not any(self._is_there(name) for name in names):
-            _nearest(self.environment, names, "environment")
+            short = {name.partition(",")[0] for name in names}
+            raise unknown("environment", self.environment, sorted(short))
         if self.kind:
-            _nearest(self.kind, sorted({_kind_of(entry) for entry in entries}), "kind")
+            _checked(self.kind, sorted({_kind_of(entry) for entry in entries}), "kind")
         before = time.time() - _duration(self.older_than) if self.older_than else float("inf")
         return [
             entry
@@ -260,19 +261,16 @@ def _check_exists(path: Path) -> None:
     """A cache to read must be there; opening would make an empty one."""
     if not path.is_file():
         beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        near = difflib.get_close_matches(path.name, [each.name for each in beside], n=1)
+        near = nearest(path.name, [each.name for each in beside], most=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"there is no cache {path}{hint}")
 
 
-def _nearest(name: str, known: Sequence[str], what: str) -> str:
+def _checked(name: str, known: Sequence[str], what: str) -> str:
     """`name` if it is known, else an error that suggests the nearest."""
-    if name in known:
-        return name
-    short = {each.partition(",")[0]: each for each in known}
-    near = difflib.get_close_matches(name, [*known, *short], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    raise ValueError(f"no {what} {name!r}; {hint} are: {'; '.join(known) or 'none'}")
+    if name not in known:
+        raise unknown(what, name, known)
+    return name
 
 
 def _duration(text: str) -> float:
@@ -295,7 +293,7 @@ def _environment_here(here: str, told: Environment) -> Environment:
     from stratagem.profiler.clock import describe_environment
     from stratagem.profiler.keys import Environment
 
-    device = _nearest(here, ["cpu", "cuda"], "device for --here")
+    device = _checked(here, ["cpu", "cuda"], "device for --here")
     found = describe_environment(device, threads=told.threads, load=told.load)
     usual = Environment("", "")
     given = {n: v for n, v in dataclasses.asdict(told).items() if v != getattr(usual, n)}

@@ -23,6 +23,7 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.table import Table
@@ -297,7 +298,7 @@ def execute(
 
     known = get_args(Backend)
     if backend not in known:
-        raise ValueError(f"no backend {backend!r}; there are {', '.join(known)}")
+        raise unknown("backend", backend, known)
     run = run_here if backend == "local" else run_processes
     used = graph or capture(model, kwargs=batch)
     plan.check(plan.rewrite(used).graph)
