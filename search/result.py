@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from stratagem.search.space import Skeleton
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.show.curve import convergence_curve
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.table import Table, Unit
 from stratagem.simulator.timeline import format_duration
@@ -187,14 +189,38 @@ class SearchResult:
             f"this one is at most {100 * gap:.1f} % from the best"
         )
 
-    def _repr_html_(self) -> str:
-        body = "".join(
-            f"<tr><td>{name}</td><td>{format_duration(time)}</td><td>{peak / 2**30:.2f}</td>"
-            f"<td>{'yes' if fits else 'no'}</td></tr>"
+    @property
+    def table(self) -> Table:
+        """The plan found and the known strategies, the fastest that fits first."""
+        columns = {
+            "strategy": Unit.TEXT,
+            "step": Unit.SECONDS,
+            "more than the plan": Unit.SHARE,
+            "memory per device": Unit.BYTES,
+            "fits": Unit.TEXT,
+        }
+        ours = self.simulation.step_time
+        found, *known = (
+            (name, time, time / ours - 1.0, peak, "yes" if fits else "no")
             for name, time, peak, fits in self.rows
         )
+        known.sort(key=lambda row: (row[4] == "no", row[1]))
+        title = f"{self.graph.name} on {self.plan.cluster.name}"
+        return Table(title, columns, (found, *known))
+
+    @property
+    def curve(self) -> str:
+        """A picture of how the best step fell, from that of the known strategies on, as HTML."""
+        known = [s.step_time for s in self.baselines.values() if s.fits]
+        points = [(point.evaluations, point.best) for point in self.trace]
+        return convergence_curve([(0, min(known, default=math.inf)), *points], self.bound)
+
+    def _repr_html_(self) -> str:
+        words = (
+            f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
+            f"{self.stop_reason.value}."
+        )
         return (
-            "<table><tr><th>strategy</th><th>step</th><th>GiB per device</th><th>fits</th></tr>"
-            f"{body}</table>{self.certificate}. {self.evaluations:,} plans evaluated in "
-            f"{self.seconds:.1f} s; {self.stop_reason.value}."
+            f"{self.table._repr_html_()}<p>{html.escape(words)}</p>"
+            f"{self.curve}"
         )

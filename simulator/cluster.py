@@ -287,13 +287,9 @@ class Cluster:
         )
 
     def _repr_html_(self) -> str:
-        kinds = ", ".join(sorted(set(self.node_devices)))
-        links = "; ".join(
-            f"{where} {link.name} {link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs"
-            for where, link in (("in a node", self.intra_node), ("between nodes", self.inter_node))
-        )
-        size = f"{self.num_nodes} nodes × {self.devices_per_node} {kinds}"
-        return f"<b>{self.name}</b>: {size}; {links}"
+        from stratagem.simulator.show.cluster_picture import cluster_picture
+
+        return cluster_picture(self)
 
 
 def _with_bundled_devices(text: str, what: str) -> str:

@@ -327,14 +327,9 @@ class OperatorGraph:
         return {}
 
     def _repr_html_(self) -> str:
-        counts = Counter(operator.kind for operator in self.operators)
-        rows = "".join(f"<tr><td>{kind}</td><td>{n}</td></tr>" for kind, n in counts.most_common())
-        blocks = "; ".join(f"{b.count} × {b.length} operators" for b in repeated_blocks(self))
-        return (
-            f"<b>{self.name}</b>: {len(self.operators)} operators, {self.num_parameters:,} "
-            f"parameters, batch {self.batch}; repeated: {blocks or 'none'}"
-            f"<table><tr><th>kind</th><th>operators</th></tr>{rows}</table>"
-        )
+        from stratagem.simulator.show.graph_picture import graph_picture
+
+        return graph_picture(self)
 
 
 def factors(layout: Layout) -> tuple[str, ...]:

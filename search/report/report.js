@@ -1,0 +1,564 @@
+"use strict";
+// Fills the page from the JSON in it. Text goes in as text, never as markup.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+// 1234567 ns → "1.23 ms", as everywhere else on the page.
+function duration(ns) {
+  const units = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]];
+  const [unit, length] = units.find(([, each]) => Math.abs(ns) >= each) || units[3];
+  const value = ns / length;
+  const decimals = unit === "ns" ? 0 : Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value))));
+  return `${value.toFixed(decimals)} ${unit}`;
+}
+
+function size(bytes) {
+  if (bytes >= 2 ** 30) return `${(bytes / 2 ** 30).toFixed(bytes < 10 * 2 ** 30 ? 2 : 0)} GiB`;
+  return bytes >= 2 ** 20 ? `${Math.round(bytes / 2 ** 20)} MiB` : `${Math.round(bytes / 1024)} KiB`;
+}
+
+// ---- words and figures ----------------------------------------------------------------------
+
+function fillWords() {
+  byId("summary").textContent = data.summary;
+  for (const { what, value, note } of data.figures) {
+    byId("figures").append(
+      element("div", { class: "figure" }, element("span", {}, what), element("b", {}, value),
+        element("span", {}, note)));
+  }
+  const { headline, stages, time } = data.words;
+  byId("words").append(element("p", {}, headline), element("p", {}, time));
+  for (const stage of stages) {
+    const list = element("ul", {}, ...stage.splits.map((split) => element("li", {}, split)));
+    byId("words").append(
+      element("details", stages.length === 1 ? { open: "" } : {},
+        element("summary", {}, stage.devices), element("p", {}, stage.operators), list,
+        element("p", {}, stage.memory)));
+  }
+  byId("bound").append(...data.certificate.map((sentence) => element("p", {}, sentence)));
+  byId("made").append(...data.made.map(([what, how]) => element("div", {}, `${what}: ${how}`)));
+}
+
+// ---- tables ---------------------------------------------------------------------------------
+
+const MAX_ROWS = 150;
+
+// A table whose headings sort it. `shows` says which rows there are, `first` marks row 0, `bars`
+// names a column of numbers that are drawn as bars too.
+class Table {
+  constructor(place, table, { first = false, bars = "", most = Infinity } = {}) {
+    Object.assign(this, { table, first, most, sorted: null, falling: false, shows: () => true });
+    this.bar = table.columns.findIndex(([name]) => name === bars);
+    const numbers = table.values.map((row) => row[this.bar]).filter((value) => value !== null);
+    this.largest = Math.max(...numbers);
+    this.body = element("tbody");
+    this.more = element("button", { type: "button", hidden: "" });
+    this.more.addEventListener("click", () => { this.most = Infinity; this.fill(); });
+    place.append(
+      element("div", { class: "scroll" },
+        element("table", {}, element("thead", {}, this.heading()), this.body)), this.more);
+    if (table.note) place.append(element("p", { class: "note" }, table.note));
+    this.fill();
+  }
+
+  heading() {
+    const cells = this.table.columns.map(([name, unit], column) => {
+      const button = element("button", { type: "button", title: "sort" }, name);
+      const cell = element("th", unit === "text" ? {} : { class: "number" }, button);
+      button.addEventListener("click", () => {
+        this.falling = this.sorted === column ? !this.falling : unit !== "text";
+        this.sorted = column;
+        this.cells.forEach((each) => each.removeAttribute("aria-sort"));
+        cell.setAttribute("aria-sort", this.falling ? "descending" : "ascending");
+        this.fill();
+      });
+      return cell;
+    });
+    this.cells = cells;
+    return element("tr", {}, ...cells);
+  }
+
+  rows() {
+    const rows = [...this.table.values.keys()].filter((row) => this.shows(row));
+    if (this.sorted === null) return rows;
+    const value = (row) => this.table.values[row][this.sorted];
+    const sign = this.falling ? -1 : 1;
+    return rows.sort((a, b) => {
+      if (value(a) === null || value(b) === null) return (value(a) === null) - (value(b) === null);
+      return sign * (value(a) < value(b) ? -1 : Number(value(a) > value(b)));
+    });
+  }
+
+  fill() {
+    const rows = this.rows();
+    this.shown = rows.length;
+    this.body.replaceChildren(...rows.slice(0, this.most).map((row) => this.line(row)));
+    this.more.hidden = rows.length <= this.most;
+    this.more.textContent = `show all ${rows.length} rows`;
+  }
+
+  line(row) {
+    const line = element("tr", this.first && row === 0 ? { class: "first" } : {});
+    this.table.columns.forEach(([name, unit], column) => {
+      const kind = unit !== "text" ? "number" : name === "operator" ? "name" : "";
+      const cell = element("td", kind ? { class: kind } : {}, this.table.texts[row][column]);
+      const value = this.table.values[row][column];
+      if (column === this.bar && value !== null) {
+        const share = (100 * value) / this.largest;
+        cell.style.background = `linear-gradient(to right, var(--bar) ${share}%, transparent ${share}%)`;
+        cell.style.minWidth = "9rem";
+      }
+      line.append(cell);
+    });
+    return line;
+  }
+}
+
+function fillTables() {
+  new Table(byId("strategies"), data.strategies, { first: true, bars: "step" });
+  new Table(byId("space"), data.space);
+  new Table(byId("changes"), data.changes, { first: true, bars: "step" });
+  const operators = new Table(byId("operators"), data.operators, { most: MAX_ROWS });
+  const stages = [...new Set(data.operators.values.map((row) => row[2]))];
+  const chooser = byId("stage");
+  chooser.append(element("option", { value: "" }, "all stages"),
+    ...stages.map((stage) => element("option", { value: stage }, `stage ${stage}`)));
+  chooser.hidden = stages.length === 1;
+  const update = () => {
+    const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    operators.shows = (row) => {
+      const text = data.operators.texts[row].join(" ").toLowerCase();
+      return (chooser.value === "" || String(data.operators.values[row][2]) === chooser.value)
+        && words.every((word) => text.includes(word));
+    };
+    operators.fill();
+    byId("count").textContent = `${operators.shown} of ${data.operators.values.length} operators`;
+  };
+  byId("filter").addEventListener("input", update);
+  chooser.addEventListener("change", update);
+  update();
+}
+
+// ---- the part of the step that is seen, shared by both drawings --------------------------------
+
+const timeline = data.timeline;
+const LEAST = 200; // ns that fill the width at most
+
+const view = {
+  from: 0, to: timeline.end, drawings: [], waiting: false,
+
+  set(from, to) {
+    const span = Math.min(Math.max(to - from, LEAST), timeline.end);
+    this.from = Math.min(Math.max(from, 0), timeline.end - span);
+    this.to = this.from + span;
+    this.draw();
+  },
+  zoom(factor, at = (this.from + this.to) / 2) {
+    this.set(at - (at - this.from) * factor, at + (this.to - at) * factor);
+  },
+  draw() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => {
+      this.waiting = false;
+      this.drawings.forEach((draw) => draw());
+      byId("span").textContent = `${duration(this.to - this.from)} of ${duration(timeline.end)}`;
+    });
+  },
+};
+
+// Room for lane names on the left; on a narrow page they stand above their lanes.
+const isNarrow = () => window.innerWidth < 640;
+const left = () => (isNarrow() ? 4 : 170);
+const right = 8;
+
+function prepare(canvas, height) {
+  const scale = window.devicePixelRatio || 1, width = canvas.clientWidth;
+  const wide = Math.round(width * scale), high = Math.round(height * scale);
+  if (canvas.width !== wide || canvas.height !== high) {
+    canvas.style.height = `${height}px`;
+    canvas.width = wide;
+    canvas.height = high;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return [context, width];
+}
+
+const pixels = (canvas) => canvas.clientWidth - left() - right;
+const timeAt = (canvas, x) => view.from + ((x - left()) / pixels(canvas)) * (view.to - view.from);
+
+function drawAxis(context, width, top, bottom) {
+  const span = view.to - view.from, room = width - left() - right;
+  const about = (span * (isNarrow() ? 90 : 110)) / room, power = 10 ** Math.floor(Math.log10(about));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= about);
+  context.font = "11px system-ui, sans-serif";
+  context.textBaseline = "alphabetic";
+  context.textAlign = "center";
+  for (let at = Math.ceil(view.from / step) * step; at <= view.to; at += step) {
+    const x = left() + ((at - view.from) / span) * room;
+    context.fillStyle = colour("--line");
+    context.fillRect(Math.round(x), top, 1, bottom - top);
+    context.fillStyle = colour("--faint");
+    const text = at === 0 ? "0" : duration(Math.round(at));
+    const half = context.measureText(text).width / 2;
+    context.fillText(text, Math.min(Math.max(x, left() + half), width - half), top - 5);
+  }
+}
+
+function showTip(event, text) {
+  const tip = byId("tip");
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  const { width, height } = tip.getBoundingClientRect();
+  const x = Math.min(event.clientX + 14, window.innerWidth - width - 6);
+  const below = event.clientY + 18;
+  tip.style.left = `${Math.max(x, 4)}px`;
+  tip.style.top = `${below + height > window.innerHeight ? event.clientY - height - 12 : below}px`;
+}
+
+// ---- the timeline ---------------------------------------------------------------------------
+
+const HEAD = 22;
+let laneHeight = 20, tops = [], fullHeight = 0, pointed = null;
+
+function placeLanes() {
+  const name = isNarrow() ? 14 : 0;
+  let y = HEAD, group = null;
+  tops = timeline.lanes.map((lane) => {
+    if (group !== null && lane.group !== group) y += 8;
+    group = lane.group;
+    const top = y + name;
+    y += laneHeight + name + 2;
+    return top;
+  });
+  fullHeight = y + 4;
+}
+
+// The first task of a lane that ends after a time; ends grow with starts, as tasks do not overlap.
+function firstAfter(lane, time) {
+  let low = 0, high = lane.start.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (lane.start[middle] + lane.length[middle] > time) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+function drawTimeline() {
+  const canvas = byId("timeline").querySelector("canvas");
+  placeLanes();
+  const [context, width] = prepare(canvas, fullHeight);
+  drawAxis(context, width, HEAD - 4, fullHeight);
+  drawNames(context);
+  context.save();
+  context.beginPath();
+  context.rect(left(), 0, width - left() - right, fullHeight);
+  context.clip();
+  const room = width - left() - right, perNs = room / (view.to - view.from);
+  timeline.lanes.forEach((lane, number) => drawLane(context, lane, tops[number], perNs, room));
+  if (byId("path").checked) drawPath(context, perNs);
+  if (pointed) {
+    const [number, task] = pointed, lane = timeline.lanes[number];
+    const x = left() + (lane.start[task] - view.from) * perNs;
+    context.strokeStyle = colour("--ink");
+    context.lineWidth = 2;
+    context.strokeRect(x, tops[number], Math.max(lane.length[task] * perNs, 2), laneHeight);
+  }
+  context.restore();
+}
+
+function drawNames(context) {
+  context.font = "12px system-ui, sans-serif";
+  context.fillStyle = colour("--ink");
+  timeline.lanes.forEach((lane, number) => {
+    const isFirst = number === 0 || timeline.lanes[number - 1].group !== lane.group;
+    if (isNarrow()) {
+      context.textAlign = "left";
+      context.textBaseline = "alphabetic";
+      context.fillText(`${lane.group} · ${lane.label}`, left(), tops[number] - 3);
+      return;
+    }
+    const middle = tops[number] + laneHeight / 2;
+    context.textBaseline = "middle";
+    if (isFirst) {
+      context.font = "600 12px system-ui, sans-serif";
+      context.textAlign = "left";
+      context.fillText(lane.group, 0, middle);
+      context.font = "12px system-ui, sans-serif";
+    }
+    context.textAlign = "right";
+    context.fillText(fitted(context, lane.label, left() - 62), left() - 6, middle);
+  });
+}
+
+function fitted(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  let most = text.length;
+  while (most > 1 && context.measureText(`${text.slice(0, most)}…`).width > room) most -= 1;
+  return `${text.slice(0, most)}…`;
+}
+
+// Tasks under a pixel are joined with their neighbours of one kind: a lane looks as full as it is,
+// and a frame costs as many boxes as there are pixels.
+function drawLane(context, lane, top, perNs, room) {
+  context.fillStyle = colour("--idle");
+  context.fillRect(left(), top, room, laneHeight);
+  const { start, length, kind, name } = lane;
+  let run = null;
+  const flush = () => {
+    if (!run) return;
+    context.fillStyle = timeline.kinds[run.kind].colour;
+    context.fillRect(run.x, top, Math.max(run.end - run.x, 0.4), laneHeight);
+    run = null;
+  };
+  const labels = [];
+  for (let i = firstAfter(lane, view.from); i < start.length && start[i] < view.to; i += 1) {
+    const x = left() + (start[i] - view.from) * perNs, wide = length[i] * perNs;
+    if (wide > 3) {
+      flush();
+      context.fillStyle = timeline.kinds[kind[i]].colour;
+      context.fillRect(x, top, wide - 0.6, laneHeight);
+      if (wide > 26) labels.push(i);
+    } else if (run && run.kind === kind[i] && x - run.end < 0.5) {
+      run.end = Math.max(run.end, x + wide);
+    } else {
+      flush();
+      run = { kind: kind[i], x, end: x + wide };
+    }
+  }
+  flush();
+  context.font = "11px system-ui, sans-serif";
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  for (const i of labels) {
+    const from = Math.max(left() + (start[i] - view.from) * perNs, left());
+    const to = Math.min(left() + (start[i] + length[i] - view.from) * perNs, left() + room);
+    context.fillStyle = timeline.kinds[kind[i]].dark ? "#ffffff" : "#1c1c1c";
+    const text = timeline.names[name[i]];
+    if (to - from > 26 && text.length * 4.5 < 3 * (to - from)) {
+      context.fillText(fitted(context, text, to - from - 6), (from + to) / 2, top + laneHeight / 2 + 0.5);
+    }
+  }
+}
+
+// The critical path: a line under its tasks.
+function drawPath(context, perNs) {
+  context.fillStyle = colour("--path");
+  for (const [lane, start, length] of timeline.path) {
+    if (start + length < view.from || start > view.to) continue;
+    const x = left() + (start - view.from) * perNs;
+    context.fillRect(x, tops[lane] + laneHeight - 4, Math.max(length * perNs, 0.6), 4);
+  }
+}
+
+function taskAt(canvas, event) {
+  const box = canvas.getBoundingClientRect(), y = event.clientY - box.top;
+  const number = tops.findIndex((top) => y >= top - 1 && y <= top + laneHeight + 1);
+  const time = timeAt(canvas, event.clientX - box.left);
+  if (number < 0 || event.clientX - box.left < left()) return null;
+  const lane = timeline.lanes[number], slack = (2 * (view.to - view.from)) / pixels(canvas);
+  const task = firstAfter(lane, time - slack);
+  let best = null, distance = slack;
+  for (const each of [task, task + 1]) {
+    if (each >= lane.start.length) continue;
+    const before = lane.start[each] - time, after = time - lane.start[each] - lane.length[each];
+    const off = Math.max(before, after, 0);
+    if (off < distance || (off === 0 && best === null)) [best, distance] = [[number, each], off];
+  }
+  return best;
+}
+
+// How often the task ran before, of how many times: the microbatch, as a rule.
+function runOf(lane, task) {
+  let before = 0, all = 0;
+  lane.name.forEach((name, each) => {
+    if (name !== lane.name[task]) return;
+    all += 1;
+    before += each <= task;
+  });
+  return all > 1 ? `, run ${before} of ${all} in the step` : "";
+}
+
+function describeTask([number, task]) {
+  const lane = timeline.lanes[number], start = lane.start[task], length = lane.length[task];
+  return `${timeline.names[lane.name[task]]}\n${timeline.kinds[lane.kind[task]].name}${runOf(lane, task)}\n`
+    + `${duration(length)}, from ${duration(start)} to ${duration(start + length)}\n${lane.group} · ${lane.label}`;
+}
+
+function startTimeline() {
+  const canvas = byId("timeline").querySelector("canvas");
+  byId("legend").append(...timeline.kinds.map(legendItem));
+  if (timeline.joined) {
+    byId("timeline").after(element("p", { class: "note" },
+      `Of ${timeline.joined.toLocaleString("en")} tasks, those that follow each other without a gap are drawn as one.`));
+  }
+  byId("closer").addEventListener("click", () => view.zoom(0.5));
+  byId("farther").addEventListener("click", () => view.zoom(2));
+  byId("whole").addEventListener("click", () => view.set(0, timeline.end));
+  byId("path").addEventListener("change", () => view.draw());
+  canvas.addEventListener("dblclick", (event) => view.zoom(0.4, timeAt(canvas, event.offsetX)));
+  canvas.addEventListener("keydown", (event) => {
+    const span = view.to - view.from;
+    const acts = {
+      "+": () => view.zoom(0.6), "=": () => view.zoom(0.6), "-": () => view.zoom(1 / 0.6),
+      "0": () => view.set(0, timeline.end),
+      ArrowLeft: () => view.set(view.from - span / 5, view.to - span / 5),
+      ArrowRight: () => view.set(view.from + span / 5, view.to + span / 5),
+    };
+    if (acts[event.key]) { event.preventDefault(); acts[event.key](); }
+  });
+  canvas.addEventListener("wheel", (event) => {
+    const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    if (!event.ctrlKey && !event.metaKey && !sideways) return;
+    event.preventDefault();
+    const perPixel = (view.to - view.from) / pixels(canvas);
+    if (sideways) view.set(view.from + event.deltaX * perPixel, view.to + event.deltaX * perPixel);
+    else view.zoom(Math.exp(event.deltaY * 0.0035), timeAt(canvas, event.offsetX));
+  }, { passive: false });
+  follow(canvas);
+}
+
+function legendItem({ name, colour: fill }) {
+  const box = element("i");
+  box.style.background = fill;
+  return element("li", {}, box, name);
+}
+
+// Drag with one pointer to move, with two to zoom; without a button, point.
+function follow(canvas) {
+  const held = new Map();
+  canvas.addEventListener("pointerdown", (event) => {
+    held.set(event.pointerId, event.clientX);
+    canvas.setPointerCapture(event.pointerId);
+  });
+  for (const end of ["pointerup", "pointercancel"]) {
+    canvas.addEventListener(end, (event) => held.delete(event.pointerId));
+  }
+  canvas.addEventListener("pointerleave", () => { pointed = null; showTip(null, ""); view.draw(); });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!held.has(event.pointerId)) {
+      const found = taskAt(canvas, event);
+      showTip(event, found ? describeTask(found) : "");
+      if (String(found) !== String(pointed)) { pointed = found; view.draw(); }
+      return;
+    }
+    const before = held.get(event.pointerId), perPixel = (view.to - view.from) / pixels(canvas);
+    if (held.size === 1) {
+      const moved = (before - event.clientX) * perPixel;
+      view.set(view.from + moved, view.to + moved);
+    } else {
+      const other = [...held].find(([id]) => id !== event.pointerId)[1];
+      const factor = Math.abs(before - other) / Math.max(Math.abs(event.clientX - other), 4);
+      view.zoom(factor, timeAt(canvas, other - canvas.getBoundingClientRect().left));
+    }
+    held.set(event.pointerId, event.clientX);
+  });
+}
+
+// ---- memory ---------------------------------------------------------------------------------
+
+const MEMORY_HEIGHT = 190;
+const CAPACITY_SHOWN = 1.6; // the capacity is a line where it is less than so many peaks
+
+function drawMemory() {
+  const canvas = byId("memory").querySelector("canvas");
+  const [context, width] = prepare(canvas, MEMORY_HEIGHT);
+  const curve = data.memory[Number(byId("rank").value)];
+  const near = curve.capacity < CAPACITY_SHOWN * curve.peak;
+  const top = near ? 1.12 * Math.max(curve.capacity, curve.peak) : 1.2 * curve.peak;
+  const bottom = MEMORY_HEIGHT - 4, height = bottom - HEAD;
+  const room = width - left() - right, perNs = room / (view.to - view.from);
+  const y = (bytes) => bottom - (bytes / top) * height;
+  drawAxis(context, width, HEAD - 4, bottom);
+  context.save();
+  context.beginPath();
+  context.rect(left(), 0, room, MEMORY_HEIGHT);
+  context.clip();
+  const below = new Float64Array(curve.times.length);
+  for (const layer of curve.layers) {
+    drawLayer(context, curve, layer, below, (ns) => left() + (ns - view.from) * perNs, y);
+  }
+  context.restore();
+  context.textBaseline = "middle";
+  context.textAlign = isNarrow() ? "left" : "right";
+  const mark = (bytes, words, name) => {
+    context.fillStyle = colour(name);
+    context.fillRect(left(), y(bytes), room, 1);
+    const place = isNarrow() ? left() + 2 : left() - 6;
+    context.fillText(words, place, isNarrow() ? y(bytes) - 7 : y(bytes));
+  };
+  mark(curve.peak, `peak ${size(curve.peak)}`, "--faint");
+  if (near) mark(curve.capacity, `capacity ${size(curve.capacity)}`, "--bad");
+  byId("memory-words").textContent = `At most ${size(curve.peak)} of the ${size(curve.capacity)} of a device of `
+    + `${curve.label}${curve.peak > curve.capacity ? ": too much." : "."}`;
+}
+
+// One layer of the stack as a path of steps; `below` is where it stands, and grows by it.
+function drawLayer(context, curve, layer, below, x, y) {
+  const { times } = curve, count = times.length, end = timeline.end;
+  context.fillStyle = layer.colour;
+  context.beginPath();
+  context.moveTo(x(times[0]), y(below[0]));
+  for (let i = 0; i < count; i += 1) {
+    context.lineTo(x(times[i]), y(below[i] + layer.nbytes[i]));
+    context.lineTo(x(i + 1 < count ? times[i + 1] : end), y(below[i] + layer.nbytes[i]));
+  }
+  for (let i = count - 1; i >= 0; i -= 1) {
+    context.lineTo(x(i + 1 < count ? times[i + 1] : end), y(below[i]));
+    context.lineTo(x(times[i]), y(below[i]));
+  }
+  context.fill();
+  for (let i = 0; i < count; i += 1) below[i] += layer.nbytes[i];
+}
+
+function startMemory() {
+  const chooser = byId("rank"), canvas = byId("memory").querySelector("canvas");
+  const fullest = data.memory.reduce((best, each, number) =>
+    each.peak > data.memory[best].peak ? number : best, 0);
+  chooser.append(...data.memory.map((curve, number) =>
+    element("option", { value: number }, `${curve.label}${number === fullest && data.memory.length > 1 ? ", the fullest" : ""}`)));
+  chooser.value = fullest;
+  chooser.hidden = data.memory.length === 1;
+  const names = new Map();
+  data.memory.forEach((curve) => curve.layers.forEach((layer) => names.set(layer.name, layer)));
+  byId("memory-legend").append(...[...names.values()].map(legendItem));
+  chooser.addEventListener("change", () => view.draw());
+  canvas.addEventListener("pointerleave", () => showTip(null, ""));
+  canvas.addEventListener("pointermove", (event) => {
+    const curve = data.memory[Number(chooser.value)], time = timeAt(canvas, event.offsetX);
+    if (event.offsetX < left() || time > timeline.end) { showTip(null, ""); return; }
+    let at = curve.times.findIndex((each) => each > time);
+    at = (at < 0 ? curve.times.length : at) - 1;
+    const parts = curve.layers.map((layer) => [layer.name, layer.nbytes[at]]).filter(([, bytes]) => bytes);
+    const total = parts.reduce((sum, [, bytes]) => sum + bytes, 0);
+    showTip(event, [`${duration(Math.max(time, 0))}: ${size(total)}`,
+      ...parts.map(([name, bytes]) => `${name} ${size(bytes)}`)].join("\n"));
+  });
+}
+
+// ---- begin ----------------------------------------------------------------------------------
+
+fillWords();
+fillTables();
+startTimeline();
+startMemory();
+view.drawings.push(drawTimeline, drawMemory);
+window.addEventListener("resize", () => view.draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view.draw());
+view.draw();
