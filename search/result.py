@@ -211,16 +211,19 @@ class SearchResult:
     @property
     def curve(self) -> str:
         """A picture of how the best step fell, from that of the known strategies on, as HTML."""
-        known = [s.step_time for s in self.baselines.values() if s.fits]
-        points = [(point.evaluations, point.best) for point in self.trace]
-        return convergence_curve([(0, min(known, default=math.inf)), *points], self.bound)
+        start = min((s.step_time for s in self.baselines.values() if s.fits), default=math.inf)
+        if start < self.simulation.step_time:
+            start = math.inf  # of a strategy that the constraints do not allow
+        points, before = [(0, start)], 0
+        for point, last in zip(self.trace, (None, *self.trace), strict=False):
+            if last is not None and point.evaluations < last.evaluations:
+                before += last.evaluations  # another graph's search, after that of the first
+            points.append((before + point.evaluations, min(points[-1][1], point.best)))
+        return convergence_curve(points, self.bound)
 
     def _repr_html_(self) -> str:
         words = (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
             f"{self.stop_reason.value}."
         )
-        return (
-            f"{self.table._repr_html_()}<p>{html.escape(words)}</p>"
-            f"{self.curve}"
-        )
+        return f"{self.table._repr_html_()}<p>{html.escape(words)}</p>{self.curve}"

@@ -6,6 +6,7 @@ A *skeleton* is a plan without its choices: stages, meshes, microbatches and sch
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -204,13 +205,14 @@ def _is_balanced(size: int, splits: Sequence[int]) -> bool:
 
 
 def stage_meshes(
-    devices: Sequence[int], cluster: Cluster, *, max_axes: int = 3
+    devices: Sequence[int], cluster: Cluster, *, max_axes: int = 3, by_node: bool = True
 ) -> list[DeviceMesh]:
     """Logical shapes for a stage's consecutive devices: nodes apart, a node whole or cut in two.
 
     Where there are several nodes all devices may be one axis too. With two axes only, nodes that
     would be cut in two have their cuts in the first axis as well: data parallel ways over all
-    nodes, tensor parallel ways inside one.
+    nodes, tensor parallel ways inside one. Devices of which nodes have unequal shares are shaped
+    as those of one node, and so are all if not `by_node`.
 
     Example:
         >>> cluster = Cluster.preset("dgx-a100")
@@ -219,9 +221,8 @@ def stage_meshes(
         >>> [m.shape for m in stage_meshes(range(16), cluster, max_axes=2)]
         [(2, 8), (16,), (8, 2), (4, 4)]
     """
-    nodes = len({cluster.node_of(device) for device in devices})
-    if len(devices) % nodes:
-        nodes = 1
+    counts = Counter(cluster.node_of(device) for device in devices)
+    nodes = len(counts) if by_node and len(set(counts.values())) == 1 else 1
     inside = len(devices) // nodes
     outer = [MeshAxis("node", nodes)] if nodes > 1 else []
     shapes = [[MeshAxis("device", inside)] if inside > 1 or not outer else []]
@@ -239,6 +240,16 @@ def stage_meshes(
             for ways in cuts
         ]
     return meshes
+
+
+def _alike_meshes(
+    groups: Sequence[Sequence[int]], cluster: Cluster, max_axes: int
+) -> list[list[DeviceMesh]]:
+    """The meshes of each stage, of the same shapes, though some may straddle nodes."""
+    options = [stage_meshes(group, cluster, max_axes=max_axes) for group in groups]
+    if len({tuple(mesh.shape for mesh in meshes) for meshes in options}) == 1:
+        return options
+    return [stage_meshes(group, cluster, max_axes=max_axes, by_node=False) for group in groups]
 
 
 def skeletons(
@@ -290,7 +301,7 @@ def skeletons(
             continue
         stages = balanced_stages(graph, cluster, num_ranks * rounds)
         groups = [range(r * share, (r + 1) * share) for r in range(num_ranks)]
-        options = [stage_meshes(group, cluster, max_axes=axes) for group in groups]
+        options = _alike_meshes(groups, cluster, axes)
         for meshes in zip(*options, strict=True):
             for parts in counts:
                 yield Skeleton(stages, meshes * rounds, parts, schedule)

@@ -119,7 +119,7 @@ def _one_node_more(
             budget=budget,
             seed=plan.seed,
             schedule=plan.schedule if plan.schedule in SCHEDULES else "1f1b",
-            num_skeletons=2,
+            num_skeletons=1,
             num_bounded=0,
             options=options,
             constraints=constraints,

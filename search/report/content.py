@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,9 @@ def _summary(result: SearchResult) -> str:
         ((n, s) for n, s in result.baselines.items() if s.fits), key=lambda pair: pair[1].step_time
     )
     gain = 1.0 - ours / best.step_time
+    if gain < -5e-4:
+        more = ours / best.step_time - 1.0
+        return f"{words}, {more:.1%} more than {name}, which was not allowed in this search."
     if gain < 5e-4:
         return f"{words}, as long as the best known strategy, {name}."
     return f"{words}, {gain:.1%} less than the best known strategy, {name}."
@@ -213,7 +217,9 @@ def _timeline(simulation: Simulation) -> dict[str, Any]:
     kind = np.array([places[each] for each in timeline.kinds], dtype=np.int64)
     begin = timeline.begin_ns
     lanes = []
-    for number, label in enumerate(timeline.lanes):
+    labels = _grouped(timeline.lanes)
+    for label in labels:
+        number = timeline.lanes.index(label)
         rows = order[timeline.lane[order] == number]
         lanes.append(
             {
@@ -226,9 +232,9 @@ def _timeline(simulation: Simulation) -> dict[str, Any]:
             }
         )
     path = simulation.critical_path.tasks
-    lane_of = {label: number for number, label in enumerate(timeline.lanes)}
+    lane_of = {label: number for number, label in enumerate(labels)}
     return {
-        "end": int(round(simulation.timeline.duration * 1e9)),
+        "end": round(simulation.timeline.duration * 1e9),
         "joined": simulation.timeline.num_rows if joined else 0,
         "names": list(names),
         "kinds": [
@@ -237,6 +243,12 @@ def _timeline(simulation: Simulation) -> dict[str, Any]:
         "lanes": lanes,
         "path": [[lane_of[task.lane], task.start, task.end - task.start] for task in path],
     }
+
+
+def _grouped(lanes: Sequence[str]) -> list[str]:
+    """The lanes, those of a group together."""
+    groups = list(dict.fromkeys(map(lane_group, lanes)))
+    return sorted(lanes, key=lambda label: groups.index(lane_group(label)))
 
 
 def join_neighbours(timeline: Timeline) -> Timeline:

@@ -21,7 +21,7 @@ from stratagem.simulator.files import write_text
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.show.plan_picture import plan_picture
 
-QUICK = Budget(evaluations=1000, seconds=30.0)
+QUICK = Budget(evaluations=300, seconds=15.0)
 """Of the search on one node more."""
 
 

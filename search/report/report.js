@@ -24,6 +24,14 @@ function duration(ns) {
   return `${value.toFixed(decimals)} ${unit}`;
 }
 
+// A moment of the step, told so exactly that moments `step` ns apart differ.
+function moment(ns, step) {
+  if (ns < 0.5) return "0";
+  const [unit, length] = [["s", 1e9], ["ms", 1e6], ["µs", 1e3]].find(([, each]) => ns >= each) || ["ns", 1];
+  const decimals = Math.min(Math.max(0, Math.ceil(Math.log10(length / step) - 1e-9)), 9);
+  return `${(ns / length).toFixed(unit === "ns" ? 0 : decimals)} ${unit}`;
+}
+
 function size(bytes) {
   if (bytes >= 2 ** 30) return `${(bytes / 2 ** 30).toFixed(bytes < 10 * 2 ** 30 ? 2 : 0)} GiB`;
   return bytes >= 2 ** 20 ? `${Math.round(bytes / 2 ** 20)} MiB` : `${Math.round(bytes / 1024)} KiB`;
@@ -53,13 +61,15 @@ function fillWords() {
 
 // ---- tables ---------------------------------------------------------------------------------
 
-const MAX_ROWS = 150;
+const MAX_ROWS = 40;
 
 // A table whose headings sort it. `shows` says which rows there are, `first` marks row 0, `bars`
 // names a column of numbers that are drawn as bars too.
 class Table {
   constructor(place, table, { first = false, bars = "", most = Infinity } = {}) {
     Object.assign(this, { table, first, most, sorted: null, falling: false, shows: () => true });
+    const letters = (column) => Math.max(0, ...table.texts.map((row) => row[column].length));
+    this.long = [...table.columns.keys()].filter((column) => letters(column) > 30);
     this.bar = table.columns.findIndex(([name]) => name === bars);
     const numbers = table.values.map((row) => row[this.bar]).filter((value) => value !== null);
     this.largest = Math.max(...numbers);
@@ -112,13 +122,14 @@ class Table {
   line(row) {
     const line = element("tr", this.first && row === 0 ? { class: "first" } : {});
     this.table.columns.forEach(([name, unit], column) => {
-      const kind = unit !== "text" ? "number" : name === "operator" ? "name" : "";
+      const text = name === "operator" ? "name" : this.long.includes(column) ? "words" : "";
+      const kind = unit === "text" ? text : "number";
       const cell = element("td", kind ? { class: kind } : {}, this.table.texts[row][column]);
       const value = this.table.values[row][column];
       if (column === this.bar && value !== null) {
         const share = (100 * value) / this.largest;
         cell.style.background = `linear-gradient(to right, var(--bar) ${share}%, transparent ${share}%)`;
-        cell.style.minWidth = "9rem";
+        cell.style.minWidth = "6.5rem";
       }
       line.append(cell);
     });
@@ -213,7 +224,7 @@ function drawAxis(context, width, top, bottom) {
     context.fillStyle = colour("--line");
     context.fillRect(Math.round(x), top, 1, bottom - top);
     context.fillStyle = colour("--faint");
-    const text = at === 0 ? "0" : duration(Math.round(at));
+    const text = moment(at, step);
     const half = context.measureText(text).width / 2;
     context.fillText(text, Math.min(Math.max(x, left() + half), width - half), top - 5);
   }
@@ -398,7 +409,7 @@ function runOf(lane, task) {
 function describeTask([number, task]) {
   const lane = timeline.lanes[number], start = lane.start[task], length = lane.length[task];
   return `${timeline.names[lane.name[task]]}\n${timeline.kinds[lane.kind[task]].name}${runOf(lane, task)}\n`
-    + `${duration(length)}, from ${duration(start)} to ${duration(start + length)}\n${lane.group} · ${lane.label}`;
+    + `${duration(length)}, from ${moment(start, Math.max(length, 5) / 5)} to ${moment(start + length, Math.max(length, 5) / 5)}\n${lane.group} · ${lane.label}`;
 }
 
 function startTimeline() {
