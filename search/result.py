@@ -7,6 +7,7 @@ import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from stratagem.search.space import Skeleton
 from stratagem.simulator.graph import OperatorGraph, shape_of
@@ -207,6 +208,16 @@ class SearchResult:
         known.sort(key=lambda row: (row[4] == "no", row[1]))
         title = f"{self.graph.name} on {self.plan.cluster.name}"
         return Table(title, columns, (found, *known))
+
+    def report(self, path: str | Path) -> None:
+        """Write it as one HTML page, priced by the device model (see `report.page.report`).
+
+        Example:
+            >>> result.report("report.html")  # doctest: +SKIP
+        """
+        from stratagem.search.report.page import report
+
+        report(self, path)
 
     @property
     def curve(self) -> str:
