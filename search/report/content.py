@@ -20,6 +20,7 @@ from stratagem.simulator.memory_plot import drawn_points
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plot import COLOURS, DARK
 from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.step_path import StepPath
 from stratagem.simulator.table import Table, Unit, Value, format_bytes
 from stratagem.simulator.timeline import (
     SEPARATOR,
@@ -54,7 +55,7 @@ def page_content(result: SearchResult, changes: Table, version: str) -> dict[str
         "strategies": _table(result.table),
         "certificate": _certificate(result),
         "space": _table(_space(result)),
-        "timeline": _timeline(simulation),
+        "timeline": timeline_content(simulation.timeline, simulation.critical_path),
         "memory": [_memory(simulation.memory_timeline(rank)) for rank in ranks],
         "operators": _table(operators_table(simulation, graph)),
         "changes": _table(changes),
@@ -204,8 +205,9 @@ def _table(table: Table) -> dict[str, Any]:
     }
 
 
-def _timeline(simulation: Simulation) -> dict[str, Any]:
-    timeline = simulation.timeline
+def timeline_content(whole: Timeline, critical_path: StepPath) -> dict[str, Any]:
+    """Tasks by lane in columns, in ns from the first start; the lanes of a group together."""
+    timeline = whole
     joined = timeline.num_rows > MAX_TASKS
     if joined:
         timeline = join_neighbours(timeline)
@@ -231,17 +233,18 @@ def _timeline(simulation: Simulation) -> dict[str, Any]:
                 "kind": kind[rows].tolist(),
             }
         )
-    path = simulation.critical_path.tasks
     lane_of = {label: number for number, label in enumerate(labels)}
     return {
-        "end": round(simulation.timeline.duration * 1e9),
-        "joined": simulation.timeline.num_rows if joined else 0,
+        "end": round(whole.duration * 1e9),
+        "joined": whole.num_rows if joined else 0,
         "names": list(names),
         "kinds": [
             {"name": each.value, "colour": COLOURS[each], "dark": each in DARK} for each in kinds
         ],
         "lanes": lanes,
-        "path": [[lane_of[task.lane], task.start, task.end - task.start] for task in path],
+        "path": [
+            [lane_of[task.lane], task.start, task.end - task.start] for task in critical_path.tasks
+        ],
     }
 
 

@@ -77,7 +77,6 @@ app = typer.Typer(
     epilog="Exit codes: 0 done; 1 the answer is no, as when no plan fits; 2 wrong input; "
     "130 interrupted. Every verb takes --json.",
 )
-console = Console(highlight=False)
 
 
 def main() -> None:
@@ -130,12 +129,17 @@ def run(
     steps: Annotated[int, typer.Option(help="training steps")] = 10,
     warmup: Annotated[int, typer.Option(help="steps to run and undo first")] = 2,
     check: Annotated[bool, typer.Option("--check", help="compare with one process")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train by a plan on this machine, a process for every device."""
+    """Train by a plan on this machine, a process for every device.
+
+    Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
+    """
     from stratagem.executor.launch import launch
 
     report = launch(plan, model, steps=steps, warmup=warmup, check=check)
     report.save(out)
+    console = speaker(as_json)
     console.print(
         f"{steps} steps, {format_duration(report.step_time)} each (median); loss "
         f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
@@ -145,7 +149,10 @@ def run(
             f"loss and {len(report.errors) - 1} gradients agree with one process of torch to "
             f"{report.max_error:.1e}"
         )
-    console.print(f"Written to {out}")
+    console.print(f"Written to {out}", soft_wrap=True)
+    if as_json:
+        facts = {"step_time": report.step_time, "losses": report.losses, "out": out}
+        print_json({**facts, "max_error": report.max_error} if check else facts)
 
 
 for verb in (capture, profile, search, simulate, run, compare, diff, schedules, clusters):

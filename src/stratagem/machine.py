@@ -67,10 +67,10 @@ def _verbs(findings: list[Finding]) -> str:
         return "Nothing works before the required packages are installed."
     if "GPUs" in good:
         return "Plans can be searched, simulated and measured on its GPUs, and run here."
-    run = "run on processes of its CPU" if "gloo" in good else "not be run, for want of gloo"
+    run = "and run on processes of its CPU" if "gloo" in good else "but not run, for want of gloo"
     return (
-        f"Plans for any cluster can be searched and simulated; they can {run}, and operators "
-        "measured on it."
+        "Plans for any cluster can be searched and simulated here, operators measured on the CPU; "
+        f"plans of CPU clusters can be found {run}."
     )
 
 
