@@ -11,8 +11,14 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// The colours of the style, of the scheme that the reader prefers.
+const colours = {};
+
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["paper", "ink", "faint", "line", "idle", "path", "bad"]) {
+    colours[name] = style.getPropertyValue(`--${name}`).trim();
+  }
 }
 
 // 1234567 ns → "1.23 ms", as everywhere else on the page.
@@ -221,9 +227,9 @@ function drawAxis(context, width, top, bottom) {
   context.textAlign = "center";
   for (let at = Math.ceil(view.from / step) * step; at <= view.to; at += step) {
     const x = left() + ((at - view.from) / span) * room;
-    context.fillStyle = colour("--line");
+    context.fillStyle = colours.line;
     context.fillRect(Math.round(x), top, 1, bottom - top);
-    context.fillStyle = colour("--faint");
+    context.fillStyle = colours.faint;
     const text = moment(at, step);
     const half = context.measureText(text).width / 2;
     context.fillText(text, Math.min(Math.max(x, left() + half), width - half), top - 5);
@@ -287,7 +293,7 @@ function drawTimeline() {
   if (pointed) {
     const [number, task] = pointed, lane = timeline.lanes[number];
     const x = left() + (lane.start[task] - view.from) * perNs;
-    context.strokeStyle = colour("--ink");
+    context.strokeStyle = colours.ink;
     context.lineWidth = 2;
     context.strokeRect(x, tops[number], Math.max(lane.length[task] * perNs, 2), laneHeight);
   }
@@ -296,7 +302,7 @@ function drawTimeline() {
 
 function drawNames(context) {
   context.font = "12px system-ui, sans-serif";
-  context.fillStyle = colour("--ink");
+  context.fillStyle = colours.ink;
   timeline.lanes.forEach((lane, number) => {
     const isFirst = number === 0 || timeline.lanes[number - 1].group !== lane.group;
     if (isNarrow()) {
@@ -325,35 +331,59 @@ function fitted(context, text, room) {
   return `${text.slice(0, most)}…`;
 }
 
-// Tasks under a pixel are joined with their neighbours of one kind: a lane looks as full as it is,
-// and a frame costs as many boxes as there are pixels.
-function drawLane(context, lane, top, perNs, room) {
-  context.fillStyle = colour("--idle");
-  context.fillRect(left(), top, room, laneHeight);
-  const { start, length, kind, name } = lane;
-  let run = null;
-  const flush = () => {
-    if (!run) return;
+// Tasks under a pixel are drawn together, a box a pixel: in the colour of the kind that takes most
+// of it, as opaque as it is full. So a frame costs as many boxes as there are pixels, not tasks.
+class Columns {
+  constructor(context, top) {
+    Object.assign(this, { context, top, at: null, run: null });
+    this.full = new Float64Array(timeline.kinds.length);
+  }
+
+  add(x, wide, kind) {
+    const column = Math.floor(x);
+    if (column !== this.at) this.close();
+    this.at = column;
+    this.full[kind] += wide;
+  }
+
+  close() {
+    if (this.at === null) return;
+    const kind = this.full.reduce((best, each, number) => (each > this.full[best] ? number : best), 0);
+    const all = this.full.reduce((sum, each) => sum + each, 0);
+    const shade = Math.min(Math.ceil(all * 8), 8) / 8, { run } = this;
+    if (run && run.end === this.at && run.kind === kind && run.shade === shade) run.end += 1;
+    else { this.flush(); this.run = { kind, shade, x: this.at, end: this.at + 1 }; }
+    this.full.fill(0);
+    this.at = null;
+  }
+
+  flush() {
+    if (!this.run) return;
+    const { context, run } = this;
+    context.globalAlpha = run.shade;
     context.fillStyle = timeline.kinds[run.kind].colour;
-    context.fillRect(run.x, top, Math.max(run.end - run.x, 0.4), laneHeight);
-    run = null;
-  };
-  const labels = [];
+    context.fillRect(run.x, this.top, run.end - run.x, laneHeight);
+    context.globalAlpha = 1;
+    this.run = null;
+  }
+}
+
+function drawLane(context, lane, top, perNs, room) {
+  context.fillStyle = colours.idle;
+  context.fillRect(left(), top, room, laneHeight);
+  const { start, length, kind, name } = lane, labels = [], columns = new Columns(context, top);
   for (let i = firstAfter(lane, view.from); i < start.length && start[i] < view.to; i += 1) {
     const x = left() + (start[i] - view.from) * perNs, wide = length[i] * perNs;
-    if (wide > 3) {
-      flush();
-      context.fillStyle = timeline.kinds[kind[i]].colour;
-      context.fillRect(x, top, wide - 0.6, laneHeight);
-      if (wide > 26) labels.push(i);
-    } else if (run && run.kind === kind[i] && x - run.end < 0.5) {
-      run.end = Math.max(run.end, x + wide);
-    } else {
-      flush();
-      run = { kind: kind[i], x, end: x + wide };
+    if (wide < 1) {
+      columns.add(x, wide, kind[i]);
+      continue;
     }
+    context.fillStyle = timeline.kinds[kind[i]].colour;
+    context.fillRect(x, top, wide > 3 ? wide - 0.6 : wide, laneHeight);
+    if (wide > 26) labels.push(i);
   }
-  flush();
+  columns.close();
+  columns.flush();
   context.font = "11px system-ui, sans-serif";
   context.textAlign = "center";
   context.textBaseline = "middle";
@@ -370,7 +400,7 @@ function drawLane(context, lane, top, perNs, room) {
 
 // The critical path: a line under its tasks.
 function drawPath(context, perNs) {
-  context.fillStyle = colour("--path");
+  context.fillStyle = colours.path;
   for (const [lane, start, length] of timeline.path) {
     if (start + length < view.from || start > view.to) continue;
     const x = left() + (start - view.from) * perNs;
@@ -501,41 +531,59 @@ function drawMemory() {
   context.beginPath();
   context.rect(left(), 0, room, MEMORY_HEIGHT);
   context.clip();
-  const below = new Float64Array(curve.times.length);
+  const points = pointsSeen(curve, perNs);
+  const below = new Float64Array(points.length);
   for (const layer of curve.layers) {
-    drawLayer(context, curve, layer, below, (ns) => left() + (ns - view.from) * perNs, y);
+    drawLayer(context, curve, points, layer, below, (ns) => left() + (ns - view.from) * perNs, y);
   }
   context.restore();
   context.textBaseline = "middle";
   context.textAlign = isNarrow() ? "left" : "right";
   const mark = (bytes, words, name) => {
-    context.fillStyle = colour(name);
+    context.fillStyle = colours[name];
     context.fillRect(left(), y(bytes), room, 1);
     const place = isNarrow() ? left() + 2 : left() - 6;
     context.fillText(words, place, isNarrow() ? y(bytes) - 7 : y(bytes));
   };
-  mark(curve.peak, `peak ${size(curve.peak)}`, "--faint");
-  if (near) mark(curve.capacity, `capacity ${size(curve.capacity)}`, "--bad");
+  mark(curve.peak, `peak ${size(curve.peak)}`, "faint");
+  if (near) mark(curve.capacity, `capacity ${size(curve.capacity)}`, "bad");
   byId("memory-words").textContent = `At most ${size(curve.peak)} of the ${size(curve.capacity)} of a device of `
     + `${curve.label}${curve.peak > curve.capacity ? ": too much." : "."}`;
 }
 
+// The points of a curve in view, of those on one pixel the fullest.
+function pointsSeen(curve, perNs) {
+  const { times, layers } = curve, points = [];
+  curve.totals ||= times.map((_, i) => layers.reduce((sum, layer) => sum + layer.nbytes[i], 0));
+  let column = null;
+  for (let i = 0; i < times.length && times[i] <= view.to; i += 1) {
+    if (i + 1 < times.length && times[i + 1] < view.from) continue;
+    const here = Math.floor((times[i] - view.from) * perNs);
+    if (here !== column) points.push(i);
+    else if (curve.totals[i] > curve.totals[points.at(-1)]) points[points.length - 1] = i;
+    column = here;
+  }
+  return points;
+}
+
 // One layer of the stack as a path of steps; `below` is where it stands, and grows by it.
-function drawLayer(context, curve, layer, below, x, y) {
-  const { times } = curve, count = times.length, end = timeline.end;
+function drawLayer(context, curve, points, layer, below, x, y) {
+  const count = points.length;
+  const starts = points.map((point) => x(curve.times[point]));
+  const end = (i) => (i + 1 < count ? starts[i + 1] : x(timeline.end));
   context.fillStyle = layer.colour;
   context.beginPath();
-  context.moveTo(x(times[0]), y(below[0]));
   for (let i = 0; i < count; i += 1) {
-    context.lineTo(x(times[i]), y(below[i] + layer.nbytes[i]));
-    context.lineTo(x(i + 1 < count ? times[i + 1] : end), y(below[i] + layer.nbytes[i]));
+    const height = y(below[i] + layer.nbytes[points[i]]);
+    context.lineTo(starts[i], height);
+    context.lineTo(end(i), height);
   }
   for (let i = count - 1; i >= 0; i -= 1) {
-    context.lineTo(x(i + 1 < count ? times[i + 1] : end), y(below[i]));
-    context.lineTo(x(times[i]), y(below[i]));
+    context.lineTo(end(i), y(below[i]));
+    context.lineTo(starts[i], y(below[i]));
   }
   context.fill();
-  for (let i = 0; i < count; i += 1) below[i] += layer.nbytes[i];
+  points.forEach((point, i) => { below[i] += layer.nbytes[point]; });
 }
 
 function startMemory() {
@@ -565,11 +613,15 @@ function startMemory() {
 
 // ---- begin ----------------------------------------------------------------------------------
 
+readColours();
 fillWords();
 fillTables();
 startTimeline();
 startMemory();
 view.drawings.push(drawTimeline, drawMemory);
 window.addEventListener("resize", () => view.draw());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view.draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  readColours();
+  view.draw();
+});
 view.draw();
