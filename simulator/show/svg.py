@@ -6,8 +6,8 @@ import html
 from collections.abc import Sequence
 
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
-LETTER_WIDTH = 0.6
-"""Of a typical letter, in sizes of the font."""
+LETTER_WIDTH = 0.68
+"""Of a wide letter, in sizes of the font: words shall end inside the picture."""
 
 COLOURS = ("#4a8ac9", "#e8943a", "#4fa066", "#d0605c", "#9a80cc", "#3aa5a5", "#c2a02f", "#b0708f")
 """Of things that are told apart; told on white and on black alike."""
