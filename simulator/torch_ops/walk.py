@@ -264,10 +264,10 @@ def _unsupported(name: str) -> str:
     near = nearest(name, HANDLERS)
     like = f" (near are {', '.join(near)})" if near else ""
     return (
-        f"aten.{name} is not supported. Write it with operators that are{like}, or add a rule: "
-        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten, a function of the Call that "
-        f"builds it of kinds that there are; {len(HANDLERS)} in aten_elementwise.py, "
-        "aten_operators.py and aten_views.py beside it show how"
+        f"aten.{name} is not supported. Write it with operators that are{like}, or add it: "
+        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten takes a function of the Call, "
+        "like those in aten_operators.py beside it; a kind of its own needs a rule in rules.py "
+        "and a kernel as well, as CONTRIBUTING.md says"
     )
 
 
