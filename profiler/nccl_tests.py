@@ -139,7 +139,7 @@ def looks_like_nccl_tests(text: str) -> bool:
 def _kind(name: str, where: str) -> Collective:
     plain = name.removesuffix("_perf")
     if plain not in PROGRAMS:
-        raise unknown(f"kind in {where}", name, PROGRAMS)
+        raise unknown("kind", name, PROGRAMS, where=where)
     return PROGRAMS[plain]
 
 

@@ -85,7 +85,7 @@ class TrainingSetup:
             if getattr(self, name) < 1:
                 raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")
         if self.partition not in PARTITIONS:
-            raise unknown("partition of a training setup", self.partition, PARTITIONS)
+            raise unknown("partition", self.partition, PARTITIONS, where="training setup")
         check_policy(self.recompute)
 
     def data(self, cluster: Cluster) -> int:

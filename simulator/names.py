@@ -8,11 +8,13 @@ from collections.abc import Iterable
 MOST_NAMES = 40
 """Names that an error lists; of more it lists the nearest."""
 
-CUTOFF = 0.5
+CUTOFF = 0.6
 """How alike two names are at least, from 0 to 1, for the one to be suggested for the other."""
 
 
-def unknown(what: str, name: str, known: Iterable[str], *, hint: str = "") -> ValueError:
+def unknown(
+    what: str, name: str, known: Iterable[str], *, where: str = "", hint: str = ""
+) -> ValueError:
     """The error for a name that is none of `known`, to be raised by the caller.
 
     Example:
@@ -23,6 +25,7 @@ def unknown(what: str, name: str, known: Iterable[str], *, hint: str = "") -> Va
         what: is missing, such as ``cluster preset``; after "no" in the message.
         name: as it was given.
         known: the names that there are, in the order in which they are listed.
+        where: whose name it is, such as a file or a model; before the message.
         hint: what else to do, at the end.
     """
     names = list(known)
@@ -33,7 +36,8 @@ def unknown(what: str, name: str, known: Iterable[str], *, hint: str = "") -> Va
         listed += f", near are {', '.join(near)}" if near else f", such as {', '.join(names[:3])}"
     else:
         listed = f"; there are {', '.join(names)}" if names else "; there are none"
-    return ValueError(f"no {what} {name!r}{meant}{listed}" + (f". {hint}" if hint else ""))
+    message = f"{f'{where}: ' if where else ''}no {what} {name!r}{meant}{listed}"
+    return ValueError(f"{message}. {hint}" if hint else message)
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:

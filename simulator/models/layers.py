@@ -40,7 +40,7 @@ def check_choice(model: str, what: str, value: str, known: Sequence[str]) -> Non
         ValueError: names the model, the option, and what there is.
     """
     if value not in known:
-        raise unknown(f"{what} of {model}", value, known)
+        raise unknown(what, value, known, where=model)
 
 
 def parameter(

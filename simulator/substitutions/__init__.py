@@ -63,7 +63,7 @@ def rewritten_by(before: Rewritten, step: Substituted) -> Rewritten:
     """
     graph = before.graph
     if step.rule not in SUBSTITUTIONS:
-        raise unknown(f"substitution of graph {graph.name!r}", step.rule, SUBSTITUTIONS)
+        raise unknown("substitution", step.rule, SUBSTITUTIONS, where=f"graph {graph.name!r}")
     rule = SUBSTITUTIONS[step.rule]
     known = set(rule.matches(graph))
     for match in step.matches:
