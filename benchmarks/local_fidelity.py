@@ -31,9 +31,11 @@ from torch import Tensor
 
 from stratagem.comparison import compare
 from stratagem.executor.backends.gloo import GlooCommunicator
+from stratagem.executor.batches import Batches
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
-from stratagem.executor.run import prepare, train
+from stratagem.executor.run import prepare
+from stratagem.executor.training_loop import RunOptions, train
 from stratagem.measuring import LOOPBACK, executor_dispatch, executor_update
 from stratagem.profiler import (
     CollectiveTiming,
@@ -221,7 +223,8 @@ def run_rank(folder: Path) -> None:
             if turn % TURNS_A_LINK == 0:
                 timings.append(time_collectives(comm, repeats=LINK_REPEATS))
             for (interpreter, model), done in zip(runners, turns, strict=True):
-                result = train(interpreter, batch_of(model), steps=STEPS)
+                batches = Batches(batch_of(model), graph_of(model))
+                result = train(interpreter, batches, RunOptions(steps=STEPS))
                 done.append((result.step_times[1:], result.timeline, os.getloadavg()[0]))
         if comm.rank == 0:
             written = [_summary(done) for done in turns]

@@ -7,7 +7,8 @@ from stratagem.executor.launch import launch
 from stratagem.executor.lowering import lower
 from stratagem.executor.program import Program, grid
 from stratagem.executor.report import Report
-from stratagem.executor.run import ExecutionResult, execute
+from stratagem.executor.result import ExecutionResult
+from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
 from stratagem.executor.verify import verify
 

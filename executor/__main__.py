@@ -6,77 +6,105 @@ torchrun --nproc-per-node N -m stratagem.executor plan.json --model module:funct
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from pathlib import Path
 
-import torch
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.gloo import GlooCommunicator
+from stratagem.executor.batches import Batches, Data
 from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.models import make_model
+from stratagem.executor.models import make_data, make_model, make_rate
 from stratagem.executor.reference import errors_against
 from stratagem.executor.report import report_of
-from stratagem.executor.run import check_batch, check_world, prepare, train
+from stratagem.executor.run import check_world, prepare, process_rank
 from stratagem.executor.states import model_state
+from stratagem.executor.training_loop import RunOptions, Show, check_equal, train
+from stratagem.executor.watch import Limits, Watch
+from stratagem.progress import progress_bar, status_file
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
 
 
-def run_rank(arguments: argparse.Namespace, comm: Communicator) -> None:
+def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch, show: Show) -> None:
     """Load, check, run, and on rank 0 write the result file."""
     plan = Plan.load(arguments.plan)
-    model, batch = make_model(arguments.model, plan.seed)
-    graph = capture(model, (), batch, name=plan.model)
+    model, example = make_model(arguments.model, plan.seed)
+    graph = capture(model, (), example, name=plan.model)
     program = prepare(plan, graph)
     check_world(program, comm.world_size)
-    check_batch(graph, batch)
     state = model_state(model)
-    check_equal(state, comm)
+    check_equal(state, comm, "parameters to start from", _SAME_MODEL)
+    data: Data = make_data(arguments.data, plan.seed) if arguments.data else example
+    batches = Batches(data, graph, seed=plan.seed, buffers=state)
+    first = batches.at(0)
+    options = RunOptions(
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        rate=make_rate(arguments.rate, arguments.rate_warmup, arguments.steps),
+        checkpoint=arguments.checkpoint,
+        every=arguments.every,
+        resume=arguments.resume,
+    )
     interpreter = Interpreter(program, comm, state)
     errors: dict[str, float] = {}
     if arguments.check:
-        first = train(interpreter, batch, gradients=True)
+        once = Batches(first, graph, buffers=state)
+        checked = train(interpreter, once, RunOptions(gradients=True), place=watch.place)
         interpreter.reset()
         if comm.rank == 0:
-            errors = errors_against(model, batch, first)
-    result = train(interpreter, batch, steps=arguments.steps, warmup=arguments.warmup)
+            errors = errors_against(model, {k: first[k] for k in example}, checked)
+    result = train(interpreter, batches, options, place=watch.place, show=show)
     if comm.rank == 0 and arguments.out:
         report_of(plan.name, result, errors).save(arguments.out)
 
 
-def check_equal(state: Mapping[str, Tensor], comm: Communicator) -> None:
-    """Refuse ranks that start from different parameters.
+_SAME_MODEL = (
+    "the model function must make the same model in every process (torch is seeded before it is "
+    "called)"
+)
 
-    Raises:
-        ValueError: names the first parameter that differs.
-    """
-    everyone = tuple(range(comm.world_size))
-    sums = torch.stack([tensor.double().sum() for _, tensor in sorted(state.items())])
-    apart = comm.all_reduce(sums, everyone, "max") + comm.all_reduce(-sums, everyone, "max")
-    for name, difference in zip(sorted(state), apart.tolist(), strict=True):
-        if difference != 0:
-            raise ValueError(
-                f"ranks start from different values of {name!r}; the model function must make the "
-                f"same model in every process (torch is seeded before it is called)"
-            )
+
+def parser() -> argparse.ArgumentParser:
+    """The options of a rank's command line."""
+    made = argparse.ArgumentParser(prog="python -m stratagem.executor")
+    made.add_argument("plan", help="plan file")
+    made.add_argument("--model", required=True, help="module:function; returns (model, inputs)")
+    made.add_argument(
+        "--data", help="module:function; returns an iterable of batches, the same on every rank"
+    )
+    made.add_argument("--steps", type=int, default=1, help="training steps, all in all")
+    made.add_argument("--warmup", type=int, default=0, help="steps to run and undo first")
+    made.add_argument(
+        "--rate",
+        default="constant",
+        help="learning rate: constant, linear, cosine, or module:function of the step",
+    )
+    made.add_argument("--rate-warmup", type=int, default=0, help="steps in which the rate rises")
+    made.add_argument("--checkpoint", type=Path, help="folder for checkpoints, seen by all nodes")
+    made.add_argument("--every", type=int, default=0, help="steps between two checkpoints")
+    made.add_argument("--resume", type=Path, help="checkpoint, or folder of them, to go on from")
+    made.add_argument("--check", action="store_true", help="compare with one process of torch")
+    made.add_argument("--out", help="result file (JSON)")
+    made.add_argument("--status", type=Path, help="file to keep progress in, not to show it")
+    made.add_argument(
+        "--timeout",
+        type=float,
+        default=Limits.stalled,
+        help="seconds after which a step in which no rank goes on is stopped",
+    )
+    return made
 
 
 @record
 def main() -> None:
     """Parse the command line and run this process's rank."""
-    parser = argparse.ArgumentParser(prog="python -m stratagem.executor")
-    parser.add_argument("plan", help="plan file")
-    parser.add_argument("--model", required=True, help="module:function; returns (model, inputs)")
-    parser.add_argument("--steps", type=int, default=1, help="training steps to run")
-    parser.add_argument("--warmup", type=int, default=0, help="steps to run and undo first")
-    parser.add_argument("--check", action="store_true", help="compare with one process of torch")
-    parser.add_argument("--out", help="result file (JSON)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for a rank")
-    arguments = parser.parse_args()
-    with GlooCommunicator(timeout=arguments.timeout) as comm:
-        run_rank(arguments, comm)
+    arguments = parser().parse_args()
+    alone = arguments.status is not None
+    with (
+        progress_bar(enabled=not alone and arguments.steps > 1) as show,
+        process_rank(timeout=arguments.timeout) as (comm, watch),
+    ):
+        run_rank(arguments, comm, watch, status_file(arguments.status) if alone else show)
 
 
 if __name__ == "__main__":

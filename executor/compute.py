@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.executor.instructions import Backward, Forward
+from stratagem.executor.instructions import Backward, Forward, Part
 from stratagem.executor.memory import Memory
+from stratagem.executor.seats import Seat
 from stratagem.executor.views import Reader, Select, joined, reader, select_of
 from stratagem.simulator.graph import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels import run_kernel
+from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.torch_ops.shards import Shards
 
 Action = Callable[[], None]
@@ -35,14 +37,14 @@ class Tape:
         leaves: inputs and then weights with a gradient.
         shapes: of the leaves.
         sources: shapes of the whole values of which the inputs are parts.
-        gathered: weights that were gathered anew for the backward pass.
+        anew: what was not kept as the kernel sees it, brought back for the backward pass.
     """
 
     outputs: tuple[Tensor, ...] = ()
     leaves: list[Tensor] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
     sources: list[torch.Size] = field(default_factory=list)
-    gathered: list[Tensor] = field(default_factory=list)
+    anew: list[Tensor] = field(default_factory=list)
 
     def leaf(self, tensor: Tensor) -> Tensor:
         """A new leaf with the memory of `tensor`."""
@@ -53,26 +55,37 @@ class Tape:
 
 
 def forward(
-    instruction: Forward, operator: Operator, shards: Shards, flows: Sequence[bool], memory: Memory
+    instruction: Forward,
+    operator: Operator,
+    shards: Shards,
+    flows: Sequence[bool],
+    seat: Seat,
+    memory: Memory,
 ) -> Action:
     """The action of a forward instruction.
 
     Args:
         flows: per input and then per weight, whether a gradient is wanted.
+        seat: from which sources are read.
     """
     values = memory.values
     names = [operand.value for operand in instruction.inputs]
     readers = [
-        reader(read, operand, shards)
+        reader(read, operand, shards, seat)
         for read, operand in zip(operator.inputs, instruction.inputs, strict=True)
     ]
     slots = list(zip(names, readers, flows, strict=False))
     weights = list(zip(instruction.weights, flows[len(names) :], strict=True))
     makers = _factor_shapes(operator, shards)
-    kernel = _regathering(instruction, operator, shards) or (
-        lambda inputs, parameters, tape: run_kernel(operator, shards, inputs, parameters)
+    run = _kernel(instruction, operator, shards)
+    kernel = _forgetting(instruction, run) or (
+        lambda inputs, parameters, tape: run(inputs, parameters)
     )
     tape_name = instruction.tape or ""
+
+    def constant(value: Tensor) -> Tensor:
+        """Running statistics count a microbatch once, however often it runs."""
+        return value.clone() if instruction.again else value
 
     def run_taped() -> None:
         tape = Tape()
@@ -83,18 +96,15 @@ def forward(
                 inputs.append(_enter(value, read, tape) if flow else read.view(read.part(value)))
             parameters: list[Tensor] = []
             for name, flow in weights:
-                value = values[name]
-                if flow:
-                    value = tape.leaf(value)
-                parameters.append(value)
+                parameters.append(tape.leaf(values[name]) if flow else constant(values[name]))
             tape.outputs = kernel(inputs, parameters, tape)
         values[tape_name] = tape
         _store(tape.outputs)
 
     def run_plain() -> None:
         inputs = [read.view(read.part(values[name])) for name, read, _ in slots]
-        parameters = [values[name] for name, _ in weights]
-        _store(run_kernel(operator, shards, inputs, parameters))
+        parameters = [constant(values[name]) for name, _ in weights]
+        _store(run(inputs, parameters))
 
     def _store(outputs: tuple[Tensor, ...]) -> None:
         for name, output, shape in zip(instruction.outputs, outputs, makers, strict=True):
@@ -128,39 +138,55 @@ def _factor_shapes(operator: Operator, shards: Shards) -> list[tuple[int, ...] |
     ]
 
 
-Kernel = Callable[[list[Tensor], list[Tensor], Tape], tuple[Tensor, ...]]
+Kernel = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, ...]]
+TapedKernel = Callable[[list[Tensor], list[Tensor], Tape], tuple[Tensor, ...]]
 
 
-def _regathering(instruction: Forward, operator: Operator, shards: Shards) -> Kernel | None:
-    """The kernel of an operator whose weights are gathered for each use (ZeRO-3).
+def _kernel(instruction: Forward, operator: Operator, shards: Shards) -> Kernel:
+    """The kernel, with outputs in the dtypes that the plan runs in."""
+    dtypes = [torch_dtype(dtype) for dtype in instruction.dtypes]
 
-    The graph must not keep the gathered weights alive: where autograd saves one, or a view of it,
-    it keeps a note instead, and backward finds the weight that was gathered anew.
+    def run(inputs: list[Tensor], parameters: list[Tensor]) -> tuple[Tensor, ...]:
+        outputs = run_kernel(operator, shards, inputs, parameters)
+        return tuple(made.to(dtype) for made, dtype in zip(outputs, dtypes, strict=True))
+
+    return run
+
+
+def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
+    """The kernel of an operator some of whose inputs or weights are dropped behind it.
+
+    Weights are gathered for each use under ZeRO-3, and inputs are dropped to be made again. The
+    graph must not keep them alive: where autograd saves one, or a view of it, it keeps a note
+    instead, and backward finds what was brought back.
     """
-    if not instruction.gathered:
+    if not instruction.gathered and not instruction.remade:
         return None
 
     def run(inputs: list[Tensor], parameters: list[Tensor], tape: Tape) -> tuple[Tensor, ...]:
-        places = {
-            parameters[slot].untyped_storage().data_ptr(): number
-            for number, slot in enumerate(instruction.gathered)
-        }
+        dropped = [inputs[slot] for slot in instruction.remade]
+        dropped += [parameters[slot] for slot in instruction.gathered]
+        places: dict[int, tuple[int, int]] = {}
+        for number, tensor in enumerate(dropped):
+            place = number, int(tensor.storage_offset())
+            places.setdefault(tensor.untyped_storage().data_ptr(), place)
 
         def pack(tensor: Tensor) -> Any:
-            number = places.get(tensor.untyped_storage().data_ptr())
-            if number is None:
+            place = places.get(tensor.untyped_storage().data_ptr())
+            if place is None:
                 return tensor
-            return number, tensor.size(), tensor.stride(), tensor.storage_offset()
+            number, start = place
+            return number, tensor.size(), tensor.stride(), tensor.storage_offset() - start
 
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, Tensor):
                 return kept
             number, size, stride, offset = kept
-            weight: Tensor = tape.gathered[number]
-            return weight.as_strided(size, stride, offset)
+            anew: Tensor = tape.anew[number]
+            return anew.as_strided(size, stride, int(anew.storage_offset()) + offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            outputs = run_kernel(operator, shards, inputs, parameters)
+            outputs = kernel(inputs, parameters)
         for slot in instruction.gathered:
             parameters[slot].data = parameters[slot].new_empty(0)
         return outputs
@@ -168,26 +194,76 @@ def _regathering(instruction: Forward, operator: Operator, shards: Shards) -> Ke
     return run
 
 
-def backward(instruction: Backward, operator: Operator, shards: Shards, memory: Memory) -> Action:
+def backward(
+    instruction: Backward, operator: Operator, shards: Shards, seat: Seat, memory: Memory
+) -> Action:
     """The action of a backward instruction."""
     values = memory.values
     reached = [n for n, names in enumerate(instruction.gradients) if names or instruction.seed]
     sums = [_total(instruction, operator, shards, n, memory) for n in reached]
     returns = _returns(instruction, operator)
-    weights = [name for name in instruction.weights if name is not None]
+    names = [name for name in instruction.weights if name is not None]
+    weights = list(zip(names, map(torch_dtype, instruction.dtypes), strict=True))
+    anew = _anew(instruction, operator, shards, seat, memory)
 
-    def run() -> None:
-        tape: Tape = values[instruction.tape]
-        tape.gathered = [values[name] for name in instruction.gathered]
-        found = _gradients(tape, [tape.outputs[n] for n in reached], [total() for total in sums])
-        tape.leaves.clear()
+    def give_back(tape: Tape, found: Sequence[Tensor]) -> None:
         for name, numbers, selects in returns:
             parts = [found[number] for number in numbers]
             values[name] = joined(parts, selects, tape.sources[numbers[0]])
-        for name, gradient in zip(weights, found[len(tape.sources) :], strict=True):
-            memory.add(name, gradient)
 
-    return run
+    def add(found: Sequence[Tensor]) -> None:
+        for (name, dtype), gradient in zip(weights, found, strict=True):
+            memory.add(name, gradient.to(dtype))
+
+    def run_all() -> None:
+        tape: Tape = values[instruction.tape]
+        tape.anew = anew()
+        totals = [total() for total in sums]
+        found = _gradients(tape, reached, totals, slice(None))
+        tape.leaves.clear()
+        give_back(tape, found)
+        add(found[len(tape.sources) :])
+
+    def run_inputs() -> None:
+        tape: Tape = values[instruction.tape]
+        tape.anew = anew()
+        totals = [total() for total in sums]
+        values.update(zip(instruction.totals, totals, strict=True))
+        wanted = slice(len(tape.sources))
+        give_back(tape, _gradients(tape, reached, totals, wanted, again=True))
+        tape.anew = []
+
+    def run_weights() -> None:
+        tape: Tape = values[instruction.tape]
+        tape.anew = anew()
+        totals = [values[name] for name in instruction.totals]
+        wanted = slice(len(tape.sources), None)
+        found = _gradients(tape, reached, totals, wanted)
+        tape.leaves.clear()
+        add(found)
+
+    return {Part.ALL: run_all, Part.INPUTS: run_inputs, Part.WEIGHTS: run_weights}[
+        instruction.part
+    ]
+
+
+def _anew(
+    instruction: Backward, operator: Operator, shards: Shards, seat: Seat, memory: Memory
+) -> Callable[[], list[Tensor]]:
+    """What the tape did not keep, as the kernel saw it."""
+    count = len(instruction.remade)
+    readers = [
+        (operand.value, reader(operator.inputs[slot], operand, shards, seat))
+        for slot, operand in zip(instruction.remade, instruction.anew, strict=False)
+    ]
+    weights = [operand.value for operand in instruction.anew[count:]]
+    values = memory.values
+
+    def brought() -> list[Tensor]:
+        inputs = [read.view(read.part(values[name])) for name, read in readers]
+        return inputs + [values[name] for name in weights]
+
+    return brought
 
 
 def _returns(
@@ -207,14 +283,23 @@ def _returns(
     return [(name, numbers, selects) for name, (numbers, selects) in found.items()]
 
 
-def _gradients(tape: Tape, outputs: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """Gradients of the leaves; zeros where this rank's kernel did not use one (a bias, say)."""
-    found: Sequence[Tensor | None] = [None] * len(tape.leaves)
-    if any(output.requires_grad for output in outputs):
-        found = torch.autograd.grad(outputs, tape.leaves, gradients, allow_unused=True)
+def _gradients(
+    tape: Tape, reached: Sequence[int], totals: list[Tensor], wanted: slice, *, again: bool = False
+) -> list[Tensor]:
+    """Gradients of the wanted leaves; zeros where this rank's kernel did not use one (a bias).
+
+    Args:
+        reached: the outputs that have a gradient, and `totals` those gradients.
+        again: whether the tape is needed once more.
+    """
+    outputs = [tape.outputs[n] for n in reached]
+    leaves, shapes = tape.leaves[wanted], tape.shapes[wanted]
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if leaves and any(output.requires_grad for output in outputs):
+        found = torch.autograd.grad(outputs, leaves, totals, retain_graph=again, allow_unused=True)
     return [
         leaf.new_zeros(shape) if gradient is None else gradient
-        for leaf, shape, gradient in zip(tape.leaves, tape.shapes, found, strict=True)
+        for leaf, shape, gradient in zip(leaves, shapes, found, strict=True)
     ]
 
 

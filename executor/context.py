@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from stratagem.executor.precision import executed_dtype
 from stratagem.executor.program import ranks_of
 from stratagem.simulator.boundary import landing, summed
 from stratagem.simulator.graph import Edge, OperatorGraph, factor_sizes
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.parameters import weight_share
 from stratagem.simulator.placement import (
     Config,
+    Pin,
     Placements,
     input_gradient_placements,
     input_placements,
@@ -19,8 +22,9 @@ from stratagem.simulator.placement import (
     output_placements,
 )
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.recompute import Triggers, triggers
 from stratagem.simulator.resharding import Resharder, Step
-from stratagem.simulator.schedule import Action, ActionKind
+from stratagem.simulator.schedule import Action, makes_weight_gradient
 from stratagem.simulator.transfers import Transfer
 
 Paths = dict[tuple[object, ...], tuple[Step, ...]]
@@ -179,8 +183,13 @@ class Context:
         return factor_sizes(producer.outputs[edge.output].layout, producer.sizes)
 
     def dtype(self, edge: Edge) -> str:
-        """Dtype of the tensor on an edge."""
-        return self.graph.operators[edge.producer].outputs[edge.output].dtype
+        """Dtype in which the tensor on an edge runs."""
+        return self.output_dtype(edge.producer, edge.output)
+
+    def output_dtype(self, i: int, output: int) -> str:
+        """Dtype in which an output of operator `i` runs."""
+        made = self.graph.operators[i].outputs[output]
+        return executed_dtype(self.plan.training, made.dtype, made.layout)
 
     # -- between stages -------------------------------------------------------------------------
 
@@ -248,15 +257,89 @@ class Context:
         number = f" #{edge.slot}" if len(slots) > 1 else ""
         return f"{producer.name} {arrow} {consumer.name}{number}"
 
-    # -- schedule -------------------------------------------------------------------------------
+    # -- what runs when -------------------------------------------------------------------------
 
-    def actions(self, stage: int) -> list[Action]:
-        """What a stage does, in order."""
-        schedule = self.plan.make_schedule()
-        return [a for order in schedule.orders for a in order if a.stage == stage]
+    def crew_of(self, device: int) -> int:
+        """Which set of devices that share stages a device is in."""
+        return self._crews[device]
 
-    def last_backward(self, stage: int) -> int:
-        """The microbatch whose backward pass is the last of a stage."""
+    @cached_property
+    def _crews(self) -> dict[int, int]:
+        return {
+            device: crew
+            for stage, crew in zip(self.plan.stages, self.plan.rank_of, strict=True)
+            for device in stage.mesh.devices
+        }
+
+    def standing(self, crew: int, device: int) -> tuple[int, ...]:
+        """What tells a device from others of its crew: its place on axes with pins.
+
+        Devices with the same standing hold parts of the same tensors, and do the same.
+        """
+        stages = self.stages_of(crew)
+        pinned = [
+            any(isinstance(self.configs[i][axis], Pin) for i in self.operators[stage])
+            for stage in stages
+            for axis in range(len(self.mesh(stage).axes))
+        ]
+        if not any(pinned):
+            return ()
+        if len({self.mesh(stage) for stage in stages}) > 1:
+            return (device,)
+        places = [place for stage in stages for place in self.mesh(stage).coordinates(device)]
+        return tuple(place for place, is_pinned in zip(places, pinned, strict=True) if is_pinned)
+
+    def stages_of(self, crew: int) -> tuple[int, ...]:
+        """The stages on one set of devices."""
+        return tuple(s for s, at in enumerate(self.plan.rank_of) if at == crew)
+
+    def actions(self, crew: int) -> tuple[Action, ...]:
+        """What one set of devices does, in order."""
+        return self.plan.make_schedule().orders[crew]
+
+    def last_gradient(self, stage: int) -> int:
+        """The microbatch whose gradients of parameters are the last that a stage makes."""
+        order = self.actions(self.plan.rank_of[stage])
         return next(
-            a.microbatch for a in reversed(self.actions(stage)) if a.kind is ActionKind.BACKWARD
+            action.microbatch
+            for action in reversed(order)
+            if action.stage == stage and makes_weight_gradient(action)
         )
+
+    @cached_property
+    def recomputes(self) -> tuple[bool, ...]:
+        """Which operators are run again in the backward pass."""
+        return tuple(self.plan.choice(o.name).recompute for o in self.graph.operators)
+
+    def triggers(self, stage: int) -> Triggers:
+        """When the operators of a stage are run again."""
+        operators = self.operators[stage]
+        return triggers(self.graph, operators, [i for i in operators if self.recomputes[i]])
+
+    def is_dropped(self, edge: Edge) -> bool:
+        """Whether what an edge reads is dropped after the forward pass, and made again."""
+        if not self.recomputes[edge.producer] or self.is_source[edge.producer]:
+            return False
+        segment = self.graph.segments
+        return all(
+            segment[other.consumer] == segment[edge.producer]
+            for other in self.outgoing[edge.producer]
+            if other.output == edge.output
+        )
+
+    def is_converted(self, edge: Edge) -> bool:
+        """Whether a consumer in the same stage reads a copy, and not what was made."""
+        inside = not self.is_source[edge.producer] and not self.crosses(edge)
+        return inside and self.made(edge) != self.wanted(edge)
+
+    def is_made_again(self, edge: Edge) -> bool:
+        """Whether the consumer keeps nothing of an input that its backward pass needs."""
+        if self.is_source[edge.producer] or self.crosses(edge):
+            return False
+        if self.is_converted(edge):
+            return self.plan.choice(self.graph.operators[edge.consumer].name).regather
+        return self.is_dropped(edge)
+
+    def weighs(self, i: int) -> bool:
+        """Whether gradients of an operator's parameters are made by themselves, if any are."""
+        return weight_share(self.graph, i) > 0

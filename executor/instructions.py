@@ -1,30 +1,44 @@
 """Instructions: what a rank can do, as data.
 
 Each instruction knows the values that it reads and writes, its name and kind in the timeline
-(`task`, `kind`), and the collectives in it (`meetings_of`).
+(`task`, `kind`), and the collectives in it (`meetings_of`). None of them names a rank: where they
+differ, each rank works out its own part from its seat on the mesh (`bounds_at`, `Transfer`), so
+that all ranks of a stage can share one list.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from stratagem.simulator.graph import Layout
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.resharding import Step
 from stratagem.simulator.timeline import TaskKind
-from stratagem.simulator.transfers import Box
+from stratagem.simulator.transfers import Transfer
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A collective that all ranks of `group` enter together; `what` must be the same for them."""
+    """A collective of the ranks along an axis of a stage's mesh; `what` is the same for them.
 
-    group: tuple[int, ...]
+    With a `pair`, only the ranks at those two indices of the axis enter it.
+    """
+
+    stage: int
+    axis: int
     what: str
+    pair: tuple[int, int] | None = None
 
-    def __str__(self) -> str:
-        return f"{self.what} of ranks {', '.join(map(str, self.group))}"
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a source that a rank reads: `offset` + its shard of factors of `sizes`."""
+
+    sizes: tuple[int, ...]
+    placements: Placements
+    offset: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class Operand:
     """A value that an operator reads, in factor form; of a source, only the `cut` is read."""
 
     value: str
-    cut: Box | None = None
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,7 @@ class Source:
 
     operator: str
     value: str
+    dtype: str
 
     def __str__(self) -> str:
         return f"{self.operator} source"
@@ -64,8 +79,11 @@ class Source:
 class Forward:
     """Run an operator on this rank's shards. `tape` is what its backward pass needs.
 
+    `dtypes` are those of the outputs.
     `meetings` are the collectives inside the kernel, such as batch-norm statistics. `gathered`
-    says which weights are there for this use only, so that backward brings them together anew.
+    says which weights are there for this use only, and `remade` which inputs are dropped behind
+    it: the tape keeps none of them, backward gets them anew. `again` is a run in the backward pass
+    of what was dropped.
     """
 
     operator: str
@@ -73,18 +91,25 @@ class Forward:
     inputs: tuple[Operand, ...]
     weights: tuple[str, ...]
     outputs: tuple[str, ...]
+    dtypes: tuple[str, ...]
     tape: str | None = None
     gathered: tuple[int, ...] = ()
+    remade: tuple[int, ...] = ()
+    again: bool = False
     meetings: tuple[Meeting, ...] = ()
-    kind = TaskKind.FORWARD
 
     def __str__(self) -> str:
-        return f"{self.operator} F{self.microbatch}"
+        return f"{self.operator} {'R' if self.again else 'F'}{self.microbatch}"
+
+    @property
+    def kind(self) -> TaskKind:
+        """Of its task in the timeline."""
+        return TaskKind.RECOMPUTE if self.again else TaskKind.FORWARD
 
     @property
     def task(self) -> str:
         """Name in the timeline."""
-        return f"{self.operator} forward"
+        return f"{self.operator} {'recompute' if self.again else 'forward'}"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -97,14 +122,24 @@ class Forward:
         return self.outputs if self.tape is None else (*self.outputs, self.tape)
 
 
+class Part(enum.Enum):
+    """What a backward pass makes."""
+
+    ALL = "all"
+    INPUTS = "inputs"
+    WEIGHTS = "weights"
+
+
 @dataclass(frozen=True)
 class Backward:
     """Gradients of an operator's inputs and weights from those of its outputs.
 
     `gradients` has per output the values whose sum is its gradient, `seed` adds the 1 of the loss;
     `inputs` and `weights` name the results, None where no gradient is wanted; inputs that read one
-    tensor may share its gradient. Weight gradients are added to what is there. `gathered` are the
-    values of weights brought together anew.
+    tensor may share its gradient. Weight gradients are added, in `dtypes`, to what is there.
+    `anew` are the values of the inputs `remade`, and then of the weights, that the tape did not
+    keep. Where gradients of inputs and of weights are made apart, the first `part` writes the
+    gradients of the outputs to `totals`, from where the second takes them.
     """
 
     operator: str
@@ -114,38 +149,54 @@ class Backward:
     seed: bool
     inputs: tuple[str | None, ...]
     weights: tuple[str | None, ...]
-    gathered: tuple[str, ...] = ()
+    dtypes: tuple[str, ...]
+    anew: tuple[Operand, ...] = ()
+    remade: tuple[int, ...] = ()
     meetings: tuple[Meeting, ...] = ()
+    part: Part = Part.ALL
+    totals: tuple[str, ...] = ()
     kind = TaskKind.BACKWARD
 
     def __str__(self) -> str:
-        return f"{self.operator} B{self.microbatch}"
+        letter = {Part.ALL: "B", Part.INPUTS: "I", Part.WEIGHTS: "W"}[self.part]
+        return f"{self.operator} {letter}{self.microbatch}"
 
     @property
     def task(self) -> str:
         """Name in the timeline."""
-        return f"{self.operator} backward"
+        what = "weight gradient" if self.part is Part.WEIGHTS else "backward"
+        return f"{self.operator} {what}"
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Values that must be there."""
-        return (self.tape, *(v for values in self.gradients for v in values), *self.gathered)
+        anew = tuple(operand.value for operand in self.anew)
+        if self.part is Part.WEIGHTS:
+            return (self.tape, *self.totals, *anew)
+        return (self.tape, *(v for values in self.gradients for v in values), *anew)
 
     @property
     def writes(self) -> tuple[str, ...]:
         """Values that are there afterwards."""
-        return tuple(v for v in (*self.inputs, *self.weights) if v is not None)
+        named = {
+            Part.ALL: (*self.inputs, *self.weights),
+            Part.INPUTS: (*self.inputs, *self.totals),
+            Part.WEIGHTS: self.weights,
+        }[self.part]
+        return tuple(v for v in named if v is not None)
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Bring a tensor from one placement to another along `steps`.
+    """Bring a tensor from one placement to another along `steps` on the mesh of `stage`.
 
     `source` or `target` is None on a rank that holds nothing before or after. `sizes` are those of
     the whole tensor's factors; a parameter has a `layout`, in whose shape it is stored. With
-    `adds` the result is added to what `target` holds.
+    `adds` the result is added to what `target` holds. With `later` the next instructions run
+    meanwhile, until one reads the result.
     """
 
+    stage: int
     task: str
     kind: TaskKind
     microbatch: int
@@ -157,6 +208,7 @@ class Convert:
     steps: tuple[Step, ...]
     layout: Layout | None = None
     adds: bool = False
+    later: bool = False
     meetings: tuple[Meeting, ...] = ()
 
     def __str__(self) -> str:
@@ -174,23 +226,58 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor on its way: to or from `rank`, `box` counted in this rank's part."""
+class Bundle:
+    """Conversions along equal steps, which share each collective: a bucket of gradients."""
 
-    rank: int
-    box: Box
+    parts: tuple[Convert, ...]
+
+    kind = TaskKind.GRADIENT_SYNC
+
+    def __str__(self) -> str:
+        return f"{self.parts[0]} and {len(self.parts) - 1} more"
+
+    @property
+    def task(self) -> str:
+        """Name of the first of its tasks in the timeline."""
+        return self.parts[0].task
+
+    @property
+    def microbatch(self) -> int:
+        """Of all parts."""
+        return self.parts[0].microbatch
+
+    @property
+    def meetings(self) -> tuple[Meeting, ...]:
+        """The collectives of the first stand for all."""
+        return tuple(
+            replace(meeting, what=f"{meeting.what} and {len(self.parts) - 1} more")
+            for meeting in self.parts[0].meetings
+        )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Values that must be there."""
+        return tuple(value for part in self.parts for value in part.reads)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Values that are there afterwards."""
+        return tuple(value for part in self.parts for value in part.writes)
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send pieces of a value to ranks of another stage, without waiting."""
+    """Send what other ranks need of a value, as `transfer` says, without waiting.
 
+    The `label` is that of the receive it belongs to.
+    """
+
+    label: str
     task: str
     kind: TaskKind
     microbatch: int
     value: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    transfer: Transfer
 
     writes: ClassVar[tuple[str, ...]] = ()
 
@@ -205,15 +292,15 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Wait for the pieces of a value, and put them together in a tensor of `shape`."""
+    """Wait for this rank's part of a `transfer`, and put its pieces together."""
 
+    label: str
     task: str
     kind: TaskKind
     microbatch: int
     value: str
-    shape: tuple[int, ...]
+    transfer: Transfer
     dtype: str
-    pieces: tuple[Piece, ...]
     layout: Layout | None = None
     adds: bool = False
 
@@ -278,11 +365,11 @@ class Free:
         return f"free {', '.join(self.values)}"
 
 
-Instruction = Source | Forward | Backward | Convert | Send | Receive | Update | Free
+Instruction = Source | Forward | Backward | Convert | Bundle | Send | Receive | Update | Free
 
 
 def meetings_of(instruction: Instruction) -> tuple[Meeting, ...]:
     """The collectives inside an instruction, in order."""
-    if isinstance(instruction, (Forward, Backward, Convert)):
+    if isinstance(instruction, (Forward, Backward, Convert, Bundle)):
         return instruction.meetings
     return ()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from stratagem.executor import compute, movement
-from stratagem.executor.backends.base import Communicator
+from stratagem.executor.backends.base import Communicator, Pending
 from stratagem.executor.instructions import (
     Backward,
+    Bundle,
     Convert,
     Forward,
     Free,
@@ -23,15 +24,17 @@ from stratagem.executor.instructions import (
     Update,
 )
 from stratagem.executor.memory import Memory
+from stratagem.executor.movement import Ports, stored_shape
 from stratagem.executor.optimizers import make_optimizer
-from stratagem.executor.program import LOSS, Program
-from stratagem.executor.seats import Seat, mesh_groups
+from stratagem.executor.program import LOSS, Program, Stored
+from stratagem.executor.seats import Seat, box_shape, mesh_groups
 from stratagem.executor.shards import operator_shards
-from stratagem.executor.states import check_state, collect, local_part
+from stratagem.executor.states import check_state, collect, local_part, stored_box
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
-from stratagem.simulator.torch_ops.programs import run_source
+from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
 from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.transfers import Box
 
 Action = Callable[[], None]
 
@@ -50,6 +53,9 @@ class StepRecord:
 
 class Interpreter:
     """One rank of a program: its parameters, and its instructions as ready-made actions.
+
+    `at` is the number of the instruction under way, -1 outside the instructions of a step.
+    `optimizer` is that of the parameters at home; its rate may be set before every step.
 
     Example:
         >>> interpreter = Interpreter(program, comm, model.state_dict())  # doctest: +SKIP
@@ -71,12 +77,18 @@ class Interpreter:
         self.comm = comm
         self.mine = program.ranks[comm.rank]
         self.gradients: dict[str, Tensor] | None = None
-        mesh = program.mesh(comm.rank)
-        self._seat = Seat(mesh, self.mine.device, program.rank_of)
+        self.at = -1
+        self._seats = {
+            stage: Seat(program.mesh(stage), self.mine.device, program.rank_of)
+            for stage in self.mine.stages
+        }
         for stage in program.plan.stages:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
+        self._masters: dict[str, Tensor] = {}
+        self._trained = {home.stored for home in program.homes if home.trained}
+        self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
         self._shards: dict[str, Shards] = {}
@@ -86,9 +98,28 @@ class Interpreter:
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
         for stored in self.mine.stored:
-            part = local_part(stored, self._state[stored.parameter], self._seat)
-            self._memory.values[stored.value] = part.to(self.comm.device)
-        self._optimizer = make_optimizer(self.program.plan.training)
+            whole = self._state[stored.parameter]
+            self._keep(stored, local_part(stored, whole, self._seats[stored.stage]))
+        self.optimizer = make_optimizer(self.program.plan.training)
+
+    def value(self, stored: Stored) -> Tensor:
+        """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
+        tensor: Tensor = self._masters.get(stored.value, self._memory.values[stored.value])
+        return tensor
+
+    def _keep(self, stored: Stored, part: Tensor) -> None:
+        """Take a new value for a parameter or buffer, and its float32 copy if it has one."""
+        part, dtype = part.to(self.comm.device), torch_dtype(stored.dtype)
+        self._memory.values[stored.value] = part.to(dtype)
+        if part.dtype != dtype and stored in self._trained:
+            self._masters[stored.value] = part
+
+    def restore(self, part: Callable[[Stored, Box], Tensor]) -> None:
+        """Replace every parameter and buffer by `part` of it, a tensor that fills the box."""
+        for stored in self.mine.stored:
+            box = stored_box(stored, self._seats[stored.stage])
+            shape = stored_shape(stored.layout, box_shape(box))
+            self._keep(stored, part(stored, box).reshape(shape))
 
     def step(
         self,
@@ -106,10 +137,12 @@ class Interpreter:
         self.gradients = {} if keep_gradients else None
         self._memory.values.pop(LOSS, None)
         spans: list[tuple[int, int]] = []
+        begun: dict[int, Pending] = {}
         with torch.no_grad():
             self.comm.barrier()
             zero = start = perf_counter_ns()
-            for action in self._actions:
+            for number, action in enumerate(self._actions):
+                self.at = number
                 if between is not None:
                     between()
                     start = perf_counter_ns()
@@ -117,6 +150,12 @@ class Interpreter:
                 end = perf_counter_ns()
                 spans.append((start - zero, end - zero))
                 start = end
+                if self._memory.begun:
+                    begun[number] = self._memory.begun.pop()
+        for number, pending in begun.items():
+            first, last = spans[number]
+            spans[number] = first, max(last, pending.ended_ns - zero)
+        self.at = -1
         loss = self._memory.values.get(LOSS)
         return StepRecord(None if loss is None else float(loss), tuple(spans), start - zero)
 
@@ -124,9 +163,9 @@ class Interpreter:
         """Whole parameters and buffers of the model on rank 0; every rank calls this."""
         program = self.program
         parts = {
-            home.stored.parameter: self._memory.values[home.stored.value]
+            home.stored.parameter: self.value(home.stored)
             for home in program.homes
-            if home.stage == self.mine.stage and home.stored.value in self._memory.values
+            if home.stage in self.mine.stages and home.stored.value in self._memory.values
         }
         return to_model(program.maps, collect(program, program.homes, parts, self.comm))
 
@@ -148,13 +187,17 @@ class Interpreter:
                 return self._forward(instruction)
             case Backward():
                 operator = self.program.graph.operator(instruction.operator)
-                return compute.backward(instruction, operator, self._part(operator.name), memory)
+                shards, seat = self._part(operator.name), self._seat_of(operator.name)
+                return compute.backward(instruction, operator, shards, seat, memory)
             case Convert():
-                return movement.convert(instruction, self._seat, comm, memory)
+                return movement.convert(instruction, self._seats[instruction.stage], comm, memory)
+            case Bundle():
+                seat = self._seats[instruction.parts[0].stage]
+                return movement.bundle(instruction, seat, comm, memory)
             case Send():
-                return movement.send(instruction, comm, memory)
+                return movement.send(instruction, self._ports, memory)
             case Receive():
-                return movement.receive(instruction, comm, memory)
+                return movement.receive(instruction, self._ports, memory)
             case Update():
                 return self._update(instruction)
             case Free():
@@ -166,19 +209,22 @@ class Interpreter:
             self._shards[operator] = operator_shards(
                 self.program.graph.operator(operator),
                 self.program.plan.choice(operator).config,
-                self._seat,
+                self._seat_of(operator),
                 self.comm,
             )
         return self._shards[operator]
 
+    def _seat_of(self, operator: str) -> Seat:
+        return self._seats[self.program.plan.stage_of[operator]]
+
     def _source(self, instruction: Source) -> Action:
         operator = self.program.whole.operator(instruction.operator)
         shape = factor_sizes(operator.outputs[0].layout, operator.sizes)
-        values = self._memory.values
+        values, dtype = self._memory.values, torch_dtype(instruction.dtype)
 
         def run() -> None:
             whole = run_source(operator, self._batch, device=self.comm.device)
-            values[instruction.value] = whole.reshape(shape)
+            values[instruction.value] = whole.to(dtype).reshape(shape)
 
         return run
 
@@ -186,15 +232,21 @@ class Interpreter:
         operator = self.program.graph.operator(instruction.operator)
         shards = self._part(operator.name)
         flows = self._flows[operator.name]
-        return compute.forward(instruction, operator, shards, flows, self._memory)
+        seat = self._seat_of(operator.name)
+        return compute.forward(instruction, operator, shards, flows, seat, self._memory)
 
     def _update(self, instruction: Update) -> Action:
-        values = self._memory.values
+        values, masters = self._memory.values, self._masters
 
         def run() -> None:
             for each in instruction.parameters:
-                gradient = values[each.gradient]
-                self._optimizer(each.parameter, values[each.value], gradient)
+                gradient, value = values[each.gradient], values[each.value]
+                master = masters.get(each.value)
+                if master is None:
+                    self.optimizer(each.parameter, value, gradient)
+                else:
+                    self.optimizer(each.parameter, master, gradient.to(master.dtype))
+                    value.copy_(master)
                 if self.gradients is not None:
                     self.gradients[each.parameter] = gradient
 

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stratagem.executor.report import Report
+from stratagem.executor.training_loop import Show
+from stratagem.executor.watch import Limits, RankError
+from stratagem.progress import show_status
 from stratagem.simulator.plan import Plan
 
 TAIL_LINES = 20
 """Lines of the failing rank that an error shows."""
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 40.0
 """How long torchrun gets to stop its ranks."""
+
+GRACE_SECONDS = 5
+"""How long torchrun waits for a rank to stop before it kills it."""
+
+LOOK_SECONDS = 0.25
+"""How often progress is looked for."""
 
 
 def launch(
@@ -29,8 +40,16 @@ def launch(
     steps: int = 1,
     warmup: int = 0,
     check: bool = False,
-    timeout: float = 600.0,
+    data: str | None = None,
+    rate: str = "constant",
+    rate_warmup: int = 0,
+    checkpoint: str | Path | None = None,
+    every: int = 0,
+    resume: str | Path | None = None,
+    stalled: float = Limits.stalled,
+    timeout: float | None = 600.0,
     folder: str | Path | None = None,
+    show: Show | None = None,
 ) -> Report:
     """Run a plan as processes on this machine, one a device, and return what was measured.
 
@@ -42,26 +61,46 @@ def launch(
     Args:
         plan_path: plan file.
         model: ``module:function``; the function returns (model, dict of example inputs).
-        steps: training steps.
+        steps: training steps, those before a checkpoint to go on from counted.
         warmup: steps to run and undo first.
         check: whether to compare loss and gradients of a first step with one process of torch.
-        timeout: seconds for the whole run; ranks are stopped after it.
-        folder: where the module is found; the current directory by default.
+        data: ``module:function``; the function returns an iterable of batches, the same on every
+            rank. The example inputs are the batch of every step when left out.
+        rate: ``constant``, ``linear`` or ``cosine``, or ``module:function`` of the step from 0,
+            whose results the plan's learning rate is multiplied by.
+        rate_warmup: steps in which the learning rate rises.
+        checkpoint: folder for checkpoints.
+        every: steps between two checkpoints; 0 writes one after the last step only.
+        resume: a checkpoint, or a folder of checkpoints with the last of them, to go on from.
+        stalled: seconds after which a step in which no rank goes on is stopped.
+        timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
+        folder: where the modules are found; the current directory by default.
+        show: shows progress.
 
     Raises:
         ValueError: when the plan file cannot be read.
-        RuntimeError: when a rank fails, with its last lines.
+        RuntimeError: when a rank fails; says which, where it was, and its last lines.
         TimeoutError: when the run takes longer than `timeout`.
     """
     plan = Plan.load(plan_path)
     with tempfile.TemporaryDirectory(prefix="stratagem-") as name:
-        out = Path(name, "result.json")
+        out, status = Path(name, "result.json"), Path(name, "status.json")
         arguments = [
             *("stratagem.executor", str(Path(plan_path).resolve()), "--model", model),
             *("--steps", str(steps), "--warmup", str(warmup), "--out", str(out)),
-            *("--timeout", str(timeout), *(["--check"] if check else [])),
+            *("--timeout", str(stalled), "--status", str(status)),
+            *("--rate", rate, "--rate-warmup", str(rate_warmup), "--every", str(every)),
+            *(["--check"] if check else []),
+            *(["--data", data] if data else []),
+            *(["--checkpoint", str(Path(checkpoint).resolve())] if checkpoint else []),
+            *(["--resume", str(Path(resume).resolve())] if resume else []),
         ]
-        run_ranks(arguments, plan.num_devices, folder=folder, timeout=timeout)
+
+        def look() -> None:
+            if show is not None:
+                show_status(status, show)
+
+        run_ranks(arguments, plan.num_devices, folder=folder, timeout=timeout, look=look)
         return Report.load(out)
 
 
@@ -70,7 +109,8 @@ def run_ranks(
     num_ranks: int,
     *,
     folder: str | Path | None = None,
-    timeout: float = 600.0,
+    timeout: float | None = 600.0,
+    look: Callable[[], None] | None = None,
 ) -> None:
     """Run a module as ranks under torchrun, to its end.
 
@@ -78,7 +118,8 @@ def run_ranks(
         arguments: the module's name and its arguments.
         num_ranks: how many processes.
         folder: where they run; the current directory by default.
-        timeout: seconds for the whole run; ranks are stopped after it.
+        timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
+        look: is called now and then while they run.
 
     Raises:
         RuntimeError: when a rank fails, with its last lines.
@@ -88,7 +129,7 @@ def run_ranks(
         logs = Path(name, "logs")
         logs.mkdir()
         command = [*_torchrun(num_ranks, logs), "-m", *arguments]
-        if _run(command, num_ranks, folder, timeout, logs) != 0:
+        if _run(command, num_ranks, folder, timeout, logs, look) != 0:
             raise RuntimeError(f"a run of {num_ranks} ranks failed: {_failure(logs)}")
 
 
@@ -101,27 +142,47 @@ def _torchrun(num_ranks: int, logs: Path) -> list[str]:
 
 
 def _run(
-    command: list[str], num_ranks: int, folder: str | Path | None, timeout: float, logs: Path
+    command: list[str],
+    num_ranks: int,
+    folder: str | Path | None,
+    timeout: float | None,
+    logs: Path,
+    look: Callable[[], None] | None,
 ) -> int:
     """Run torchrun to its end; whatever happens, none of its processes stays."""
     environment = dict(os.environ)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     environment["MASTER_ADDR"] = "127.0.0.1"
     with (logs / "torchrun.log").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            _stop(process)
-            raise TimeoutError(
-                f"the run of {num_ranks} ranks took longer than {timeout:g} s and was stopped; "
-                f"give it a longer timeout if it was not stuck"
-            ) from None
+            code = _wait(process, timeout, look)
         finally:
             _stop(process)
+    if code is None:
+        raise TimeoutError(
+            f"the run of {num_ranks} ranks took longer than {timeout:g} s and was stopped; give "
+            f"it a longer timeout if it was not stuck"
+        )
+    return code
+
+
+def _wait(
+    process: subprocess.Popen[bytes], timeout: float | None, look: Callable[[], None] | None
+) -> int | None:
+    """The exit code of a process; None if it takes longer than `timeout` seconds."""
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    while time.monotonic() < until:
+        try:
+            return process.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if look is not None:
+                look()
+    return None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -137,20 +198,27 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(logs: Path) -> str:
-    """What the rank that failed first said last; else what any rank said, or torchrun."""
-    failed: list[tuple[float, Path]] = []
+    """What the rank that failed first said last; else what any rank said, or torchrun.
+
+    A rank that only stopped because of another one counts where no other has told anything.
+    """
+    failed: list[tuple[bool, float, Path, str]] = []
     for path in logs.rglob("error.json"):
         try:
             message = json.loads(path.read_text())["message"]
-            failed.append((float(message["extraInfo"]["timestamp"]), path.parent))
+            text = str(message["message"])
+            follows = text.startswith(RankError.__name__)
+            failed.append((follows, float(message["extraInfo"]["timestamp"]), path.parent, text))
         except (ValueError, KeyError, TypeError):
             continue
     if failed:
-        folder = min(failed)[1]
+        follows, _, folder, text = min(failed)
+        if follows:
+            return text.partition(": ")[2]
         lines = _tail(folder / "stderr.log")
-        return "\n".join(
-            [f"rank {folder.name} ended with {lines[-1] if lines else 'nothing'}", *lines]
-        )
+        place = [line for line in lines if line.startswith(f"rank {folder.name} was at ")]
+        first = "; ".join([f"rank {folder.name} ended with {text}", *place[-1:]])
+        return "\n".join([first, *lines])
     written = [path for path in sorted(logs.rglob("stderr.log")) if path.stat().st_size]
     if written:
         return "\n".join([f"rank {written[0].parent.name} wrote", *_tail(written[0])])

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from stratagem.executor.context import Context
 from stratagem.executor.instructions import Forward, Free, Instruction, Source
+from stratagem.executor.parameters import ParameterWriter
 from stratagem.executor.passes import PassWriter
-from stratagem.executor.program import LOSS, Program, RankProgram
+from stratagem.executor.program import LOSS, Program, RankProgram, Stored
 from stratagem.executor.weights import Weights
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
@@ -21,7 +22,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         >>> print(grid(program))  # doctest: +SKIP
 
     Args:
-        plan: for this graph, in float32.
+        plan: for this graph.
         graph: the model at its whole batch; the plan's substitutions are applied to it.
 
     Raises:
@@ -44,15 +45,16 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         graph=context.graph,
         maps=rewritten.maps,
         homes=weights.homes(),
-        ranks=tuple(_rank(context, weights, device) for device in context.ranks),
+        ranks=_ranks(context, weights),
     )
 
 
 def _check_precision(plan: Plan) -> None:
-    if plan.training.precision != "float32" or plan.training.gradient_bytes != 4:
+    training = plan.training
+    if "float16" in (training.precision, training.gradient_precision):
         raise ValueError(
-            f"plan {plan.name!r} trains in {plan.training.precision}, which is simulated only; "
-            f"the executor runs float32: search with Training(precision='float32')"
+            f"plan {plan.name!r} trains in float16, whose gradients need a loss scale that is not "
+            f"executed: search with Training(precision='bfloat16')"
         )
 
 
@@ -61,45 +63,32 @@ def _check_options(plan: Plan) -> None:
     for stage in plan.stages:
         for name, choice in stage.choices.items():
             for asked, what, remedy in (
-                (choice.recompute, "is recomputed", "search with Options(recompute=('none',))"),
                 (
                     choice.chunks > 1,
                     f"runs in {choice.chunks} pieces",
                     "search with Options(chunks=(1,))",
                 ),
                 (choice.fused, "is fused with a collective", "search with Options(fuse=False)"),
-                (choice.regather, "converts its inputs again", "plan with regather=False"),
             ):
                 if asked:
                     raise ValueError(
                         f"plan {plan.name!r}: operator {name!r} {what}, which is simulated only; "
                         f"{remedy}"
                     )
-    if plan.inputs_first:
-        raise ValueError(
-            f"plan {plan.name!r} makes gradients of inputs before those of weights, which is "
-            f"simulated only; search with Options(inputs_first=False)"
-        )
-    if plan.bucket_bytes:
-        raise ValueError(
-            f"plan {plan.name!r} reduces gradients in buckets of {plan.bucket_bytes} bytes, which "
-            f"is simulated only; search with Options(bucket_bytes=0)"
-        )
 
 
 def _check_schedule(plan: Plan) -> None:
     schedule = plan.make_schedule()
-    one_each = [(stage,) for stage in range(len(plan.stages))]
+    one_each = [(rank,) for rank in plan.rank_of]
     if (
-        schedule.splits_backward
-        or schedule.num_slices > 1
+        schedule.num_slices > 1
         or schedule.update_every is not None
         or [schedule.ranks_of(stage) for stage in range(len(plan.stages))] != one_each
     ):
         raise ValueError(
             f"plan {plan.name!r} has schedule {plan.schedule!r}, which is simulated only; the "
-            "executor runs one stage on each set of devices, whole backwards of whole "
-            "microbatches and one update at the end: choose 1f1b or gpipe"
+            "executor runs a stage on one set of devices, whole microbatches and one update at "
+            "the end: choose 1f1b, gpipe, interleaved, zb-h1 or orders of your own"
         )
 
 
@@ -112,13 +101,45 @@ def _check_loss(context: Context) -> None:
         )
 
 
-def _rank(context: Context, weights: Weights, device: int) -> RankProgram:
-    passes = PassWriter(context, weights, device)
-    passes.step()
-    writer, stored = passes.writer, passes.parameters.stored()
-    body = [*_sources(writer.instructions, context), *writer.instructions]
-    kept = {each.value for each in stored} | {LOSS}
-    return RankProgram(writer.rank, device, writer.stage, stored, _freed(body, kept))
+def _ranks(context: Context, weights: Weights) -> tuple[RankProgram, ...]:
+    """Every rank's program; those that do the same share their instructions."""
+    written: dict[object, tuple[tuple[Stored, ...], tuple[Instruction, ...]]] = {}
+    found: list[RankProgram] = []
+    for device, rank in context.ranks.items():
+        crew = context.crew_of(device)
+        key = crew, context.standing(crew, device)
+        if key not in written:
+            written[key] = _write(context, weights, crew, device)
+        found.append(RankProgram(rank, device, context.stages_of(crew), *written[key]))
+    return tuple(found)
+
+
+def _write(
+    context: Context, weights: Weights, crew: int, device: int
+) -> tuple[tuple[Stored, ...], tuple[Instruction, ...]]:
+    """What a device keeps, and what it does."""
+    body: list[Instruction] = []
+    stages = {
+        stage: PassWriter(context, weights, stage, device, body)
+        for stage in context.stages_of(crew)
+    }
+    for action in context.actions(crew):
+        stages[action.stage].write(action)
+    parameters = [each.parameters for each in stages.values()]
+    for phase in (
+        ParameterWriter.send_gradients,
+        ParameterWriter.receive_gradients,
+        ParameterWriter.update,
+        ParameterWriter.send_values,
+        ParameterWriter.receive_values,
+    ):
+        for each in parameters:
+            phase(each)
+    for passes in stages.values():
+        passes.sum_loss()
+    stored = {one.value: one for each in parameters for one in each.stored()}
+    whole = [*_sources(body, context), *body]
+    return tuple(stored.values()), _freed(whole, {*stored, LOSS})
 
 
 def _sources(instructions: Sequence[Instruction], context: Context) -> list[Instruction]:
@@ -130,9 +151,9 @@ def _sources(instructions: Sequence[Instruction], context: Context) -> list[Inst
         for operand in instruction.inputs
     }
     return [
-        Source(operator.name, f"{operator.name} whole")
-        for operator, is_source in zip(context.graph.operators, context.is_source, strict=True)
-        if is_source and f"{operator.name} whole" in read
+        Source(operator.name, f"{operator.name} whole", context.output_dtype(i, 0))
+        for i, operator in enumerate(context.graph.operators)
+        if context.is_source[i] and f"{operator.name} whole" in read
     ]
 
 

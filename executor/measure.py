@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from stratagem.executor.instructions import (
+    Backward,
+    Bundle,
     Convert,
     Free,
     Instruction,
-    Meeting,
+    Part,
     Receive,
     Send,
     meetings_of,
@@ -29,7 +32,8 @@ def timeline(program: Program, spans: Mapping[int, Spans]) -> Timeline:
     """The measured timeline of one step: two lanes a rank, task names as in the simulator.
 
     A communication starts when its last partner is there: until then a rank only waits, which is a
-    gap in its lane and not a task. Instructions of one task that follow one another at once are
+    gap in its lane and not a task. Of collectives under way at a time, the later one starts behind
+    the earlier. Instructions of one task that follow one another at once are
     one row. Conversions that only slice are left out, as they are of the simulator's timeline.
 
     Args:
@@ -50,33 +54,40 @@ _LANES = ("compute", "communication")
 
 @dataclass
 class _Begins:
-    """When collectives have all their members, and when messages leave."""
+    """When collectives have all their members, and when messages leave, by sender and label."""
 
-    meetings: dict[Meeting, int]
-    messages: dict[tuple[int, int], deque[int]]
+    meetings: dict[tuple[tuple[int, ...], str], int]
+    messages: dict[tuple[int, str], int]
 
 
 def _begins(program: Program, spans: Mapping[int, Spans]) -> _Begins:
-    meetings: dict[Meeting, int] = {}
-    messages: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    meetings: dict[tuple[tuple[int, ...], str], int] = {}
+    messages: dict[tuple[int, str], int] = {}
     for rank, times in spans.items():
         for instruction, (start, _) in zip(program.ranks[rank].instructions, times, strict=True):
             for meeting in meetings_of(instruction)[:1]:
-                meetings[meeting] = max(meetings.get(meeting, 0), start)
+                key = program.group(meeting, rank), meeting.what
+                meetings[key] = max(meetings.get(key, 0), start)
             if isinstance(instruction, Send):
-                for piece in instruction.pieces:
-                    messages[rank, piece.rank].append(start)
+                messages[rank, instruction.label] = start
     return _Begins(meetings, messages)
 
 
 def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> list[Row]:
     rows: list[Row] = []
     before: tuple[str, int] | None = None
+    over: dict[str, int] = {}
     for instruction, (start, end) in zip(program.ranks[rank].instructions, spans, strict=True):
-        if isinstance(instruction, Free) or _is_slice(instruction):
+        if isinstance(instruction, Free) or _is_no_task(instruction):
             continue
-        start = min(end, max(start, _begin(instruction, rank, begins)))
         lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
+        start = max(start, _begin(program, instruction, rank, begins), over.get(lane, 0))
+        start = min(start, end)
+        over[lane] = end
+        if isinstance(instruction, Bundle):
+            rows += _bundle_rows(instruction, lane, start, end)
+            before = None
+            continue
         task = instruction.task, instruction.microbatch
         if task == before and rows[-1].lane == lane and start - rows[-1].end <= GAP_NS:
             rows[-1] = rows[-1]._replace(end=end)
@@ -86,18 +97,32 @@ def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> li
     return rows
 
 
-def _is_slice(instruction: Instruction) -> bool:
-    """Whether a conversion joins no other rank."""
-    if not isinstance(instruction, Convert) or instruction.meetings:
+def _bundle_rows(bundle: Bundle, lane: str, start: int, end: int) -> list[Row]:
+    """A row for each task of a bundle, as long as its share of the elements."""
+    elements = [math.prod(part.sizes) for part in bundle.parts]
+    marks = [start + (end - start) * n // sum(elements) for n in accumulate(elements, initial=0)]
+    return [
+        Row(part.task, part.kind, lane, first, last)
+        for part, (first, last) in zip(bundle.parts, pairwise(marks), strict=True)
+    ]
+
+
+def _is_no_task(instruction: Instruction) -> bool:
+    """Whether a conversion joins no other rank, or a pass has nothing to make."""
+    if isinstance(instruction, Backward) and instruction.part is Part.INPUTS:
+        return not any(instruction.inputs)
+    if not isinstance(instruction, (Bundle, Convert)) or instruction.meetings:
         return False
     return instruction.kind.is_communication
 
 
-def _begin(instruction: Instruction, rank: int, begins: _Begins) -> int:
+def _begin(program: Program, instruction: Instruction, rank: int, begins: _Begins) -> int:
     """When the partners of a communication are there; 0 for what has none."""
     if isinstance(instruction, Receive):
-        channels = [begins.messages[piece.rank, rank] for piece in instruction.pieces]
-        return max(channel.popleft() if channel else 0 for channel in channels)
+        moves = instruction.transfer.moves_to(program.ranks[rank].device)
+        senders = {program.rank_of[move.sender] for move in moves}
+        return max(begins.messages.get((each, instruction.label), 0) for each in senders)
     if instruction.kind.is_communication:
-        return max((begins.meetings[m] for m in meetings_of(instruction)[:1]), default=0)
+        met = [(program.group(m, rank), m.what) for m in meetings_of(instruction)[:1]]
+        return max((begins.meetings[each] for each in met), default=0)
     return 0

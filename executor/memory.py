@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+from stratagem.executor.backends.base import Pending
+
+
+class Values(dict[str, Any]):
+    """Values by name; one that is promised is waited for when it is first read."""
+
+    def __init__(self, settle: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._settle = settle
+
+    def __missing__(self, name: str) -> Any:
+        return self._settle(name)
 
 
 class Memory:
     """Values by name: tensors, and the tapes that forward passes leave for backward passes.
 
     A value that several instructions add to is first shared with whoever made it, so the first sum
-    makes a new tensor and only later ones are in place.
+    makes a new tensor and only later ones are in place. What a collective that goes on will give
+    is promised, and added when it is read or freed.
+
+    Attributes:
+        begun: collectives that were begun since somebody last looked.
     """
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+        self.values = Values(self._settle)
+        self.begun: list[Pending] = []
         self._own: set[str] = set()
+        self._promised: dict[str, list[Callable[[], Tensor]]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor to a value, or make it the value."""
+        if name in self._promised:
+            self._settle(name)
         there: Tensor | None = self.values.get(name)
         if there is None:
             self.values[name] = tensor
@@ -29,8 +51,24 @@ class Memory:
             self.values[name] = there + tensor
             self._own.add(name)
 
+    def promise(self, name: str, finish: Callable[[], Tensor]) -> None:
+        """Add what `finish` waits for to a value, later."""
+        there: Tensor | None = self.values.pop(name, None)
+        owed = self._promised.setdefault(name, [])
+        if there is not None:
+            owed.append(lambda: there)
+        owed.append(finish)
+
+    def _settle(self, name: str) -> Tensor:
+        for finish in self._promised.pop(name):
+            self.add(name, finish())
+        tensor: Tensor = self.values[name]
+        return tensor
+
     def free(self, names: tuple[str, ...]) -> None:
         """Let go of values."""
         for name in names:
+            if name in self._promised:
+                self._settle(name)
             del self.values[name]
         self._own.difference_update(names)

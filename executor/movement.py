@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.instructions import Convert, Receive, Send
+from stratagem.executor.backends.base import Communicator, Shape
+from stratagem.executor.instructions import Bundle, Convert, Receive, Send
 from stratagem.executor.memory import Memory
-from stratagem.executor.reshard import Route
+from stratagem.executor.reshard import Route, start_together
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
 from stratagem.simulator.graph import Layout
 from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.transfers import Box
+from stratagem.simulator.transfers import Move
 
 Action = Callable[[], None]
 
@@ -33,58 +36,128 @@ def stored_shape(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory) -> Action:
     """The action of a conversion."""
-    spec = TensorSpec(instruction.sizes, torch_dtype(instruction.dtype), instruction.before)
-    box = spec.box(seat)
+    box = _spec(instruction).box(seat)
     given = None if box is None else box_shape(box)
     values, source, target = memory.values, instruction.source, instruction.target
     keep = _keeper(target, instruction.adds, memory)
-    layout, steps = instruction.layout, instruction.steps
-    route = Route(spec, steps, seat, comm)
+    steps, final = instruction.steps, _finisher(instruction)
+    route = _route(instruction, seat, comm)
+
+    def read() -> Tensor | None:
+        if source is None:
+            return None
+        tensor: Tensor = values[source]
+        return tensor if given is None else tensor.reshape(given)
 
     def run() -> None:
-        tensor: Tensor | None = None
-        if source is not None:
-            tensor = values[source]
-            if layout is not None:
-                assert given is not None
-                tensor = tensor.reshape(given)
+        tensor = read()
         if steps:
             tensor = route(tensor)
         if target is not None:
             assert tensor is not None
-            if layout is not None:
-                tensor = tensor.reshape(stored_shape(layout, tensor.shape))
-            keep(tensor)
+            keep(final(tensor))
+
+    def begin() -> None:
+        assert target is not None
+        pending = route.start(read())
+        memory.begun.append(pending)
+        memory.promise(target, lambda: final(pending.finish()))
+
+    return begin if instruction.later and steps and target is not None else run
+
+
+def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:
+    """What makes of a result in factors the parameter in the shape in which it is stored."""
+    layout = instruction.layout
+    if layout is None:
+        return lambda tensor: tensor
+    return lambda tensor: tensor.reshape(stored_shape(layout, tensor.shape))
+
+
+def _spec(instruction: Convert) -> TensorSpec:
+    return TensorSpec(instruction.sizes, torch_dtype(instruction.dtype), instruction.before)
+
+
+def _route(instruction: Convert, seat: Seat, comm: Communicator) -> Route:
+    return Route(_spec(instruction), instruction.steps, seat, comm)
+
+
+def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) -> Action:
+    """The action of a bucket: its parts go through each step together."""
+    values, parts = memory.values, instruction.parts
+    routes = [_route(part, seat, comm) for part in parts]
+    boxes = [_spec(part).box(seat) for part in parts]
+    shapes = [box_shape(box) for box in boxes if box is not None]
+    sources = [part.source for part in parts if part.source is not None]
+    ends = [(part.target, _finisher(part)) for part in parts if part.target is not None]
+
+    def run() -> None:
+        tensors: list[Tensor] = [
+            values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
+        ]
+        pending, finishes = start_together(routes, tensors)
+        memory.begun.append(pending)
+        for (target, final), finish in zip(ends, finishes, strict=True):
+            memory.promise(target, partial(_finished, final, finish))
 
     return run
 
 
-def send(instruction: Send, comm: Communicator, memory: Memory) -> Action:
+def _finished(final: Callable[[Tensor], Tensor], finish: Callable[[], Tensor]) -> Tensor:
+    return final(finish())
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where transfers leave and arrive: `kept` has what a rank sends itself, by label."""
+
+    device: int
+    ranks: Mapping[int, int]
+    tags: Mapping[str, int]
+    comm: Communicator
+    kept: dict[str, deque[Tensor]] = field(default_factory=dict)
+
+
+def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
     """The action of a send, which does not wait."""
-    values, shape = memory.values, instruction.shape
-    own = _whole(shape)
+    values, transfer = memory.values, instruction.transfer
+    own = transfer.source_box(ports.device)
+    assert own is not None
+    shape = box_shape(own)
+    moves, tag = transfer.moves_from(ports.device), ports.tags[instruction.label]
 
     def run() -> None:
         tensor: Tensor = values[instruction.value].reshape(shape)
-        for piece in instruction.pieces:
-            comm.send(cut(tensor, own, piece.box), piece.rank)
+        for move in moves:
+            piece = cut(tensor, own, move.box)
+            if move.receiver == ports.device:
+                ports.kept.setdefault(instruction.label, deque()).append(piece)
+            else:
+                ports.comm.send(piece, ports.ranks[move.receiver], tag)
 
     return run
 
 
-def receive(instruction: Receive, comm: Communicator, memory: Memory) -> Action:
+def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
     """The action of a receive: wait for the pieces and put them together."""
-    dtype, shape = torch_dtype(instruction.dtype), instruction.shape
-    own = _whole(shape)
+    dtype, transfer, device = torch_dtype(instruction.dtype), instruction.transfer, ports.device
+    own = transfer.target_box(device)
+    assert own is not None
+    shape, tag = box_shape(own), ports.tags[instruction.label]
     keep = _keeper(instruction.value, instruction.adds, memory)
     final = shape if instruction.layout is None else stored_shape(instruction.layout, shape)
-    expected = [(piece.box, box_shape(piece.box), piece.rank) for piece in instruction.pieces]
+    expected = [(move, box_shape(move.box)) for move in transfer.moves_to(device)]
+
+    def take(move: Move, size: Shape) -> Tensor:
+        if move.sender == device:
+            return ports.kept[instruction.label].popleft()
+        return ports.comm.recv(size, dtype, ports.ranks[move.sender], tag)
 
     def run() -> None:
-        pieces = [(box, comm.recv(size, dtype, rank)) for box, size, rank in expected]
+        pieces = [(move.box, take(move, size)) for move, size in expected]
         tensor = pieces[0][1]
         if len(pieces) > 1:
-            tensor = torch.empty(shape, dtype=dtype, device=comm.device)
+            tensor = torch.empty(shape, dtype=dtype, device=ports.comm.device)
             for box, tile in pieces:
                 cut(tensor, own, box).copy_(tile)
         keep(tensor.reshape(final))
@@ -99,7 +172,3 @@ def _keeper(target: str | None, adds: bool, memory: Memory) -> Callable[[Tensor]
     if adds:
         return lambda tensor: memory.add(target, tensor)
     return lambda tensor: memory.values.__setitem__(target, tensor)
-
-
-def _whole(shape: Sequence[int]) -> Box:
-    return tuple((0, size) for size in shape)

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from stratagem.simulator.training import Training
 
-BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 
-Optimizer = Callable[[str, Tensor, Tensor], None]
-"""Changes the parameter of that name in place, given its gradient."""
+
+class Optimizer(Protocol):
+    """Changes parameters in place; what it remembers of each lies as the parameter does.
+
+    `rate` is the learning rate of the next updates, and may be set before every step.
+    """
+
+    rate: float
+
+    def __call__(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+        """Change the parameter called `name` in place, given its gradient."""
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """What is remembered of a parameter: tensors of its shape, by name; empty before it is
+        updated for the first time.
+        """
+
+    def updates(self, name: str) -> int:
+        """How often a parameter has been updated."""
+
+    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
+        """Go on from what `state` and `updates` gave for a parameter."""
 
 
 def make_optimizer(training: Training) -> Optimizer:
@@ -27,36 +47,90 @@ def make_optimizer(training: Training) -> Optimizer:
         >>> weight
         tensor([0.5000, 0.5000])
     """
-    rate = training.learning_rate
-    return _Adam(rate) if training.optimizer == "adam" else _sgd(rate)
+    return _Adam(training) if training.optimizer == "adam" else _SGD(training)
 
 
-def _sgd(rate: float) -> Optimizer:
-    def update(name: str, parameter: Tensor, gradient: Tensor) -> None:
-        parameter.add_(gradient, alpha=-rate)
+def state_names(training: Training) -> tuple[str, ...]:
+    """The names of the tensors that `Optimizer.state` gives for a parameter that was updated.
 
-    return update
+    Example:
+        >>> state_names(Training(optimizer="adam"))
+        ('mean', 'square')
+    """
+    return ("mean", "square") if training.optimizer == "adam" else ()
+
+
+class _SGD:
+    """p −= rate · (g + decay · p)."""
+
+    def __init__(self, training: Training) -> None:
+        self.rate = training.learning_rate
+        self._decay = training.weight_decay
+        self._updates: dict[str, int] = {}
+
+    def __call__(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+        self._updates[name] = self.updates(name) + 1
+        if self._decay:
+            gradient = gradient.add(parameter, alpha=self._decay)
+        parameter.add_(gradient, alpha=-self.rate)
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """See `Optimizer.state`."""
+        return {}
+
+    def updates(self, name: str) -> int:
+        """See `Optimizer.updates`."""
+        return self._updates.get(name, 0)
+
+    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
+        """See `Optimizer.load`."""
+        self._updates[name] = updates
 
 
 class _Adam:
-    """Kingma and Ba 2015: p −= rate · m̂ / (√v̂ + ε), with the means m of g and v of g²."""
+    """Kingma and Ba 2015: p −= rate · m̂ / (√v̂ + ε), with the means m of g and v of g².
 
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
+    Weight decay is taken off the parameter itself, p −= rate · decay · p before (AdamW, Loshchilov
+    and Hutter 2019).
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.rate = training.learning_rate
+        self._betas = training.betas
+        self._decay = training.weight_decay
         self._states: dict[str, tuple[Tensor, Tensor]] = {}
-        self._steps: dict[str, int] = {}
+        self._updates: dict[str, int] = {}
         self._scratch = torch.empty(0)
 
     def __call__(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
         if name not in self._states:
             self._states[name] = (torch.zeros_like(parameter), torch.zeros_like(parameter))
         mean, square = self._states[name]
-        step = self._steps[name] = self._steps.get(name, 0) + 1
-        mean.lerp_(gradient, 1 - BETAS[0])
-        square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        first, second = self._betas
+        step = self._updates[name] = self.updates(name) + 1
+        if self._decay:
+            parameter.mul_(1 - self.rate * self._decay)
+        mean.lerp_(gradient, 1 - first)
+        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         root = torch.sqrt(square, out=self._room_for(parameter))
-        root.div_(math.sqrt(1 - BETAS[1] ** step)).add_(EPSILON)
-        parameter.addcdiv_(mean, root, value=-self._rate / (1 - BETAS[0] ** step))
+        root.div_(math.sqrt(1 - second**step)).add_(EPSILON)
+        parameter.addcdiv_(mean, root, value=-self.rate / (1 - first**step))
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """See `Optimizer.state`."""
+        if name not in self._states:
+            return {}
+        mean, square = self._states[name]
+        return {"mean": mean, "square": square}
+
+    def updates(self, name: str) -> int:
+        """See `Optimizer.updates`."""
+        return self._updates.get(name, 0)
+
+    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
+        """See `Optimizer.load`."""
+        self._states[name] = (state["mean"], state["square"])
+        self._updates[name] = updates
 
     def _room_for(self, parameter: Tensor) -> Tensor:
         """Memory like that of `parameter`, used again for every one: fresh pages are slow."""

@@ -3,38 +3,52 @@
     gradient as made ──sync──▶ home ──update──▶ home ──publish──▶ as operators use it
     gradient of a tied user ──↔──▲                 ╰──────↔──────▶ as the tied user uses it
 
-A stage does this as soon as an operator's last backward pass is over, except for parameters that
-another stage uses too: those wait for the end of the step, when every stage first sends its
-gradients.
+Gradients are brought together as soon as an operator's last backward pass is over, or that of the
+last operator of its bucket; backward goes on meanwhile. Updates wait for the end of the step, when
+stages first exchange the gradients of the parameters that they share.
 """
 
 from __future__ import annotations
 
-from stratagem.executor.instructions import Update, Updated
+from stratagem.executor.instructions import Bundle, Convert, Instruction, Update, Updated
 from stratagem.executor.program import Stored
 from stratagem.executor.weights import Weights, WeightUse
 from stratagem.executor.writer import Writer
 from stratagem.simulator.boundary import summed
-from stratagem.simulator.parameters import Use
+from stratagem.simulator.collectives import Collective
+from stratagem.simulator.parameters import Use, gradient_buckets
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.transfers import Transfer
 
+BUNDLED = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.SLICE})
+"""Collectives that several tensors can share."""
+
 
 class ParameterWriter:
-    """Writes what one rank does with its parameters."""
+    """Writes what the ranks of one stage do with its parameters.
+
+    `_held` has the syncs of a bucket that is not full.
+    """
 
     def __init__(self, writer: Writer, weights: Weights) -> None:
+        context = writer.context
         self._writer = writer
         self._weights = weights
-        self._last = writer.context.last_backward(writer.stage)
+        self._operators = context.operators[writer.stage]
+        self._last = context.last_gradient(writer.stage)
         self._remote = [
             use for uses in weights.of for use in uses if use.use is Use.TIED_ELSEWHERE
         ]
+        self._ready: list[int] = []
+        self._held: list[Convert] = []
+        nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
+        buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
+        self._closes = {bucket[-1] for bucket in buckets}
 
     def stored(self) -> tuple[Stored, ...]:
-        """Every parameter and buffer that this rank keeps."""
+        """Every parameter and buffer that this rank keeps for the stage."""
         found: dict[str, Stored] = {}
-        for i in self._writer.context.operators[self._writer.stage]:
+        for i in self._operators:
             for use in self._weights.of[i]:
                 kept = [] if use.is_gathered else [use.used]
                 if use.use is Use.OWNED:
@@ -71,6 +85,10 @@ class ParameterWriter:
         """Which weights of operator `i` are gathered for each use."""
         return tuple(use.slot for use in self._weights.of[i] if use.is_gathered)
 
+    def gradient_dtypes(self, i: int) -> tuple[str, ...]:
+        """The dtypes in which gradients of the trained weights of operator `i` are added up."""
+        return tuple(use.gradient_dtype for use in self._weights.of[i] if use.trained)
+
     def gradients(self, i: int, microbatch: int) -> tuple[str | None, ...]:
         """The values to which operator `i` adds its weight gradients."""
         name = self._name(i)
@@ -79,7 +97,7 @@ class ParameterWriter:
         )
 
     def after_backward(self, i: int, microbatch: int) -> None:
-        """What follows a backward pass of operator `i`: sync, and at the end the update."""
+        """Sync the gradients of operator `i`, once its bucket is full, if it is time to."""
         is_last = microbatch == self._last
         for use in self._weights.of[i]:
             if use.use is Use.OWNED and (is_last or use.zero >= 2):
@@ -87,34 +105,60 @@ class ParameterWriter:
                     self._reduce(use, f"{self._name(i)} sync", microbatch)
             elif use.use is Use.TIED_HERE and is_last and not use.joins_owner:
                 self._reduce(use, self._tie(use), microbatch)
-        if is_last and not any(use.owner == i for use in self._remote):
-            self._update(i)
+        if i in self._closes:
+            self._flush()
+        if is_last:
+            self._ready.append(i)
 
-    def finish(self) -> None:
-        """The end of the step: parameters that several stages use."""
-        stage = self._writer.stage
+    def _flush(self) -> None:
+        """Write the syncs of a bucket, those along equal steps as one."""
+        groups: dict[object, list[Convert]] = {}
+        for convert in self._held:
+            steps = tuple((step.collective, step.axis) for step in convert.steps)
+            alone = any(step.collective not in BUNDLED for step in convert.steps)
+            key = (steps, convert.dtype, convert.target if alone else "")
+            groups.setdefault(key, []).append(convert)
+        for group in groups.values():
+            self._writer.write(group[0] if len(group) == 1 else Bundle(tuple(group)))
+        self._held.clear()
+
+    # -- the end of a step ----------------------------------------------------------------------
+
+    def send_gradients(self) -> None:
+        """Send those of parameters that belong to another stage."""
         for use in self._remote:
-            if use.stage == stage:
+            if use.stage == self._writer.stage:
                 self._send_gradient(use)
+
+    def receive_gradients(self) -> None:
+        """Add up those that come from other stages."""
         for use in self._remote:
-            if use.owner_stage == stage:
+            if use.owner_stage == self._writer.stage:
                 transfer = self._to_home(use)
                 self._receive(use, use.home_gradient, transfer, adds=True)
-        for i in sorted({use.owner for use in self._remote if use.owner_stage == stage}):
+
+    def update(self) -> None:
+        """Update every parameter that this stage owns, and bring it to its users here."""
+        for i in self._ready:
             self._update(i)
+
+    def send_values(self) -> None:
+        """Send new values to other stages."""
         for use in self._remote:
-            if use.owner_stage == stage and self._writer.holds(use.home):
-                self._writer.send_pieces(
-                    self._tie(use), TaskKind.GRADIENT_SYNC, -1, use.home_value, self._to_user(use)
-                )
+            if use.owner_stage == self._writer.stage and self._writer.holds(use.home):
+                self._send(use, "value", use.home_value, self._to_user(use))
+
+    def receive_values(self) -> None:
+        """Receive new values from the stages that own the parameters."""
         for use in self._remote:
-            if use.stage == stage:
+            if use.stage == self._writer.stage:
                 self._receive(use, use.used_value, self._to_user(use), adds=False)
 
     # -- gradients ------------------------------------------------------------------------------
 
     def _reduce(self, use: WeightUse, task: str, microbatch: int) -> None:
-        """Add a gradient to that at the parameter's home on this mesh."""
+        """Add a gradient to that at the parameter's home on this mesh, with its bucket."""
+        into: list[Instruction] = []
         self._writer.convert(
             task,
             TaskKind.GRADIENT_SYNC,
@@ -122,12 +166,15 @@ class ParameterWriter:
             source=use.gradient(microbatch, self._name(use.user)),
             target=use.home_gradient,
             sizes=use.sizes,
-            dtype=use.dtype,
+            dtype=use.gradient_dtype,
             before=use.made,
             after=use.home,
             layout=use.weight.layout,
             adds=True,
+            later=True,
+            into=into,
         )
+        self._held += [each for each in into if isinstance(each, Convert)]
 
     def _send_gradient(self, use: WeightUse) -> None:
         made = use.gradient(self._last, self._name(use.user))
@@ -138,23 +185,29 @@ class ParameterWriter:
             source=made,
             target=f"{made} summed",
             sizes=use.sizes,
-            dtype=use.dtype,
+            dtype=use.gradient_dtype,
             before=use.made,
             after=summed(use.made),
             layout=use.weight.layout,
         )
         if value is not None:
-            task, kind = self._tie(use), TaskKind.GRADIENT_SYNC
-            self._writer.send_pieces(task, kind, -1, value, self._to_home(use))
+            self._send(use, "gradient", value, self._to_home(use))
+
+    def _send(self, use: WeightUse, what: str, value: str, transfer: Transfer) -> None:
+        task = self._tie(use)
+        label = f"{task}, {what} of {use.parameter}"
+        self._writer.send_pieces(label, task, TaskKind.GRADIENT_SYNC, -1, value, transfer)
 
     def _receive(self, use: WeightUse, value: str, transfer: Transfer, *, adds: bool) -> None:
+        task, what = self._tie(use), "gradient" if adds else "value"
         self._writer.receive(
-            self._tie(use),
+            f"{task}, {what} of {use.parameter}",
+            task,
             TaskKind.GRADIENT_SYNC,
             -1,
             value,
             transfer,
-            use.dtype,
+            use.gradient_dtype if adds else use.dtype,
             layout=use.weight.layout,
             adds=adds,
         )

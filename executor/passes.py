@@ -1,44 +1,58 @@
-"""One rank's forward and backward passes over the operators of its stage."""
+"""One stage's forward and backward passes, microbatch by microbatch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from stratagem.executor.context import Context, Crossing
-from stratagem.executor.instructions import Backward, Forward, Operand
+from stratagem.executor.instructions import Backward, Cut, Forward, Instruction, Operand, Part
 from stratagem.executor.parameters import ParameterWriter
 from stratagem.executor.program import LOSS
 from stratagem.executor.weights import Weights
 from stratagem.executor.writer import Writer
 from stratagem.simulator.graph import DimKind, Edge, factors
 from stratagem.simulator.placement import REPLICATE, Placements, output_placements
-from stratagem.simulator.schedule import ActionKind
+from stratagem.simulator.saved import saved_slots
+from stratagem.simulator.schedule import Action, ActionKind
 from stratagem.simulator.timeline import TaskKind
 
 
 class PassWriter:
-    """Writes the blocks of one rank in the order of its schedule.
+    """Writes the blocks of one stage as the schedule asks for them.
 
-    `_arrived` has per (producer, output, microbatch) the values whose sum is the gradient.
+    `_arrived` has per (producer, output, microbatch) the values whose sum is the gradient, and
+    `_waiting` the gradients of weights that are to be made later.
     """
 
-    def __init__(self, context: Context, weights: Weights, device: int) -> None:
-        self.writer = Writer(context, device)
+    def __init__(
+        self,
+        context: Context,
+        weights: Weights,
+        stage: int,
+        device: int,
+        instructions: list[Instruction],
+    ) -> None:
+        self.writer = Writer(context, stage, device, instructions)
         self.parameters = ParameterWriter(self.writer, weights)
         self._context = context
+        self._operators = context.operators[stage]
+        self._triggers = context.triggers(stage)
         self._arrived: dict[tuple[int, int, int], list[str]] = defaultdict(list)
+        self._waiting: dict[tuple[int, int], Backward] = {}
 
-    def step(self) -> None:
-        """Write a whole step."""
-        stage = self.writer.stage
-        for action in self._context.actions(stage):
-            if action.kind is ActionKind.FORWARD:
-                self._forward_block(action.microbatch)
-            else:
-                self._backward_block(action.microbatch)
-        self.parameters.finish()
-        if self._context.stage_of[self._loss] == stage:
-            self._sum_loss()
+    def write(self, action: Action) -> None:
+        """Write one block."""
+        microbatch = action.microbatch
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._forward_block(microbatch)
+            case ActionKind.BACKWARD:
+                self._backward_block(microbatch, split=False)
+            case ActionKind.INPUT_GRADIENT:
+                self._backward_block(microbatch, split=True)
+            case ActionKind.WEIGHT_GRADIENT:
+                self._weight_block(microbatch)
 
     @property
     def _loss(self) -> int:
@@ -48,7 +62,7 @@ class PassWriter:
 
     def _forward_block(self, microbatch: int) -> None:
         self._receive_all(self._context.crossings, microbatch)
-        for i in self._context.operators[self.writer.stage]:
+        for i in self._operators:
             self._forward(i, microbatch)
             for crossing in self._context.crossings:
                 if crossing.edge.producer == i:
@@ -71,7 +85,7 @@ class PassWriter:
         lands = transfer.target_placements
         landed = value if lands == crossing.after else f"{value} landed"
         self.writer.receive(
-            task, TaskKind.COMMUNICATION, microbatch, landed, transfer, crossing.dtype
+            value, task, TaskKind.COMMUNICATION, microbatch, landed, transfer, crossing.dtype
         )
         return self.writer.convert(
             task,
@@ -86,38 +100,59 @@ class PassWriter:
         )
 
     def _forward(self, i: int, microbatch: int) -> None:
-        operator = self._context.graph.operators[i]
+        context = self._context
+        operator = context.graph.operators[i]
         weights = self.parameters.bring(i, f"F{microbatch}", microbatch)
-        operands = [self._operand(edge, microbatch) for edge in self._context.incoming[i]]
-        if not self.writer.holds(self._context.configs[i]):
+        operands = [self._operand(edge, microbatch) for edge in context.incoming[i]]
+        if not self.writer.holds(context.configs[i]):
             return
-        found = tuple(operand for operand in operands if operand is not None)
-        assert len(found) == len(operands) == len(operator.inputs)
-        taped = self._context.runs_backward[i]
+        taped = context.runs_backward[i] and not context.recomputes[i]
         forward = Forward(
             operator=operator.name,
             microbatch=microbatch,
-            inputs=found,
+            inputs=_there(operands),
             weights=weights,
             outputs=tuple(self._output(i, n, microbatch) for n in range(len(operator.outputs))),
-            tape=f"{operator.name} tape m{microbatch}" if taped else None,
-            gathered=self.parameters.gathered(i),
+            dtypes=self._dtypes(i),
+            tape=self._tape(i, microbatch) if taped else None,
+            gathered=self.parameters.gathered(i) if taped else (),
+            remade=self._remade(i) if taped else (),
             meetings=self.writer.inner_meetings(i, f"{operator.name} F{microbatch}"),
         )
         self.writer.write(forward)
         if i == self._loss:
             self._add_loss(forward.outputs[0], microbatch)
 
-    def _output(self, i: int, output: int, microbatch: int) -> str:
+    def _remade(self, i: int) -> tuple[int, ...]:
+        """The inputs of an operator that backward needs, but that are dropped until then."""
+        needed = saved_slots(self._context.graph.operators[i])
+        return tuple(
+            edge.slot
+            for edge in self._context.incoming[i]
+            if edge.slot in needed and self._context.is_made_again(edge)
+        )
+
+    def _dtypes(self, i: int) -> tuple[str, ...]:
+        outputs = self._context.graph.operators[i].outputs
+        return tuple(self._context.output_dtype(i, n) for n in range(len(outputs)))
+
+    def _tape(self, i: int, microbatch: int) -> str:
+        return f"{self._context.graph.operators[i].name} tape m{microbatch}"
+
+    def _output(self, i: int, output: int, microbatch: int, *, again: bool = False) -> str:
         name = self._context.graph.operators[i].name
         number = f":{output}" if output else ""
-        return f"{name}{number} m{microbatch}"
+        return f"{name}{number}{' again' if again else ''} m{microbatch}"
 
     def _made(self, edge: Edge, microbatch: int) -> str:
         return self._output(edge.producer, edge.output, microbatch)
 
-    def _operand(self, edge: Edge, microbatch: int) -> Operand | None:
-        """What the consumer of an edge reads on this rank; None when it reads nothing."""
+    def _operand(self, edge: Edge, microbatch: int, *, again: bool = False) -> Operand | None:
+        """What the consumer of an edge reads on this rank; None when it reads nothing.
+
+        In the backward pass, what was dropped is there `again`, and what was converted is
+        converted once more.
+        """
         context = self._context
         if context.is_source[edge.producer]:
             return self._slice(edge, microbatch)
@@ -125,13 +160,14 @@ class PassWriter:
             crossing = next(c for c in context.crossings if edge in c.edges)
             held = self.writer.holds(crossing.after)
             return Operand(f"{crossing.value} m{microbatch}") if held else None
-        name = context.name(edge, "→")
+        name, suffix = context.name(edge, "→"), " again" if again else ""
+        dropped = again and context.is_dropped(edge)
         value = self.writer.convert(
-            self._task(edge, "→"),
+            self._task(edge, "→") + suffix,
             TaskKind.COMMUNICATION,
             microbatch,
-            source=self._made(edge, microbatch),
-            target=f"{name} m{microbatch}",
+            source=self._output(edge.producer, edge.output, microbatch, again=dropped),
+            target=f"{name}{suffix} m{microbatch}",
             sizes=context.sizes(edge),
             dtype=context.dtype(edge),
             before=context.made(edge),
@@ -148,49 +184,42 @@ class PassWriter:
         context = self._context
         source = context.graph.operators[edge.producer]
         names = factors(source.outputs[edge.output].layout)
-        box = self.writer.box(context.sizes(edge), context.wanted(edge))
-        if box is None:
+        placements = context.wanted(edge)
+        if not self.writer.holds(placements):
             return None
-        cut = tuple(
-            _moved(bounds, microbatch * source.sizes[name])
-            if source.dim(name).kind is DimKind.SAMPLE
-            else bounds
-            for name, bounds in zip(names, box, strict=True)
+        offset = tuple(
+            microbatch * source.sizes[name] if source.dim(name).kind is DimKind.SAMPLE else 0
+            for name in names
         )
+        value, sizes = f"{source.name} whole", context.sizes(edge)
         whole = context.whole.operators[edge.producer].sizes
-        is_whole = cut == tuple((0, whole[name]) for name in names)
-        return Operand(f"{source.name} whole", None if is_whole else cut)
+        if sizes == tuple(whole[name] for name in names) and _is_replicated(placements):
+            return Operand(value)
+        return Operand(value, Cut(sizes, placements, offset))
 
     # -- loss -----------------------------------------------------------------------------------
 
     def _add_loss(self, value: str, microbatch: int) -> None:
         placements = self._loss_placements()
+        self._convert_loss(value, "loss unreduced", microbatch, placements)
+
+    def sum_loss(self) -> None:
+        """Bring the sum over microbatches to all ranks of the loss's stage."""
+        if self._context.stage_of[self._loss] == self.writer.stage:
+            replicated = tuple(REPLICATE for _ in self._loss_placements())
+            self._convert_loss("loss unreduced", LOSS, -1, replicated)
+
+    def _convert_loss(self, source: str, target: str, microbatch: int, after: Placements) -> None:
         self.writer.convert(
             "loss",
             TaskKind.OTHER,
             microbatch,
-            source=value,
-            target="loss unreduced",
+            source=source,
+            target=target,
             sizes=(),
-            dtype=self._context.graph.operators[self._loss].outputs[0].dtype,
-            before=placements,
-            after=placements,
-            adds=True,
-        )
-
-    def _sum_loss(self) -> None:
-        """Bring the sum over microbatches to all ranks of the loss's stage."""
-        placements = self._loss_placements()
-        self.writer.convert(
-            "loss",
-            TaskKind.OTHER,
-            -1,
-            source="loss unreduced",
-            target=LOSS,
-            sizes=(),
-            dtype=self._context.graph.operators[self._loss].outputs[0].dtype,
-            before=placements,
-            after=tuple(REPLICATE for _ in placements),
+            dtype=self._context.output_dtype(self._loss, 0),
+            before=self._loss_placements(),
+            after=after,
             adds=True,
         )
 
@@ -200,41 +229,120 @@ class PassWriter:
 
     # -- backward -------------------------------------------------------------------------------
 
-    def _backward_block(self, microbatch: int) -> None:
-        self._receive_all(self._context.returns, microbatch)
-        for i in reversed(self._context.operators[self.writer.stage]):
-            if self._context.runs_backward[i]:
-                self._backward(i, microbatch)
-                for edge in self._context.incoming[i]:
-                    if self._context.flows_back(edge):
-                        self._return(edge, microbatch)
+    def _backward_block(self, microbatch: int, *, split: bool) -> None:
+        """Gradients of a microbatch; those of weights are left for later where it is `split`."""
+        context = self._context
+        self._receive_all(context.returns, microbatch)
+        for place, i in enumerate(reversed(self._operators)):
+            for j in self._triggers.at.get(place, ()):
+                self._run_again(j, microbatch)
+            if not context.runs_backward[i]:
+                continue
+            apart = (split or context.plan.inputs_first) and context.weighs(i)
+            self._backward(i, microbatch, Part.INPUTS if apart else Part.ALL)
+            for edge in context.incoming[i]:
+                if context.flows_back(edge):
+                    self._return(edge, microbatch)
+            if not split:
+                self._weight_gradient(i, microbatch)
                 self.parameters.after_backward(i, microbatch)
 
-    def _backward(self, i: int, microbatch: int) -> None:
-        operator = self._context.graph.operators[i]
-        gathered = self.parameters.bring(i, f"B{microbatch}", microbatch)
-        if not self.writer.holds(self._context.configs[i]):
+    def _weight_block(self, microbatch: int) -> None:
+        for i in reversed(self._operators):
+            if self._context.runs_backward[i]:
+                self._weight_gradient(i, microbatch)
+                self.parameters.after_backward(i, microbatch)
+
+    def _weight_gradient(self, i: int, microbatch: int) -> None:
+        """Make the gradients of weights, if that was left for later."""
+        backward = self._waiting.pop((i, microbatch), None)
+        if backward is not None:
+            self.writer.write(backward)
+
+    def _run_again(self, i: int, microbatch: int) -> None:
+        """Run an operator again whose results were dropped."""
+        context = self._context
+        operator = context.graph.operators[i]
+        weights = self.parameters.bring(i, f"R{microbatch}", microbatch)
+        operands = [self._operand(edge, microbatch, again=True) for edge in context.incoming[i]]
+        if not self.writer.holds(context.configs[i]):
             return
-        which = self.parameters.gathered(i)
         self.writer.write(
-            Backward(
+            Forward(
                 operator=operator.name,
                 microbatch=microbatch,
-                tape=f"{operator.name} tape m{microbatch}",
-                gradients=tuple(
-                    tuple(self._arrived.pop((i, n, microbatch), ()))
+                inputs=_there(operands),
+                weights=weights,
+                outputs=tuple(
+                    self._output(i, n, microbatch, again=True)
                     for n in range(len(operator.outputs))
                 ),
-                seed=i == self._loss,
-                inputs=tuple(
-                    self._gradient(edge, microbatch) if self._context.flows_back(edge) else None
-                    for edge in self._context.incoming[i]
-                ),
-                weights=self.parameters.gradients(i, microbatch),
-                gathered=tuple(gathered[slot] for slot in which),
-                meetings=self.writer.inner_meetings(i, f"{operator.name} B{microbatch}"),
+                dtypes=self._dtypes(i),
+                tape=self._tape(i, microbatch) if context.runs_backward[i] else None,
+                again=True,
+                meetings=self.writer.inner_meetings(i, f"{operator.name} R{microbatch}"),
             )
         )
+
+    def _backward(self, i: int, microbatch: int, part: Part) -> None:
+        context = self._context
+        operator = context.graph.operators[i]
+        anew = self._anew(i, microbatch)
+        if not self.writer.holds(context.configs[i]):
+            return
+        gradients = tuple(
+            tuple(self._arrived.pop((i, n, microbatch), ())) for n in range(len(operator.outputs))
+        )
+        totals = tuple(
+            f"∂{self._output(i, n, microbatch)} total"
+            for n, values in enumerate(gradients)
+            if part is not Part.ALL and (values or i == self._loss)
+        )
+
+        def write(part: Part) -> Backward:
+            whole = part is not Part.WEIGHTS
+            return Backward(
+                operator=operator.name,
+                microbatch=microbatch,
+                tape=self._tape(i, microbatch),
+                gradients=gradients,
+                seed=i == self._loss,
+                inputs=tuple(
+                    self._gradient(edge, microbatch) if context.flows_back(edge) else None
+                    for edge in context.incoming[i]
+                ),
+                weights=self.parameters.gradients(i, microbatch),
+                dtypes=self.parameters.gradient_dtypes(i),
+                anew=anew,
+                remade=() if context.recomputes[i] else self._remade(i),
+                meetings=(
+                    self.writer.inner_meetings(i, f"{operator.name} B{microbatch}")
+                    if whole
+                    else ()
+                ),
+                part=part,
+                totals=totals,
+            )
+
+        self.writer.write(write(part))
+        if part is Part.INPUTS:
+            self._waiting[i, microbatch] = write(Part.WEIGHTS)
+
+    def _anew(self, i: int, microbatch: int) -> tuple[Operand, ...]:
+        """What the tape of an operator did not keep, brought back: inputs, then weights."""
+        if self._context.recomputes[i]:
+            return ()
+        remade = set(self._remade(i))
+        inputs = [
+            self._operand(edge, microbatch, again=True)
+            for edge in self._context.incoming[i]
+            if edge.slot in remade
+        ]
+        gathered = self.parameters.gathered(i)
+        weights = self.parameters.bring(i, f"B{microbatch}", microbatch) if gathered else ()
+        if not self.writer.holds(self._context.configs[i]):
+            return ()
+        return (*_there(inputs), *(Operand(weights[slot]) for slot in gathered))
 
     def _gradient(self, edge: Edge, microbatch: int) -> str:
         """The gradient of an input as its consumer makes it.
@@ -273,5 +381,12 @@ class PassWriter:
             arrived.append(value)
 
 
-def _moved(bounds: tuple[int, int], by: int) -> tuple[int, int]:
-    return bounds[0] + by, bounds[1] + by
+def _there(operands: Sequence[Operand | None]) -> tuple[Operand, ...]:
+    """The operands of an operator that runs on this rank: all of them."""
+    found = tuple(operand for operand in operands if operand is not None)
+    assert len(found) == len(operands)
+    return found
+
+
+def _is_replicated(placements: Placements) -> bool:
+    return all(placement == REPLICATE for placement in placements)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stratagem.executor.instructions import Free, Instruction
+from stratagem.executor.instructions import Free, Instruction, Meeting, Receive, Send
 from stratagem.simulator.graph import Layout, OperatorGraph, Parameter
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import Placements
@@ -30,10 +30,12 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter or buffer that a rank keeps between steps, and how it lies there."""
+    """A parameter or buffer that a stage keeps between steps, and how it lies on its mesh."""
 
+    stage: int
     value: str
     parameter: str
+    dtype: str
     layout: Layout
     sizes: tuple[int, ...]
     placements: Placements
@@ -43,18 +45,25 @@ class Stored:
 class Home:
     """Where a parameter (or buffer) is authoritative: a stage's mesh, and the placements on it."""
 
-    stage: int
     trained: bool
     stored: Stored
+
+    @property
+    def stage(self) -> int:
+        """The stage that keeps it."""
+        return self.stored.stage
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank keeps, and what it does in a step."""
+    """What one rank keeps, and what it does in a step.
+
+    Ranks that do the same share one tuple of instructions: it is written once.
+    """
 
     rank: int
     device: int
-    stage: int
+    stages: tuple[int, ...]
     stored: tuple[Stored, ...]
     instructions: tuple[Instruction, ...]
 
@@ -84,6 +93,18 @@ class Program:
         """The rank of every device that the plan uses."""
         return ranks_of(self.plan)
 
+    @cached_property
+    def tags(self) -> Mapping[str, int]:
+        """A number for every message label, so that messages of two ranks are told apart."""
+        bodies = {id(each.instructions): each.instructions for each in self.ranks}
+        labels = {
+            instruction.label
+            for body in bodies.values()
+            for instruction in body
+            if isinstance(instruction, Send | Receive)
+        }
+        return {label: number for number, label in enumerate(sorted(labels))}
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -93,7 +114,7 @@ class Program:
     def loss_rank(self) -> int:
         """The first rank that holds the loss at the end of a step."""
         stage = self.plan.stage_of[self.graph.loss]
-        return next(each.rank for each in self.ranks if each.stage == stage)
+        return next(each.rank for each in self.ranks if stage in each.stages)
 
     @property
     def model_parameters(self) -> tuple[Parameter, ...]:
@@ -106,14 +127,22 @@ class Program:
             found.update((old.name, old) for old in change.removed)
         return tuple(found.values())
 
-    def mesh(self, rank: int) -> DeviceMesh:
-        """The mesh that a rank is part of."""
-        return self.plan.stages[self.ranks[rank].stage].mesh
+    def mesh(self, stage: int) -> DeviceMesh:
+        """The mesh of a stage."""
+        return self.plan.stages[stage].mesh
+
+    def group(self, meeting: Meeting, rank: int) -> tuple[int, ...]:
+        """The ranks that meet `rank` in a collective, in axis order."""
+        device = self.ranks[rank].device
+        group = self.mesh(meeting.stage).group_of(device, meeting.axis)
+        if meeting.pair is not None:
+            group = tuple(group[i] for i in meeting.pair)
+        return tuple(self.rank_of[each] for each in group)
 
 
 def ranks_of(plan: Plan) -> dict[int, int]:
     """Ranks count the devices that a plan uses in ascending order."""
-    devices = sorted(device for stage in plan.stages for device in stage.mesh.devices)
+    devices = sorted({device for stage in plan.stages for device in stage.mesh.devices})
     return {device: rank for rank, device in enumerate(devices)}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stratagem.executor.run import ExecutionResult
+from stratagem.executor.result import ExecutionResult
 
 LOSS_NAME = "loss"
 

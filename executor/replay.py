@@ -1,39 +1,53 @@
 """Playing a program without running it: who waits for whom, and whether everybody gets to the end.
 
-Ranks advance one after the other. A send never waits, a receive waits for its messages, and a
+Players advance one after the other. A send never waits, a receive waits for its messages, and a
 collective for all its members:
 
     rank 0   F0 ──send──╮        sync ═══╗
     rank 1              ╰─▶ F0   sync ═══╝   one column for both
+
+Ranks that share their instructions are one player, when they also meet and hear from the same
+players: then they are at the same instruction at all times, by induction over the moves of the
+game, and what is shown of one holds for all. That is what makes thousands of ranks quick. A
+transfer between two players is one between every pair of their ranks, since both sides take what
+each sends and receives from its one list of moves. Messages have labels, so that two of one pair
+may overtake one another.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stratagem.executor.instructions import (
     Free,
     Instruction,
     Meeting,
-    Piece,
     Receive,
     Send,
     meetings_of,
 )
 from stratagem.executor.program import Program
+from stratagem.simulator.transfers import Transfer
+
+Players = tuple[tuple[int, ...], ...]
+"""Per player the ranks that it stands for, the first of them by number in front."""
 
 
 @dataclass
 class _Player:
-    """Where one rank is: its instruction, what of it is done, and the column it has reached."""
+    """Where some ranks are: their instruction, what of it is done, the column they have reached.
 
+    `heard` has the senders whose part of a transfer has come.
+    """
+
+    number: int
     rank: int
     instructions: tuple[Instruction, ...]
     position: int = 0
     met: int = 0
-    received: int = 0
+    heard: set[int] = field(default_factory=set)
     step: int = 0
 
     @property
@@ -46,101 +60,192 @@ class _Player:
 
     @property
     def meeting(self) -> Meeting | None:
-        """The collective that this rank has entered."""
+        """The collective that these ranks have entered."""
         meetings = () if self.over else meetings_of(self.current)
         return meetings[self.met] if self.met < len(meetings) else None
-
-    @property
-    def source(self) -> Piece | None:
-        """The message that this rank waits for."""
-        if self.over or not isinstance(self.current, Receive):
-            return None
-        pieces = self.current.pieces
-        return pieces[self.received] if self.received < len(pieces) else None
 
     def next(self) -> Instruction:
         """Leave the current instruction."""
         left = self.current
         self.position += 1
-        self.met = self.received = 0
+        self.met = 0
+        self.heard.clear()
         self.step += not isinstance(left, Free)
         return left
-
-    def waits_for(self) -> str:
-        """Whom this rank waits for, in words."""
-        if self.over:
-            return f"rank {self.rank} is at its end"
-        where = f"rank {self.rank} is at {str(self.current)!r} (instruction {self.position})"
-        if self.meeting is not None:
-            return f"{where} and waits for {self.meeting}"
-        assert self.source is not None
-        return f"{where} and waits for a message from rank {self.source.rank}"
 
 
 @dataclass
 class _Message:
-    shape: tuple[int, ...]
+    transfer: Transfer
     sent_by: str
     step: int
 
 
-@dataclass
 class _World:
-    players: list[_Player]
-    channels: dict[tuple[int, int], deque[_Message]] = field(default_factory=dict)
+    """The players, and what is on its way between them."""
+
+    def __init__(self, program: Program, groups: Players) -> None:
+        self.program = program
+        self.groups = groups
+        self.player_of = {rank: n for n, ranks in enumerate(groups) for rank in ranks}
+        self.players = [
+            _Player(n, ranks[0], program.ranks[ranks[0]].instructions)
+            for n, ranks in enumerate(groups)
+        ]
+        self.channels: dict[tuple[int, int, str], deque[_Message]] = {}
+        self._pairs: dict[int, tuple[Transfer, frozenset[tuple[int, int]]]] = {}
+        self._members: dict[tuple[int, Meeting], tuple[_Player, ...]] = {}
+
+    def channel(self, source: int, target: int, label: str) -> deque[_Message]:
+        """What is on its way between two players under a label."""
+        return self.channels.setdefault((source, target, label), deque())
+
+    def pairs(self, transfer: Transfer) -> frozenset[tuple[int, int]]:
+        """Which players send to which in a transfer."""
+        if id(transfer) not in self._pairs:
+            ranks = self.program.rank_of
+            found = frozenset(
+                (self.player_of[ranks[move.sender]], self.player_of[ranks[move.receiver]])
+                for move in transfer.moves
+            )
+            self._pairs[id(transfer)] = transfer, found
+        return self._pairs[id(transfer)][1]
+
+    def members(self, player: _Player, meeting: Meeting) -> tuple[_Player, ...]:
+        """Who must come to a collective that a player has entered."""
+        key = player.number, Meeting(meeting.stage, meeting.axis, "", meeting.pair)
+        if key not in self._members:
+            group = self.program.group(meeting, player.rank)
+            numbers = dict.fromkeys(self.player_of[rank] for rank in group)
+            self._members[key] = tuple(self.players[n] for n in numbers)
+        return self._members[key]
+
+    def waits_for(self, player: _Player) -> str:
+        """Whom a player waits for, in words."""
+        if player.over:
+            return f"rank {player.rank} is at its end"
+        current = player.current
+        where = f"rank {player.rank} is at {str(current)!r} (instruction {player.position})"
+        if player.meeting is not None:
+            group = self.program.group(player.meeting, player.rank)
+            ranks = ", ".join(map(str, group))
+            return f"{where} and waits for {player.meeting.what} of ranks {ranks}"
+        assert isinstance(current, Receive)
+        silent = {a for a, b in self.pairs(current.transfer) if b == player.number}
+        ranks = ", ".join(str(self.players[n].rank) for n in sorted(silent - player.heard))
+        return f"{where} and waits for a message from rank {ranks}"
 
 
 def replay(program: Program) -> Iterator[tuple[int, int, Instruction]]:
     """Yield (column, rank, instruction) as the instructions are left, until all ranks are through.
 
     Raises:
-        ValueError: when nobody can go on, a message has another shape than its receiver expects,
-            or a message is never received. It names rank, instruction and what it waits for.
+        ValueError: when nobody can go on, a message is not the one that its receiver expects, or
+            one is never received. It names rank, instruction and what it waits for.
     """
-    world = _World([_Player(each.rank, each.instructions) for each in program.ranks])
+    groups = players(program)
+    for column, player, instruction in play(program, groups):
+        for rank in groups[player]:
+            yield column, rank, instruction
+
+
+def play(program: Program, groups: Players) -> Iterator[tuple[int, int, Instruction]]:
+    """The same per player."""
+    world = _World(program, groups)
     while not all(player.over for player in world.players):
         moved = False
         for player in world.players:
             while not player.over and _can_leave(player, world):
                 moved = True
-                yield player.step, player.rank, player.next()
+                yield player.step, player.number, player.next()
         if not moved and not _meet(world):
-            waiting = "; ".join(player.waits_for() for player in world.players)
+            waiting = "; ".join(world.waits_for(player) for player in world.players)
             raise ValueError(
                 f"the program of plan {program.plan.name!r} does not end, since ranks wait for "
                 f"one another: {waiting}"
             )
-    for (source, target), messages in world.channels.items():
+    for (source, target, _), messages in world.channels.items():
         if messages:
+            ranks = world.players[source].rank, world.players[target].rank
             raise ValueError(
-                f"rank {source} sends to rank {target} at {messages[0].sent_by!r}, but rank "
-                f"{target} never receives that; {len(messages)} messages are left over"
+                f"rank {ranks[0]} sends to rank {ranks[1]} at {messages[0].sent_by!r}, but rank "
+                f"{ranks[1]} never receives that; {len(messages)} messages are left over"
             )
+
+
+def players(program: Program) -> Players:
+    """Ranks that can be played as one; each for itself where that would not be exact."""
+    shared: dict[int, list[int]] = {}
+    for each in program.ranks:
+        shared.setdefault(id(each.instructions), []).append(each.rank)
+    groups = tuple(tuple(ranks) for ranks in shared.values())
+    if _is_exact(program, groups):
+        return groups
+    return tuple((each.rank,) for each in program.ranks)
+
+
+def _is_exact(program: Program, groups: Players) -> bool:
+    """Whether the ranks of each player meet the same players along every axis."""
+    player_of = {rank: n for n, ranks in enumerate(groups) for rank in ranks}
+    by_device = {device: player_of[rank] for device, rank in program.rank_of.items()}
+    for stage in program.plan.stages:
+        for axis in range(len(stage.mesh.axes)):
+            met: dict[int, tuple[int, ...]] = {}
+            for group in stage.mesh.groups(axis):
+                kinds = tuple(by_device[device] for device in group)
+                if any(met.setdefault(kind, kinds) != kinds for kind in kinds):
+                    return False
+    return _hear_alike(program, groups, by_device)
+
+
+def _hear_alike(program: Program, groups: Players, by_device: Mapping[int, int]) -> bool:
+    """Whether in every transfer all ranks of a player are sent something, or none is."""
+    sizes = [len(ranks) for ranks in groups]
+    seen: set[int] = set()
+    for ranks in groups:
+        for instruction in program.ranks[ranks[0]].instructions:
+            if isinstance(instruction, Receive) and id(instruction.transfer) not in seen:
+                seen.add(id(instruction.transfer))
+                if not _all_or_none(instruction.transfer, by_device, sizes):
+                    return False
+    return True
+
+
+def _all_or_none(transfer: Transfer, by_device: Mapping[int, int], sizes: Sequence[int]) -> bool:
+    heard: dict[tuple[int, int], set[int]] = {}
+    for move in transfer.moves:
+        pair = by_device[move.sender], by_device[move.receiver]
+        heard.setdefault(pair, set()).add(move.receiver)
+    return all(len(receivers) == sizes[pair[1]] for pair, receivers in heard.items())
 
 
 def _can_leave(player: _Player, world: _World) -> bool:
     """Send what is to be sent, take what has come; whether the current instruction is over."""
     current = player.current
     if isinstance(current, Send):
-        for piece in current.pieces:
-            message = _Message(_shape(piece), str(current), player.step)
-            world.channels.setdefault((player.rank, piece.rank), deque()).append(message)
-    while (awaited := player.source) is not None:
-        channel = world.channels.get((awaited.rank, player.rank))
-        if not channel:
-            return False
-        _take(player, awaited, channel.popleft())
+        for source, target in world.pairs(current.transfer):
+            if source == player.number:
+                message = _Message(current.transfer, str(current), player.step)
+                world.channel(source, target, current.label).append(message)
+    if isinstance(current, Receive):
+        for source, target in world.pairs(current.transfer):
+            if target == player.number and source not in player.heard:
+                channel = world.channel(source, target, current.label)
+                if not channel:
+                    return False
+                _take(player, current, world.players[source].rank, channel.popleft())
+                player.heard.add(source)
     return player.meeting is None
 
 
-def _take(player: _Player, piece: Piece, message: _Message) -> None:
-    if message.shape != _shape(piece):
+def _take(player: _Player, current: Receive, sender: int, message: _Message) -> None:
+    ours, theirs = current.transfer, message.transfer
+    if ours is not theirs and ours != theirs:
         raise ValueError(
-            f"rank {player.rank} at {str(player.current)!r} expects a tensor of shape "
-            f"{_shape(piece)} from rank {piece.rank}, which sends {message.shape} at "
-            f"{message.sent_by!r}; sends and receives must be in one order"
+            f"rank {player.rank} at {str(current)!r} expects a tensor of factors {ours.sizes} "
+            f"from rank {sender}, which sends {theirs.sizes} at {message.sent_by!r}; both must "
+            f"follow one transfer"
         )
-    player.received += 1
     player.step = max(player.step, message.step + 1)
 
 
@@ -151,7 +256,7 @@ def _meet(world: _World) -> bool:
         meeting = player.meeting
         if meeting is None:
             continue
-        members = [world.players[rank] for rank in meeting.group]
+        members = world.members(player, meeting)
         if all(member.meeting == meeting for member in members):
             step = max(member.step for member in members)
             for member in members:
@@ -159,7 +264,3 @@ def _meet(world: _World) -> bool:
                 member.step = step
             happened = True
     return happened
-
-
-def _shape(piece: Piece) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in piece.box)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stratagem.executor.run import ExecutionResult
+from stratagem.executor.result import ExecutionResult
 from stratagem.simulator.files import read_text, write_text
 from stratagem.simulator.timeline import Timeline
 

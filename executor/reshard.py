@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from stratagem.executor.backends.base import Communicator, Group, Shape
+from stratagem.executor.backends.base import Communicator, Group, Pending, Shape, done
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.placement import Pin, Shard
@@ -61,17 +61,35 @@ class Route:
         self._spec, self._seat = spec, seat
         box = spec.box(seat)
         self._shape = None if box is None else box_shape(box)
-        self._lines: list[_Line | None] = []
+        self.lines: list[_Line | None] = []
         for step in steps:
-            self._lines.append(_line(spec, step, seat, comm))
+            self.lines.append(_line(spec, step, seat, comm))
             spec = spec.after(step)
 
     def __call__(self, tensor: Tensor | None) -> Tensor | None:
         """This rank's part after the steps, None where it has none."""
         self._check(tensor)
-        for line in self._lines:
+        for line in self.lines:
             tensor = None if line is None else _STEPS[line.step.collective](line, tensor)
         return tensor
+
+    def start(self, tensor: Tensor | None) -> Pending:
+        """The same, but the last collective goes on meanwhile, where that can be.
+
+        The rank must have a part of the tensor afterwards.
+        """
+        self._check(tensor)
+        for line in self.lines[:-1]:
+            tensor = None if line is None else _STEPS[line.step.collective](line, tensor)
+        last = self.lines[-1]
+        assert last is not None
+        if tensor is not None and last.step.collective is Collective.ALL_REDUCE:
+            return last.comm.start_all_reduce(tensor, last.group)
+        if tensor is not None and last.step.collective is Collective.REDUCE_SCATTER:
+            return last.comm.start_reduce_scatter(last.chunks(tensor), last.group)
+        result = _STEPS[last.step.collective](last, tensor)
+        assert result is not None
+        return done(result)
 
     def _check(self, tensor: Tensor | None) -> None:
         got = None if tensor is None else tuple(tensor.shape)
@@ -81,6 +99,67 @@ class Route:
                 f"mesh of shape {self._seat.mesh.shape} give it {self._shape} of factors "
                 f"{self._spec.sizes}"
             )
+
+
+def start_together(
+    routes: Sequence[Route], tensors: Sequence[Tensor]
+) -> tuple[Pending, list[Callable[[], Tensor]]]:
+    """Begin routes of equal steps, all their tensors in one collective a step.
+
+    Every rank has a part of every tensor, and steps are all-reduces, reduce-scatters and slices.
+
+    Example:
+        >>> pending, finish = start_together([one, other], [weight, bias])  # doctest: +SKIP
+        >>> finish[0]().shape  # doctest: +SKIP
+        torch.Size([8, 4])
+
+    Returns:
+        The last collective, and per tensor a function that waits for it and gives the result.
+    """
+    found = list(tensors)
+    rows = [
+        [line for line in lines if line] for lines in zip(*(r.lines for r in routes), strict=True)
+    ]
+    for lines in rows[:-1]:
+        pending, shapes = _start_step(lines, found)
+        found = _parted(pending.finish(), shapes)
+    last, shapes = _start_step(rows[-1], found)
+    parts: list[Tensor] = []
+
+    def part(number: int) -> Tensor:
+        if not parts:
+            parts.extend(_parted(last.finish(), shapes))
+        return parts[number]
+
+    return last, [partial(part, number) for number in range(len(routes))]
+
+
+def _start_step(
+    lines: Sequence[_Line], tensors: Sequence[Tensor]
+) -> tuple[Pending, list[torch.Size]]:
+    """One collective for all tensors laid end to end, and the shapes of the results."""
+    first = lines[0]
+    match first.step.collective:
+        case Collective.ALL_REDUCE:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            shapes = [tensor.shape for tensor in tensors]
+            return first.comm.start_all_reduce(flat, first.group), shapes
+        case Collective.REDUCE_SCATTER:
+            chunks = [line.chunks(tensor) for line, tensor in zip(lines, tensors, strict=True)]
+            each = [torch.cat([c.reshape(-1) for c in row]) for row in zip(*chunks, strict=True)]
+            shapes = [torch.Size(line.shape) for line in lines]
+            return first.comm.start_reduce_scatter(each, first.group), shapes
+        case _:
+            run = _STEPS[first.step.collective]
+            cuts = [run(line, tensor) for line, tensor in zip(lines, tensors, strict=True)]
+            there = [tensor for tensor in cuts if tensor is not None]
+            flat = torch.cat([tensor.reshape(-1) for tensor in there])
+            return done(flat), [tensor.shape for tensor in there]
+
+
+def _parted(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from stratagem.executor.backends.base import Communicator
 from stratagem.executor.movement import stored_shape
 from stratagem.executor.program import Home, Program, Stored
 from stratagem.executor.reshard import run_transfer
-from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
+from stratagem.executor.seats import Seat, box_shape, cut
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.transfers import Transfer
+from stratagem.simulator.transfers import Box, Transfer, bounds_at
 
 
 def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
@@ -39,11 +39,16 @@ def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
             )
 
 
+def stored_box(stored: Stored, seat: Seat) -> Box:
+    """The box of a parameter's factors that this rank keeps."""
+    box = bounds_at(stored.sizes, stored.placements, seat.mesh.shape, seat.coordinates)
+    assert box is not None, "a rank stores nothing that is pinned elsewhere"
+    return box
+
+
 def local_part(stored: Stored, whole: Tensor, seat: Seat) -> Tensor:
     """This rank's part of a parameter, in memory of its own."""
-    spec = TensorSpec(stored.sizes, whole.dtype, stored.placements)
-    box = spec.box(seat)
-    assert box is not None
+    box = stored_box(stored, seat)
     everything = tuple((0, size) for size in stored.sizes)
     part = cut(whole.detach().reshape(stored.sizes), everything, box)
     shape = stored_shape(stored.layout, box_shape(box))
@@ -69,10 +74,9 @@ def collect(
         transfer = Transfer(stored.sizes, mesh, stored.placements, first, (REPLICATE,))
         parameter = program.graph.parameter_index[stored.parameter]
         part = parts.get(stored.parameter)
-        box = transfer.source_box(device)
+        box, dtype = transfer.source_box(device), torch_dtype(parameter.dtype)
         if part is not None and box is not None:
-            part = part.reshape(box_shape(box))
-        dtype = torch_dtype(parameter.dtype)
+            part = part.reshape(box_shape(box)).to(dtype)
         tensor = run_transfer(part, transfer, dtype, device, program.rank_of, comm)
         if tensor is not None:
             whole[stored.parameter] = tensor.reshape(parameter.shape).clone()

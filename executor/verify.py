@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stratagem.executor.instructions import Backward, Convert, Free, Receive
+from stratagem.executor.instructions import Backward, Bundle, Convert, Free, Receive
 from stratagem.executor.program import LOSS, Program, RankProgram
-from stratagem.executor.replay import replay
+from stratagem.executor.replay import play, players
 
 
 def verify(program: Program) -> None:
@@ -13,16 +13,17 @@ def verify(program: Program) -> None:
     Example:
         >>> verify(lower(plan, graph))  # doctest: +SKIP
 
-    All ranks are played symbolically: sends match receives in order and shape, the members of
-    every collective enter the same one in the same order, and on each rank every value is made
-    before it is read, read before it is freed, and gone at the end of the step.
+    All ranks are played symbolically (`replay`): sends match receives, the members of every
+    collective enter the same one in the same order, and on each rank every value is made before
+    it is read, read before it is freed, and gone at the end of the step.
 
     Raises:
         ValueError: names the rank, the instruction, and the value or what it waits for.
     """
-    for rank in program.ranks:
-        _check_values(rank)
-    for _ in replay(program):
+    groups = players(program)
+    for ranks in groups:
+        _check_values(program.ranks[ranks[0]])
+    for _ in play(program, groups):
         pass
 
 
@@ -63,4 +64,6 @@ def _added(instruction: object) -> tuple[str, ...]:
         return tuple(value for value in instruction.weights if value is not None)
     if isinstance(instruction, (Convert, Receive)) and instruction.adds:
         return instruction.writes
+    if isinstance(instruction, Bundle):
+        return tuple(value for part in instruction.parts for value in _added(part))
     return ()

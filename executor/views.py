@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stratagem.executor.instructions import Operand
+from stratagem.executor.instructions import Cut, Operand
+from stratagem.executor.seats import Seat
 from stratagem.simulator.graph import Input, shape_of
 from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.transfers import bounds_at
 
 Select = tuple[tuple[int, int], ...]
 """(dim, index) pairs, last dim first."""
@@ -45,9 +47,9 @@ class Reader:
         return part if self.shape is None else part.reshape(self.shape)
 
 
-def reader(read: Input, operand: Operand, shards: Shards) -> Reader:
+def reader(read: Input, operand: Operand, shards: Shards, seat: Seat) -> Reader:
     """The view that an input is, with everything worked out beforehand."""
-    cut = tuple((dim, start, stop - start) for dim, (start, stop) in enumerate(operand.cut or ()))
+    cut = () if operand.cut is None else _bounds(operand.cut, seat)
     gone = {position for position, _ in read.select}
     left = [position for position in range(len(read.order) + len(gone)) if position not in gone]
     order = tuple(left.index(position) for position in read.order)
@@ -57,6 +59,16 @@ def reader(read: Input, operand: Operand, shards: Shards) -> Reader:
         select=select_of(read),
         order=None if order == tuple(range(len(order))) else order,
         shape=None if flat else shape_of(read.layout, shards.sizes),
+    )
+
+
+def _bounds(cut: Cut, seat: Seat) -> tuple[tuple[int, int, int], ...]:
+    """Dim, start and length of what a seat reads of a source."""
+    box = bounds_at(cut.sizes, cut.placements, seat.mesh.shape, seat.coordinates)
+    assert box is not None
+    return tuple(
+        (dim, start + by, stop - start)
+        for dim, ((start, stop), by) in enumerate(zip(box, cut.offset, strict=True))
     )
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stratagem.executor.context import Context
+from stratagem.executor.precision import executed_dtype, gradient_dtype
 from stratagem.executor.program import Home, Stored
 from stratagem.simulator.graph import Operator, Weight, factor_sizes
 from stratagem.simulator.parameters import Use, home_placements, use_of
 from stratagem.simulator.placement import (
     Placements,
+    local_elements,
     weight_gradient_placements,
     weight_placements,
 )
@@ -25,6 +27,8 @@ class WeightUse:
         owner: the operator at whose `home` the parameter is updated, in stage `owner_stage`.
         joins_owner: the gradient lies like that of the owner in the same stage (or is its own).
         zero: the owner's ZeRO stage where `joins_owner`, else 0.
+        dtype: of the value that the operator reads.
+        gradient_dtype: in which its gradients are added up and reduced.
         used: placements of the value that the operator reads.
         made: placements of the gradient that it makes.
     """
@@ -34,6 +38,7 @@ class WeightUse:
     weight: Weight
     sizes: tuple[int, ...]
     dtype: str
+    gradient_dtype: str
     use: Use
     owner: int
     stage: int
@@ -62,12 +67,16 @@ class WeightUse:
     @property
     def used_value(self) -> str:
         """The value that the operator reads, unless it is gathered."""
-        return f"{self.parameter} {placements_text(self.used)}"
+        return self._value(self.used, self.stage)
 
     @property
     def home_value(self) -> str:
         """The value that the optimizer updates."""
-        return f"{self.parameter} {placements_text(self.home)}"
+        return self._value(self.home, self.owner_stage)
+
+    def _value(self, placements: Placements, stage: int) -> str:
+        where = "" if stage == self.owner_stage else f" in stage {stage}"
+        return f"{self.parameter} {placements_text(placements)}{where}"
 
     @property
     def home_gradient(self) -> str:
@@ -85,8 +94,10 @@ class WeightUse:
 
     def stored(self, placements: Placements) -> Stored:
         """The parameter kept with some placements."""
-        value = f"{self.parameter} {placements_text(placements)}"
-        return Stored(value, self.parameter, self.weight.layout, self.sizes, placements)
+        value = self._value(placements, self.stage)
+        layout = self.weight.layout
+        dtype = self.dtype
+        return Stored(self.stage, value, self.parameter, dtype, layout, self.sizes, placements)
 
 
 class Weights:
@@ -100,6 +111,10 @@ class Weights:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._owner = context.graph.owners
+        self._first: dict[str, int] = {}
+        for i, operator in enumerate(context.graph.operators):
+            for weight in operator.weights:
+                self._first.setdefault(weight.parameter, i)
         self.of: tuple[tuple[WeightUse, ...], ...] = tuple(
             tuple(self._use(i, slot) for slot in range(len(operator.weights)))
             for i, operator in enumerate(context.graph.operators)
@@ -116,12 +131,22 @@ class Weights:
             if use.trained and use.owner == owner and i != owner and not use.joins_owner
         ]
 
+    def gradient_bytes(self, i: int) -> int:
+        """Bytes of the gradients that operator `i` keeps until they are reduced."""
+        found = 0
+        for use in self.of[i]:
+            if use.use in (Use.OWNED, Use.TIED_ELSEWHERE):
+                kept = use.home if use.zero >= 2 else use.used
+                shape = self._context.mesh(use.stage).shape
+                found += local_elements(use.sizes, kept, shape)
+        return found * self._context.plan.training.gradient_bytes
+
     def homes(self) -> tuple[Home, ...]:
         """Where every parameter and buffer is authoritative."""
         found: dict[str, Home] = {}
         for use in (use for uses in self.of for use in uses):
             if use.user == use.owner or not use.trained:
-                home = Home(use.owner_stage, use.trained, use.stored(use.home))
+                home = Home(use.trained, use.stored(use.home))
                 found.setdefault(use.parameter, home)
         return tuple(found.values())
 
@@ -133,7 +158,9 @@ class Weights:
         sizes = factor_sizes(weight.layout, operator.sizes)
         inside = set(context.operators[stage])
         use = use_of(graph, self._owner, operator, weight, inside)
-        owner = i if use is Use.BUFFER else graph.index[self._owner[weight.parameter]]
+        owner = self._first[weight.parameter]
+        if use is not Use.BUFFER:
+            owner = graph.index[self._owner[weight.parameter]]
         made = weight_gradient_placements(weight, context.configs[i])
         used = weight_placements(weight, context.configs[i])
         home, zero, joins = used, 0, use is Use.BUFFER
@@ -141,12 +168,17 @@ class Weights:
             home, joins = self._home(owner, weight.parameter, sizes, operator, made)
             joins = joins and use in (Use.OWNED, Use.TIED_HERE)
             zero = context.plan.choice(graph.operators[owner].name).zero if joins else 0
+        training = context.plan.training
+        dtype = dtype_captured = graph.parameter_index[weight.parameter].dtype
+        if use is not Use.BUFFER or operator.kind != "batch_norm":
+            dtype = executed_dtype(training, dtype_captured, weight.layout)
         return WeightUse(
             user=i,
             slot=slot,
             weight=weight,
             sizes=sizes,
-            dtype=graph.parameter_index[weight.parameter].dtype,
+            dtype=dtype,
+            gradient_dtype=gradient_dtype(training, dtype_captured),
             use=use,
             owner=owner,
             stage=stage,

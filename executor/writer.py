@@ -1,11 +1,11 @@
-"""Writing one rank's instructions: conversions and transfers, as far as this rank takes part."""
+"""Writing instructions of one stage: conversions and transfers, as far as its ranks take part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from stratagem.executor.context import Context, Crossing
-from stratagem.executor.instructions import Convert, Instruction, Meeting, Piece, Receive, Send
+from stratagem.executor.instructions import Convert, Instruction, Meeting, Receive, Send
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.graph import Layout
 from stratagem.simulator.placement import Config, Pin, Placements, Shard
@@ -16,23 +16,21 @@ from stratagem.simulator.transfers import Box, Transfer, bounds_at
 
 
 class Writer:
-    """The instructions of one rank so far, and the seat from which it sees the plan."""
+    """The instructions so far, and the seat from which `device` sees a stage.
 
-    def __init__(self, context: Context, device: int) -> None:
+    What is written holds for every rank that has the same coordinate on axes with pins.
+    """
+
+    def __init__(
+        self, context: Context, stage: int, device: int, instructions: list[Instruction]
+    ) -> None:
         self.context = context
-        self.device = device
-        self.rank = context.ranks[device]
-        self.stage = next(
-            s for s, stage in enumerate(context.plan.stages) if device in stage.mesh.devices
-        )
-        self.mesh = context.mesh(self.stage)
+        self.stage = stage
+        self._device = device
+        self.mesh = context.mesh(stage)
         self.coordinates = self.mesh.coordinates(device)
-        self.instructions: list[Instruction] = []
+        self.instructions = instructions
         self._summed: dict[str, str | None] = {}
-        self._groups = [
-            tuple(context.ranks[d] for d in self.mesh.group_of(device, axis))
-            for axis in range(len(self.mesh.axes))
-        ]
 
     def write(self, instruction: Instruction) -> None:
         """Append an instruction."""
@@ -60,8 +58,12 @@ class Writer:
         after: Placements,
         layout: Layout | None = None,
         adds: bool = False,
+        later: bool = False,
+        into: list[Instruction] | None = None,
     ) -> str | None:
         """Bring `source` from one placement to another on this rank's mesh.
+
+        The instruction is appended, or goes `into` another list.
 
         Returns:
             The value that has the result, `source` itself when there is nothing to do, None when
@@ -74,22 +76,23 @@ class Writer:
         got = target if self.holds(after) else None
         meetings = self._meetings(f"{task} m{microbatch} of {target}", before, steps)
         if given is not None or got is not None or meetings:
-            self.write(
-                Convert(
-                    task,
-                    kind,
-                    microbatch,
-                    given,
-                    got,
-                    sizes,
-                    dtype,
-                    before,
-                    steps,
-                    layout,
-                    adds,
-                    meetings,
-                )
+            made = Convert(
+                self.stage,
+                task,
+                kind,
+                microbatch,
+                given,
+                got,
+                sizes,
+                dtype,
+                before,
+                steps,
+                layout,
+                adds,
+                later,
+                meetings,
             )
+            (self.instructions if into is None else into).append(made)
         return got
 
     def _meetings(
@@ -105,20 +108,14 @@ class Writer:
                 else Pin(self.coordinates[axis])
                 for axis, placement in enumerate(placed)
             ]
-            members = self._members(step)
-            if self.holds(tuple(others)) and self.rank in members and len(members) > 1:
-                met.append(Meeting(members, f"{what}, step {number}: {step}"))
+            size = self.mesh.shape[step.axis]
+            if size > 1 and step.collective is not Collective.SLICE and self.holds(tuple(others)):
+                pair = _pair(step)
+                if pair is None or self.coordinates[step.axis] in pair:
+                    what_step = f"{what}, step {number}: {step}"
+                    met.append(Meeting(self.stage, step.axis, what_step, pair))
             placed[step.axis] = step.target
         return tuple(met)
-
-    def _members(self, step: Step) -> tuple[int, ...]:
-        """The ranks that a step joins with this one."""
-        group = self._groups[step.axis]
-        if step.collective is Collective.SLICE:
-            return ()
-        if isinstance(step.source, Pin) and isinstance(step.target, Pin):
-            return (group[step.source.index], group[step.target.index])
-        return group
 
     def inner_meetings(self, i: int, what: str) -> tuple[Meeting, ...]:
         """The collectives inside the kernel of operator `i`."""
@@ -129,7 +126,7 @@ class Writer:
             for name in each.dims
         }
         return tuple(
-            Meeting(self._groups[axis], f"{what}, inside")
+            Meeting(self.stage, axis, f"{what}, inside")
             for axis, placement in enumerate(config)
             if isinstance(placement, Shard)
             and placement.dim in inner
@@ -155,23 +152,25 @@ class Writer:
             )
         value = self._summed[source]
         if value is not None:
-            self.send_pieces(task, kind, microbatch, value, crossing.transfer)
+            label = f"{crossing.value} m{microbatch}"
+            self.send_pieces(label, task, kind, microbatch, value, crossing.transfer)
 
     def send_pieces(
-        self, task: str, kind: TaskKind, microbatch: int, value: str, transfer: Transfer
+        self,
+        label: str,
+        task: str,
+        kind: TaskKind,
+        microbatch: int,
+        value: str,
+        transfer: Transfer,
     ) -> None:
-        """Send this rank's part of a transfer."""
-        own = transfer.source_box(self.device)
-        moves = [move for move in transfer.moves if move.sender == self.device]
-        if own is None or not moves:
-            return
-        pieces = tuple(
-            Piece(self.context.ranks[move.receiver], _within(own, move.box)) for move in moves
-        )
-        self.write(Send(task, kind, microbatch, value, _shape(own), pieces))
+        """Send to every rank what it needs of a transfer; nothing where this rank has none."""
+        if transfer.source_box(self._device) is not None:
+            self.write(Send(label, task, kind, microbatch, value, transfer))
 
     def receive(
         self,
+        label: str,
         task: str,
         kind: TaskKind,
         microbatch: int,
@@ -183,27 +182,14 @@ class Writer:
         adds: bool = False,
     ) -> str | None:
         """Receive this rank's part of a transfer; None when it has none."""
-        own = transfer.target_box(self.device)
-        if own is None:
+        if transfer.target_box(self._device) is None:
             return None
-        pieces = tuple(
-            Piece(self.context.ranks[move.sender], _within(own, move.box))
-            for move in transfer.moves
-            if move.receiver == self.device
-        )
-        self.write(
-            Receive(task, kind, microbatch, value, _shape(own), dtype, pieces, layout, adds)
-        )
+        self.write(Receive(label, task, kind, microbatch, value, transfer, dtype, layout, adds))
         return value
 
 
-def _within(own: Box, box: Box) -> Box:
-    """A box counted from the start of another that contains it."""
-    return tuple(
-        (start - origin, stop - origin)
-        for (origin, _), (start, stop) in zip(own, box, strict=True)
-    )
-
-
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
+def _pair(step: Step) -> tuple[int, int] | None:
+    """The two indices between which a step moves a tensor."""
+    if isinstance(step.source, Pin) and isinstance(step.target, Pin):
+        return step.source.index, step.target.index
+    return None

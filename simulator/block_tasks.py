@@ -27,6 +27,7 @@ import numpy as np
 
 from stratagem.simulator.block import PREFETCH, Block, Draft, Pool, Role, StageBlocks
 from stratagem.simulator.cost_table import CostTable
+from stratagem.simulator.parameters import gradient_buckets
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, Timed
@@ -336,20 +337,9 @@ class _Writer:
 
     def _buckets(self) -> list[list[int]]:
         """The operators by bucket, in the order in which their gradients are made."""
-        buckets: list[list[int]] = []
-        filling: list[int] = []
-        filled = self.bucket_bytes
-        for i in reversed(self.table.operators):
-            nbytes = int(self._row(i).gradient_bytes.max())
-            if nbytes == 0:
-                buckets.append([i])
-                continue
-            if filled >= self.bucket_bytes:
-                filling, filled = [], 0
-                buckets.append(filling)
-            filling.append(i)
-            filled += nbytes
-        return buckets
+        order = self.table.operators[::-1]
+        nbytes = {i: int(self._row(i).gradient_bytes.max()) for i in order}
+        return gradient_buckets(order, nbytes, self.bucket_bytes)
 
     def _tie(self, draft: Draft, k: int, role: Role, timed: Timed, before: Sequence[int]) -> int:
         owner, user = self.table.ties[k]

@@ -16,7 +16,12 @@ from stratagem.simulator.footprint import Footprint, operator_footprint
 from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
 from stratagem.simulator.mesh import AxisLink, DeviceMesh
 from stratagem.simulator.overlap import fuses_forward, piece_dim
-from stratagem.simulator.parameters import Use, residences, trainable_weights
+from stratagem.simulator.parameters import (
+    Use,
+    makes_input_gradients,
+    residences,
+    weight_share,
+)
 from stratagem.simulator.placement import (
     Placements,
     Shard,
@@ -125,10 +130,10 @@ class OperatorPricer:
         backward, weight = IDLE, IDLE
         if self.graph.needs_gradient[i]:
             spent = self._slowest(operator, piece, Direction.BACKWARD)[0]
-            if not self._makes_input_gradients(i):
+            if not makes_input_gradients(self.graph, i):
                 spent *= rule_of(operator).weight_share or 1.0
             backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
-            weight = (spent * self._weight_share(i), COMPUTE)
+            weight = (spent * weight_share(self.graph, i), COMPUTE)
         whole = IDLE
         if choice.recompute:
             whole = (self.forward_seconds(operator, choice) + comm, COMPUTE | mask)
@@ -154,20 +159,6 @@ class OperatorPricer:
             return IDLE
         kernels = num_kernels(operator, self.training, backward=backward)
         return per_kernel * kernels * choice.chunks, HOST
-
-    def _weight_share(self, i: int) -> float:
-        """The part of an operator's backward pass that makes gradients of parameters."""
-        operator = self.graph.operators[i]
-        if not trainable_weights(self.graph, operator):
-            return 0.0
-        return rule_of(operator).weight_share if self._makes_input_gradients(i) else 1.0
-
-    def _makes_input_gradients(self, i: int) -> bool:
-        """Whether anybody waits for gradients of an operator's inputs: not of a first layer's."""
-        return any(
-            self.graph.needs_gradient[self.graph.index[read.source]]
-            for read in self.graph.operators[i].inputs
-        )
 
     def _piece_sizes(
         self, operator: Operator, sizes: Mapping[str, int], choice: Choice

@@ -18,7 +18,7 @@ between stages) of its own, and the new value comes back the same way.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
@@ -35,6 +35,7 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
+from stratagem.simulator.rules import rule_of
 
 
 def home_placements(
@@ -101,6 +102,21 @@ def trainable_weights(graph: OperatorGraph, operator: Operator) -> tuple[Weight,
     return tuple(w for w in operator.weights if graph.parameter_index[w.parameter].trainable)
 
 
+def makes_input_gradients(graph: OperatorGraph, i: int) -> bool:
+    """Whether anybody waits for gradients of an operator's inputs: not of a first layer's."""
+    return any(
+        graph.needs_gradient[graph.index[read.source]] for read in graph.operators[i].inputs
+    )
+
+
+def weight_share(graph: OperatorGraph, i: int) -> float:
+    """The part of an operator's backward pass that makes gradients of parameters."""
+    operator = graph.operators[i]
+    if not trainable_weights(graph, operator):
+        return 0.0
+    return rule_of(operator).weight_share if makes_input_gradients(graph, i) else 1.0
+
+
 @dataclass(frozen=True)
 class Residence:
     """The three placements of a trained weight: its gradient as made, its home, as it is used."""
@@ -122,3 +138,32 @@ def residences(
             home = home_placements(weight, operator.sizes, own, shape)
             made = weight_gradient_placements(weight, choice.config)
             yield Residence(weight, use, made, home, weight_placements(weight, choice.config))
+
+
+def gradient_buckets(
+    order: Iterable[int], nbytes: Mapping[int, int], least: int
+) -> list[list[int]]:
+    """Operators by bucket: gradients are reduced together once there are `least` bytes of them.
+
+    Example:
+        >>> gradient_buckets([3, 2, 1, 0], {3: 10, 2: 5, 1: 0, 0: 10}, 12)
+        [[3, 2], [1], [0]]
+
+    Args:
+        order: in which the gradients are made.
+        nbytes: of the gradients of each operator; one without any is alone.
+        least: bytes at which a bucket is closed; 0 gives every operator one of its own.
+    """
+    buckets: list[list[int]] = []
+    filling: list[int] = []
+    filled = least
+    for i in order:
+        if nbytes[i] == 0:
+            buckets.append([i])
+            continue
+        if filled >= least:
+            filling, filled = [], 0
+            buckets.append(filling)
+        filling.append(i)
+        filled += nbytes[i]
+    return buckets

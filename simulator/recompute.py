@@ -7,10 +7,11 @@ checkpointed layer that is the moment in which backward enters the layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.simulator.cost_table import CostTable
+from stratagem.simulator.graph import OperatorGraph
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,19 @@ class Triggers:
 def recompute_triggers(table: CostTable) -> Triggers:
     """The triggers of a stage; none where no choice recomputes."""
     may = [i for i in table.operators if table.row(i).may_recompute]
+    return triggers(table.graph, table.operators, may)
+
+
+def triggers(graph: OperatorGraph, operators: Sequence[int], may: Sequence[int]) -> Triggers:
+    """The triggers of a stage that runs `operators`, of which those in `may` can be recomputed."""
     if not may:
         return Triggers({}, {})
-    segment = table.graph.segments
-    place = {i: p for p, i in enumerate(reversed(table.operators))}
-    readers: dict[int, list[int]] = {}
-    for edge in table.edges:
-        readers.setdefault(edge.producer, []).append(edge.consumer)
+    segment = graph.segments
+    place = {i: p for p, i in enumerate(reversed(operators))}
     first: dict[int, int] = {}
-    for i in reversed(table.operators):
-        inside = [first[j] for j in readers.get(i, ()) if segment[j] == segment[i]]
+    for i in reversed(operators):
+        readers = {edge.consumer for edge in graph.readers[i]}
+        inside = [first[j] for j in readers if j in first and segment[j] == segment[i]]
         first[i] = min([place[i], *inside])
     of = {i: first[i] for i in may}
     at: dict[int, tuple[int, ...]] = {}

@@ -19,7 +19,10 @@ class Training:
     Attributes:
         precision: of parameters and activations.
         optimizer: ``sgd`` or ``adam``.
-        learning_rate: of the optimizer.
+        learning_rate: of the optimizer, where no schedule of a run scales it.
+        betas: decay of Adam's means of the gradient and of its square.
+        weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
+            itself by Adam (AdamW, Loshchilov and Hutter 2019).
         gradient_precision: in which gradients are added up and reduced; empty: as `precision`.
             Megatron-LM adds bfloat16 gradients up in float32.
         flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
@@ -36,7 +39,8 @@ class Training:
     one kernel, as a compiler makes it, not as one kernel a step.
 
     Raises:
-        ValueError: on an unknown precision or optimizer.
+        ValueError: on an unknown precision or optimizer, a beta that is not in [0, 1), or a
+            weight decay below 0.
     """
 
     precision: str = "float32"
@@ -46,6 +50,8 @@ class Training:
     fused_elementwise: bool = False
     flash_version: int = 2
     fused_loss: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -58,6 +64,10 @@ class Training:
         if self.flash_version not in FLASH_VERSIONS:
             versions = ", ".join(map(str, FLASH_VERSIONS))
             raise ValueError(f"no flash_version {self.flash_version}; there are {versions}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}; each must be at least 0 and below 1")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
 
     def bytes_of(self, dtype: str) -> int:
         """Bytes of one scalar: floating tensors take the training precision."""

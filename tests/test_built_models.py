@@ -10,55 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stratagem.executor import execute
-from stratagem.executor.reference import gradient_errors
-from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
+from stratagem.search.strategies import data_parallel, tensor_parallel
 from stratagem.simulator import models
-from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models.inception import AUXILIARY_WEIGHT
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.training import Training
+from tests.plans import assert_equal_to_torch, built_case, one_stage
 
 State = Mapping[str, Tensor]
-
-
-def plan_of(graph: OperatorGraph, choices: Choices, shape: tuple[int, ...]) -> Plan:
-    axes = tuple(MeshAxis(f"axis{i}", ways) for i, ways in enumerate(shape))
-    return Plan(
-        name="test",
-        model=graph.name,
-        fingerprint=graph.fingerprint,
-        cluster=Cluster.preset("dgx-a100", num_nodes=1),
-        training=Training(),
-        stages=(Stage(graph.names, DeviceMesh(axes, tuple(range(math.prod(shape)))), choices),),
-        num_microbatches=1,
-        schedule="1f1b",
-    )
-
-
-def check(
-    graph: OperatorGraph,
-    choices: Choices,
-    shape: tuple[int, ...],
-    truth: Tensor,
-    state: State,
-    batch: State,
-    tolerance: float,
-) -> None:
-    """Loss and gradients of a plan against those of `truth`, which was computed from `state`."""
-    trained = {p.name: state[p.name] for p in graph.parameters if p.trainable}
-    wanted = dict(zip(trained, torch.autograd.grad(truth, list(trained.values())), strict=True))
-    given = {name: value.detach() for name, value in state.items()}
-    result = execute(
-        plan_of(graph, choices, shape), graph, given, dict(batch), gradients=True, timeout=120
-    )
-    assert result.losses[0] == pytest.approx(float(truth.detach()), rel=1e-5)
-    assert result.gradients is not None
-    errors = gradient_errors(result.gradients, wanted)
-    assert errors.keys() == trained.keys()
-    assert max(errors.values()) < tolerance, max(errors, key=lambda name: errors[name])
 
 
 # -- Inception ----------------------------------------------------------------------------------
@@ -74,8 +32,9 @@ class Inception:
         self, x: Tensor, name: str, stride: int = 1, pad: int | tuple[int, int] = 0
     ) -> Tensor:
         x = functional.conv2d(x, self.state[f"{name}.conv.weight"], stride=stride, padding=pad)
-        affine = self.state[f"{name}.bn.weight"], self.state[f"{name}.bn.bias"]
-        return functional.batch_norm(x, None, None, *affine, training=True, eps=1e-3).relu()
+        kept = ("running_mean", "running_var", "weight", "bias")
+        stored = [self.state[f"{name}.bn.{each}"] for each in kept]
+        return functional.batch_norm(x, *stored, training=True, eps=1e-3).relu()
 
     def average(self, x: Tensor, name: str) -> Tensor:
         return self.conv(functional.avg_pool2d(x, 3, 1, 1), f"{name}.branch_pool")
@@ -166,9 +125,13 @@ def test_inception_is_torchvisions(image: int, auxiliary: bool, ways: int) -> No
     graph = models.inception_v3(batch=4, image=image, classes=10, auxiliary=auxiliary)
     state = inception_state(graph)
     batch = {"images": torch.randn(4, 3, image, image), "labels": torch.tensor([1, 7, 0, 7])}
-    truth = Inception(state).loss(batch["images"], batch["labels"])
-    choices = data_parallel(graph, (ways,))
-    check(graph, choices, (ways,), truth, state, batch, tolerance=2e-3)
+
+    def loss(state: State, batch: State) -> Tensor:
+        return Inception(state).loss(batch["images"], batch["labels"])
+
+    case = built_case(graph, state, batch, loss)
+    plan = one_stage(graph, data_parallel(graph, (ways,)), (ways,))
+    assert_equal_to_torch(case, plan, tolerance=2e-3)
 
 
 # -- translation --------------------------------------------------------------------------------
@@ -213,10 +176,10 @@ def test_nmt_is_torchs(shape: tuple[int, ...], tensor: bool) -> None:
     torch.manual_seed(0)
     state = {p.name: (0.4 * torch.randn(p.shape)).requires_grad_() for p in graph.parameters}
     batch = {name: torch.randint(24, (4, 5)) for name in ("source_ids", "target_ids", "labels")}
-    truth = nmt_loss(state, batch, 2)
+    case = built_case(graph, state, batch, lambda state, batch: nmt_loss(state, batch, 2))
     choices = (
         tensor_parallel(graph, shape, len(shape) - 1, sequence_parallel=False)
         if tensor
         else data_parallel(graph, shape)
     )
-    check(graph, choices, shape, truth, state, batch, tolerance=2e-5)
+    assert_equal_to_torch(case, one_stage(graph, choices, shape), tolerance=2e-5)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from examples.models import MLP, SmallCNN, SmallGPT
-from stratagem.executor import execute, model_state
-from stratagem.executor.reference import gradient_errors
 from stratagem.search import literature
 from stratagem.search.baselines import Situation
 from stratagem.search.literature import (
@@ -27,33 +22,19 @@ from stratagem.search.literature import (
 )
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
+from tests.plans import Case, assert_equal_to_torch, make_case
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
-TOLERANCE = 1e-5
 METHODS = [name for name in LITERATURE if not name.startswith("GShard")]
 """Captured models have no experts."""
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A model, its batch, and what it is searched in."""
-
-    model: nn.Module
-    batch: Mapping[str, Tensor]
-    graph: OperatorGraph
-
-    @property
-    def situation(self) -> Situation:
-        return Situation(self.graph, CLUSTER, Training(), RooflineCosts())
-
-
-def make_case(model: nn.Module, **batch: Tensor) -> Case:
-    return Case(model, batch, capture(model, (), batch))
+def situation_of(case: Case) -> Situation:
+    """What a case is searched in."""
+    return Situation(case.graph, CLUSTER, Training(), RooflineCosts())
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +59,6 @@ def cnn() -> Case:
     return make_case(model, images=torch.randn(4, 3, 8, 8), labels=torch.randint(0, 6, (4,)))
 
 
-def assert_equal_to_torch(case: Case, plan: Plan) -> None:
-    result = execute(
-        plan, case.graph, model_state(case.model), case.batch, gradients=True, timeout=30
-    )
-    model = copy.deepcopy(case.model)
-    loss = model(**case.batch)
-    loss.backward()
-    assert result.losses[0] == pytest.approx(float(loss.detach()), rel=TOLERANCE)
-    assert result.gradients is not None
-    truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    errors = gradient_errors(result.gradients, truths)
-    assert errors.keys() == truths.keys()
-    assert max(errors.values()) < TOLERANCE, max(errors, key=lambda name: errors[name])
-
-
 def is_executed(plan: Plan) -> bool:
     """Not what the executor leaves to the simulator, nor batches that norms would see in parts."""
     recomputes = any(c.recompute or c.regather for s in plan.stages for c in s.choices.values())
@@ -106,7 +72,7 @@ def test_plans_of_every_method_equal_torch(
 ) -> None:
     monkeypatch.setattr(literature, "NUM_PLACEMENTS", 10)
     case = request.getfixturevalue(model)
-    plans = [plan for plan in LITERATURE[method](case.situation) if is_executed(plan)]
+    plans = [plan for plan in LITERATURE[method](situation_of(case)) if is_executed(plan)]
     assert plans
     for plan in plans[:3]:
         assert_equal_to_torch(case, plan)
@@ -118,7 +84,7 @@ def test_gspmds_recipes_equal_torch(gpt: Case, recipe: str, shape: tuple[int, in
     axes = (MeshAxis("X", shape[0]), MeshAxis("Y", shape[1]))
     choices = complete(gpt.graph, axes, transformer_annotations(gpt.graph, axes, recipe)).choices
     mesh = DeviceMesh(axes, tuple(range(4)))
-    assert_equal_to_torch(gpt, one_stage_plan(recipe, gpt.situation, mesh, choices))
+    assert_equal_to_torch(gpt, one_stage_plan(recipe, situation_of(gpt), mesh, choices))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +100,7 @@ def test_layouts_equal_torch(gpt: Case, layout: dict[str, str]) -> None:
     axes = (MeshAxis("data", 2), MeshAxis("model", 2))
     choices = layout_choices(gpt.graph, axes, layout)
     mesh = DeviceMesh(axes, tuple(range(4)))
-    assert_equal_to_torch(gpt, one_stage_plan("layout", gpt.situation, mesh, choices))
+    assert_equal_to_torch(gpt, one_stage_plan("layout", situation_of(gpt), mesh, choices))
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
@@ -147,13 +113,13 @@ def test_recursive_partitions_equal_torch(
     count = 4 if shape != (3,) else 3
     mesh = DeviceMesh(axes, tuple(range(count)))
     choices = tofu(case.graph, shape).choices
-    assert_equal_to_torch(case, one_stage_plan("Tofu", case.situation, mesh, choices))
+    assert_equal_to_torch(case, one_stage_plan("Tofu", situation_of(case), mesh, choices))
 
 
 def test_megatrons_pipelines_equal_torch(gpt: Case) -> None:
     setups = [
         replace(setup, inputs_first=False)
-        for setup in megatron_setups(gpt.situation)
+        for setup in megatron_setups(situation_of(gpt))
         if setup.recompute == "none" and not setup.sequence_parallel
         if setup.virtual_stages == 1 and setup.pipeline > 1
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Literal, Protocol
 
 import torch
@@ -15,6 +17,22 @@ Group = tuple[int, ...]
 """Ranks in the order of their pieces; every member passes the same tuple."""
 Shape = tuple[int, ...]
 Reduction = Literal["sum", "max"]
+
+
+@dataclass
+class Pending:
+    """A collective on its way: `finish` waits for it and gives this member's result.
+
+    `ended_ns` is when it was over by `time.perf_counter_ns`, as far as that is known.
+    """
+
+    finish: Callable[[], Tensor]
+    ended_ns: int = 0
+
+
+def done(result: Tensor) -> Pending:
+    """What is over already."""
+    return Pending(lambda: result, perf_counter_ns())
 
 
 class Communicator(Protocol):
@@ -38,6 +56,12 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
         """The sum or maximum of the members' tensors, on every member."""
+
+    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        """Begin a sum that goes on meanwhile; `tensor` must not change until it is over."""
+
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+        """Begin a reduce-scatter likewise."""
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """The members' tensors, of `shapes`, on every member."""
@@ -73,11 +97,14 @@ class Communicator(Protocol):
     ) -> Tensor:
         """The chunk that rank `source` has for this member."""
 
-    def send(self, tensor: Tensor, target: int) -> None:
-        """Send to rank `target` without waiting for it; messages of a pair arrive in order."""
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
+        """Send to rank `target` without waiting for it.
 
-    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
-        """The next tensor that rank `source` sent to this one."""
+        Messages of a pair with the same tag arrive in order; 0 <= tag < 2**30.
+        """
+
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
+        """The next tensor that rank `source` sent to this one with that tag."""
 
     def barrier(self) -> None:
         """Return when every rank of the world has called this."""

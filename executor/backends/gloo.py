@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from time import perf_counter_ns
 from types import TracebackType
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from stratagem.executor.backends.base import (
     Group,
+    Pending,
     Reduction,
     Shape,
+    done,
     num_bytes,
     position,
     ring_bytes,
@@ -29,8 +32,8 @@ from stratagem.executor.backends.base import (
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
-MESSAGE, PIECE = 1, 2
-"""Tags that keep what a plan sends apart from the pieces of gathers and scatters."""
+PIECE, MESSAGE = 1, 2
+"""Tags of the pieces of gathers and scatters, and the first of those that a plan sends."""
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -87,6 +90,15 @@ class GlooCommunicator:
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
 
+    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        """See `Communicator.start_all_reduce`."""
+        if len(group) == 1:
+            return done(tensor)
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(total, group=self._process_group(group), async_op=True)
+        self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
+        return _pending(work, lambda: total)
+
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""
         self._check_shape(tensor, shapes[position(self.rank, group)])
@@ -99,10 +111,16 @@ class GlooCommunicator:
         own = tuple(chunks[position(self.rank, group)].shape)
         addends = self._exchange(chunks, [own] * len(group), group)
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
-        total = addends[0]
-        for addend in addends[1:]:
-            total = total + addend
-        return total
+        return _sum(addends)
+
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+        """See `Communicator.start_reduce_scatter`."""
+        if len(group) == 1:
+            return done(chunks[0])
+        own = tuple(chunks[position(self.rank, group)].shape)
+        work, pieces = self._start_exchange(chunks, [own] * len(group), group)
+        self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
+        return _pending(work, lambda: _sum(pieces()))
 
     def all_to_all(
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
@@ -174,14 +192,14 @@ class GlooCommunicator:
                 self._post(chunk, rank, PIECE)
         return own
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
         """See `Communicator.send`."""
         self.sent[Collective.SEND.value] += num_bytes(tensor)
-        self._post(tensor, target, MESSAGE)
+        self._post(tensor, target, MESSAGE + tag)
 
-    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
         """See `Communicator.recv`."""
-        return self._take(shape, dtype, source, MESSAGE)
+        return self._take(shape, dtype, source, MESSAGE + tag)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
@@ -193,9 +211,10 @@ class GlooCommunicator:
             work.wait()
         self._pending.clear()
         dist.barrier()
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Leave the world without waiting for anyone."""
         self._groups.clear()
         dist.destroy_process_group()
 
@@ -211,7 +230,7 @@ class GlooCommunicator:
         if error is None:
             self.close()
         else:
-            self._leave()
+            self.leave()
 
     def _exchange(
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
@@ -219,22 +238,37 @@ class GlooCommunicator:
         """Chunk j to member j; what the members have for this one, of `shapes`."""
         if len(group) == 1:
             return list(chunks)
+        work, pieces = self._start_exchange(chunks, shapes, group)
+        work.wait()
+        return pieces()
+
+    def _start_exchange(
+        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+    ) -> tuple[dist.Work, Callable[[], list[Tensor]]]:
+        """Begin an exchange; the pieces may be asked for when it is over."""
         ranks = sorted(group)
         sending = [_bytes(chunks[group.index(rank)].detach().contiguous()) for rank in ranks]
         dtype, itemsize = chunks[0].dtype, chunks[0].element_size()
         lengths = [math.prod(shapes[group.index(rank)]) * itemsize for rank in ranks]
         received = torch.empty(sum(lengths), dtype=torch.uint8)
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             received,
             torch.cat(sending),
             lengths,
             [each.numel() for each in sending],
             self._process_group(group),
+            async_op=True,
         )
-        pieces = dict(zip(ranks, torch.split(received, lengths), strict=True))
-        return [
-            pieces[rank].view(dtype).view(shape) for rank, shape in zip(group, shapes, strict=True)
-        ]
+        assert work is not None
+
+        def pieces() -> list[Tensor]:
+            found = dict(zip(ranks, torch.split(received, lengths), strict=True))
+            return [
+                found[rank].view(dtype).view(shape)
+                for rank, shape in zip(group, shapes, strict=True)
+            ]
+
+        return work, pieces
 
     def _post(self, tensor: Tensor, target: int, tag: int) -> None:
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
@@ -266,3 +300,29 @@ class GlooCommunicator:
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat tensor of bytes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _sum(addends: Sequence[Tensor]) -> Tensor:
+    """In group order, as the local backend adds."""
+    total = addends[0]
+    for addend in addends[1:]:
+        total = total + addend
+    return total
+
+
+def _pending(work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+    """An operation of torch as one that is waited for, and notes when it is over."""
+    assert work is not None
+
+    def finish() -> Tensor:
+        work.wait()
+        if not pending.ended_ns:
+            pending.ended_ns = perf_counter_ns()
+        return result()
+
+    def note(_: object) -> None:
+        pending.ended_ns = perf_counter_ns()
+
+    pending = Pending(finish)
+    work.get_future().add_done_callback(note)
+    return pending

@@ -18,8 +18,10 @@ from torch import Tensor
 from stratagem.executor.backends.base import (
     Communicator,
     Group,
+    Pending,
     Reduction,
     Shape,
+    done,
     num_bytes,
     position,
     ring_bytes,
@@ -117,6 +119,14 @@ class LocalCommunicator:
         total: Tensor = self._meet(group, call, tensor, lambda given: _reduced_for_all(given, op))
         return total
 
+    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        """See `Communicator.start_all_reduce`; it is over when this returns."""
+        return done(self.all_reduce(tensor, group))
+
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+        """See `Communicator.start_reduce_scatter`; it is over when this returns."""
+        return done(self.reduce_scatter(chunks, group))
+
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""
         call = Call("all_gather", tensor.dtype)
@@ -205,16 +215,16 @@ class LocalCommunicator:
         self._check_shapes([mine], [shape], (source,))
         return mine
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
         """See `Communicator.send`."""
         self._check_rank(target)
         self.sent[Collective.SEND.value] += num_bytes(tensor)
-        self._world.post(self.rank, target, tensor.detach().clone())
+        self._world.post(self.rank, target, tag, tensor.detach().clone())
 
-    def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
         """See `Communicator.recv`."""
         self._check_rank(source)
-        tensor: Tensor = self._world.take(source, self.rank)
+        tensor: Tensor = self._world.take(source, self.rank, tag)
         if tensor.dtype != dtype:
             raise RuntimeError(
                 f"rank {self.rank} receives {dtype} from rank {source}, which sends {tensor.dtype}"

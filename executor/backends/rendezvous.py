@@ -59,7 +59,7 @@ class World:
         self._waiting: dict[int, str] = {}
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self._num_meetings: Counter[tuple[int, tuple[int, ...]]] = Counter()
-        self._mail: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
+        self._mail: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
 
     def meet(
         self,
@@ -93,21 +93,21 @@ class World:
                 self._wake(member)
             return meeting.results.pop(rank)
 
-    def post(self, source: int, target: int, message: Any) -> None:
-        """Put a message into the mailbox from `source` to `target`."""
+    def post(self, source: int, target: int, tag: int, message: Any) -> None:
+        """Put a message into the mailbox from `source` to `target` of that tag."""
         with self._lock:
             self._check()
-            self._mail[source, target].append(message)
-            if self._waiting.get(target) == _for_message(source):
+            self._mail[source, target, tag].append(message)
+            if self._waiting.get(target) == _for_message(source, tag):
                 self._wake(target)
 
-    def take(self, source: int, target: int) -> Any:
-        """The oldest message in the mailbox from `source` to `target`, once there is one."""
+    def take(self, source: int, target: int, tag: int) -> Any:
+        """The oldest message in a mailbox from `source` to `target`, once there is one."""
         with self._lock:
             self._check()
-            box = self._mail[source, target]
+            box = self._mail[source, target, tag]
             if not box:
-                self._wait(target, _for_message(source), lambda: bool(box))
+                self._wait(target, _for_message(source, tag), lambda: bool(box))
             return box.popleft()
 
     def finish(self, rank: int) -> None:
@@ -174,5 +174,5 @@ class World:
             raise Aborted
 
 
-def _for_message(source: int) -> str:
-    return f"for a message from rank {source}"
+def _for_message(source: int, tag: int) -> str:
+    return f"for a message from rank {source}" + (f" with tag {tag}" if tag else "")

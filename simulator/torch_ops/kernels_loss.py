@@ -15,26 +15,25 @@ Tensors = Sequence[Tensor]
 
 
 def cross_entropy(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    """This rank's addend of the mean loss: shards of tokens and of classes all add up to it."""
+    """This rank's addend of the mean loss: shards of tokens and of classes all add up to it.
+
+    Logits of less than float32 are copied to it first, and the loss is in float32.
+    """
     logits, target, count = inputs
     ignored = operator.attributes.get("ignore_index", -100)
     classes = operator.inputs[0].layout[-1]
     rows = logits.reshape(-1, logits.shape[-1])
-    wide = logits.dtype in (torch.float32, torch.float64)
+    if logits.dtype not in (torch.float32, torch.float64):
+        rows = rows.float()
     if shards.split(operator, classes):
-        losses = _class_losses(operator, shards, rows if wide else rows.float(), target.flatten())
+        losses = _class_losses(operator, shards, rows, target.flatten())
         total = losses.masked_fill(target.flatten() == ignored, 0.0).sum()
-    elif wide:
+    else:
         total = functional.cross_entropy(
             rows, target.flatten(), ignore_index=ignored, reduction="sum"
         )
-    else:
-        each = functional.cross_entropy(
-            rows, target.flatten(), ignore_index=ignored, reduction="none"
-        )
-        total = each.float().sum()
     shape = shape_of(operator.outputs[0].layout, shards.sizes)
-    return (total / count).to(logits.dtype).reshape(shape)
+    return (total / count).reshape(shape)
 
 
 def _class_losses(operator: Operator, shards: Shards, rows: Tensor, target: Tensor) -> Tensor:

@@ -63,8 +63,10 @@ def batch_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Ten
     shared = factors((layout[0], *layout[2:]))
     if training and shards.split(operator, shared):
         return _batch_norm_together(operator, shards, x, weights, shared)
+    wide = mean.dtype
     return functional.batch_norm(
-        x, mean, variance, weight, bias, training, given["momentum"], given["eps"]
+        *(x, mean, variance, weight.to(wide), bias.to(wide)),
+        *(training, given["momentum"], given["eps"]),
     )
 
 

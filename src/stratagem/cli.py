@@ -21,17 +21,17 @@ from typer.core import TyperGroup
 
 from stratagem import __version__
 from stratagem.cache_cli import cache_app
-from stratagem.cli_options import WRONG_INPUT, AsJson, Model, PlanFile, print_json, speaker
+from stratagem.cli_options import WRONG_INPUT, AsJson, Model, print_json, speaker
 from stratagem.clusters_cli import clusters
 from stratagem.doctor_cli import doctor
 from stratagem.extras import install_hint
 from stratagem.model_spec import load_graph
 from stratagem.profile_cli import profile
+from stratagem.run_cli import run
 from stratagem.search_cli import search
 from stratagem.simulate_cli import compare, diff, schedules, simulate
 from stratagem.simulator.files import write_text
 from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.timeline import format_duration
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 """What is wrong with the input or the machine; anything else is a mistake of this program."""
@@ -120,39 +120,6 @@ def capture(
         facts = {"model": graph.name, "operators": len(graph.operators), "batch": graph.batch}
         size = {"parameters": graph.num_parameters, "fingerprint": graph.fingerprint}
         print_json({**facts, **size, "out": out})
-
-
-def run(
-    plan: PlanFile,
-    model: Annotated[str, typer.Argument(help="module:function returning (model, inputs)")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="result file to write")],
-    steps: Annotated[int, typer.Option(help="training steps")] = 10,
-    warmup: Annotated[int, typer.Option(help="steps to run and undo first")] = 2,
-    check: Annotated[bool, typer.Option("--check", help="compare with one process")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Train by a plan on this machine, a process for every device.
-
-    Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
-    """
-    from stratagem.executor.launch import launch
-
-    report = launch(plan, model, steps=steps, warmup=warmup, check=check)
-    report.save(out)
-    console = speaker(as_json)
-    console.print(
-        f"{steps} steps, {format_duration(report.step_time)} each (median); loss "
-        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
-    )
-    if check:
-        console.print(
-            f"loss and {len(report.errors) - 1} gradients agree with one process of torch to "
-            f"{report.max_error:.1e}"
-        )
-    console.print(f"Written to {out}", soft_wrap=True)
-    if as_json:
-        facts = {"step_time": report.step_time, "losses": report.losses, "out": out}
-        print_json({**facts, "max_error": report.max_error} if check else facts)
 
 
 for verb in (capture, profile, search, simulate, run, compare, diff, schedules, clusters):

@@ -7,7 +7,7 @@ the steps that always go together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -31,9 +31,11 @@ from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.training import Training
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from stratagem.executor.run import ExecutionResult
+    from stratagem.executor.batches import Data
+    from stratagem.executor.rates import Rate
+    from stratagem.executor.result import ExecutionResult
     from stratagem.profiler.costs import MeasuredCosts
     from stratagem.profiler.timing import Effort
 
@@ -310,13 +312,18 @@ def local_cluster(num_processes: int = 2, *, cache: str | Path | None = None) ->
 def execute(
     plan: Plan,
     model: nn.Module,
-    batch: Mapping[str, Tensor],
+    data: Data,
     *,
     graph: OperatorGraph | None = None,
     steps: int = 1,
     warmup: int = 0,
     gradients: bool = False,
+    rate: Rate | None = None,
+    checkpoint: str | Path | None = None,
+    every: int = 0,
+    resume: str | Path | None = None,
     backend: Backend = "local",
+    progress: bool = True,
 ) -> ExecutionResult:
     """Train a model for some steps by a plan, on the CPUs of this machine.
 
@@ -327,20 +334,31 @@ def execute(
 
     Args:
         plan: for this model and batch, in float32.
-        model: its parameters and buffers are read, not changed.
-        batch: the keyword arguments of the model's `forward`, the same for every step.
+        model: its parameters and buffers are read, not changed; `load_checkpoint` puts what was
+            trained into it.
+        data: the keyword arguments of the model's `forward`, the same for every step; or an
+            iterable of such batches, as a DataLoader: the first one is captured.
         graph: what `capture` gave; the model is captured anew when left out.
-        steps: how many to run.
+        steps: how many to run, those before a checkpoint to go on from counted.
         warmup: steps to run and undo before, so that the measured ones are not the first.
         gradients: whether to bring the gradients of the last step together.
+        rate: what the plan's learning rate is multiplied by at each step, such as a
+            `RateSchedule` or a function of the step from 0; 1 when left out.
+        checkpoint: folder for checkpoints; none are written when left out.
+        every: steps between two checkpoints; 0 writes one after the last step only.
+        resume: a checkpoint, perhaps of another plan, or a folder of checkpoints with the last of
+            them, to go on from.
         backend: ``local`` runs all ranks as threads of this process, exact but not timed as a
-            cluster would be; ``gloo`` starts a process for each, under torchrun.
+            cluster would be; ``gloo`` starts a process for each, under torchrun, which takes one
+            batch for all steps (`stratagem run` gives processes a DataLoader each).
+        progress: False shows nothing.
 
     Raises:
         ValueError: when the plan is not for this model, batch and sequence length, or cannot be
-            executed; on an unknown backend.
-        RuntimeError: when a rank fails, with its last lines.
+            executed; a batch or a checkpoint does not fit, or is damaged; on an unknown backend.
+        RuntimeError: when a rank fails; says which and where it was.
     """
+    from stratagem.executor.batches import first_batch
     from stratagem.executor.run import execute as run_here
     from stratagem.executor.states import model_state
     from stratagem.ranks import run_processes
@@ -350,8 +368,20 @@ def execute(
     if backend not in known:
         raise unknown("backend", backend, known)
     run = run_here if backend == "local" else run_processes
-    used = graph or capture(model, kwargs=batch)
+    used = graph or capture(model, kwargs=first_batch(data))
     plan.check(plan.rewrite(used).graph)
-    return run(
-        plan, used, model_state(model), batch, steps=steps, warmup=warmup, gradients=gradients
-    )
+    with progress_bar(enabled=progress and steps > 1) as show:
+        return run(
+            plan,
+            used,
+            model_state(model),
+            data,
+            steps=steps,
+            warmup=warmup,
+            gradients=gradients,
+            rate=rate,
+            checkpoint=checkpoint,
+            every=every,
+            resume=resume,
+            show=show,
+        )

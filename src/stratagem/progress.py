@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -40,6 +42,23 @@ def progress_bar(*, enabled: bool = True) -> Iterator[Show]:
             yield show
     else:
         yield _lines(console)
+
+
+def status_file(path: Path) -> Show:
+    """A function that keeps what it shows in a file, for another process to show."""
+
+    def show(what: str, fraction: float, remark: str) -> None:
+        temporary = path.with_name(f"{path.name}.new")
+        temporary.write_text(json.dumps([what, fraction, remark]))
+        temporary.replace(path)
+
+    return show
+
+
+def show_status(path: Path, show: Show) -> None:
+    """Show what another process keeps in a file; nothing while there is none."""
+    if path.exists():
+        show(*json.loads(path.read_text()))
 
 
 @contextmanager

@@ -1,0 +1,278 @@
+"""Reading checkpoints: parts of tensors, for the plan that wrote them or for another.
+
+A part of a tensor whose parameter is the same in both graphs is put together from the saved boxes
+that it meets, and nothing else is read. Where substitutions differ, the parameters that they touch
+are made whole, brought to the model's own form, and rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from stratagem.executor.checkpoint import complete_checkpoints, file_hash
+from stratagem.executor.checkpoint_index import (
+    INDEX_NAME,
+    PARAMETER,
+    CheckpointIndex,
+    Course,
+    SavedTensor,
+    key_of,
+)
+from stratagem.executor.movement import stored_shape
+from stratagem.executor.seats import box_shape, cut
+from stratagem.executor.substituted import to_model, to_rewritten
+from stratagem.simulator.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.transfers import Box, box_elements, intersection, local_bounds
+
+if TYPE_CHECKING:
+    from stratagem.executor.backends.base import Communicator
+    from stratagem.executor.interpreter import Interpreter
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint, given its own folder or that of a run's checkpoints, of which it is the last.
+
+    Raises:
+        ValueError: when there is no complete one.
+    """
+    if (Path(path) / INDEX_NAME).is_file():
+        return Path(path)
+    complete = complete_checkpoints(path)
+    if not complete:
+        raise ValueError(
+            f"{path} has no complete checkpoint: neither {INDEX_NAME} nor a folder step-… with one"
+        )
+    return complete[max(complete)]
+
+
+def load_checkpoint(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
+    """The parameters and buffers of a checkpoint as whole tensors of plain torch, by name.
+
+    Example:
+        >>> sg.load_checkpoint("checkpoints", model)["head.weight"].shape  # doctest: +SKIP
+        torch.Size([1024, 256])
+
+    Args:
+        path: folder of a checkpoint, or of a run's checkpoints: the last one is taken.
+        model: where to put them, too.
+
+    Returns:
+        Every tensor under the name that it has in the model; what training neither reads nor
+        changes is not there.
+
+    Raises:
+        ValueError: when there is no complete checkpoint, a file of it is missing or damaged, or
+            `model` has other parameters.
+    """
+    with Checkpoint(find_checkpoint(path)) as checkpoint:
+        checkpoint.check_files()
+        checkpoint.check_hashes()
+        whole = {
+            tensor.name: checkpoint.whole(PARAMETER, tensor) for tensor in checkpoint.index.tensors
+        }
+        state = to_model(checkpoint.index.maps, whole)
+    if model is not None:
+        _put(state, model, path)
+    return state
+
+
+def _put(state: Mapping[str, Tensor], model: nn.Module, path: str | Path) -> None:
+    theirs = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    for name, tensor in state.items():
+        given = theirs.get(name)
+        if given is None or given.shape != tensor.shape:
+            here = "missing" if given is None else tuple(given.shape)
+            raise ValueError(
+                f"checkpoint {path} has {name!r} of shape {tuple(tensor.shape)}, which is {here} "
+                f"in the model; load it into the model that was trained"
+            )
+    with torch.no_grad():
+        for name, tensor in state.items():
+            theirs[name].copy_(tensor)
+
+
+def restore(interpreter: Interpreter, path: str | Path) -> Course:
+    """Put a checkpoint into this rank: its parameters and optimizer states; every rank calls this.
+
+    Returns:
+        How far the run was.
+
+    Raises:
+        ValueError: on every rank alike, when a file is missing or damaged, or the checkpoint is of
+            another model.
+    """
+    program, comm = interpreter.program, interpreter.comm
+    device = program.ranks[comm.rank].device
+    with Checkpoint(find_checkpoint(path), program.maps) as checkpoint:
+        index = checkpoint.index
+        index.check_model(program, checkpoint.folder)
+        checkpoint.check_files()
+        checkpoint.check_hashes(comm)
+        interpreter.restore(
+            lambda stored, box: checkpoint.part(PARAMETER, stored.parameter, stored.sizes, box)
+        )
+        states: dict[str, dict[str, Tensor]] = {}
+        for kind in index.states:
+            for home in program.homes:
+                mesh = program.plan.stages[home.stage].mesh
+                if not home.trained or device not in mesh.devices:
+                    continue
+                stored = home.stored
+                box = local_bounds(stored.sizes, stored.placements, mesh, device)
+                if box is not None:
+                    part = checkpoint.part(kind, stored.parameter, stored.sizes, box)
+                    shaped = part.reshape(stored_shape(stored.layout, part.shape))
+                    states.setdefault(stored.parameter, {})[kind] = shaped.to(comm.device)
+        for name, state in states.items():
+            interpreter.optimizer.load(name, state, index.updates)
+        return index.course
+
+
+class Checkpoint:
+    """An open checkpoint, read for a graph that `maps` make of the model's parameters.
+
+    Raises:
+        ValueError: when its index is broken.
+    """
+
+    def __init__(self, folder: Path, maps: Sequence[ParameterMap] = ()) -> None:
+        self.folder = folder
+        self.index = CheckpointIndex.load(folder)
+        self._maps = tuple(maps)
+        self._touched: frozenset[str] = frozenset()
+        if self._maps != self.index.maps:
+            self._touched = frozenset(
+                each.name
+                for change in (*self._maps, *self.index.maps)
+                for each in (*change.removed, *change.added)
+            )
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._rewritten: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.clear()
+        self._open.close()
+
+    def check_files(self) -> None:
+        """Refuse a checkpoint that lacks a file, or has one of another length.
+
+        Raises:
+            ValueError: names the file, and both lengths.
+        """
+        for file in self.index.files:
+            path = self.folder / file.name
+            if not path.is_file():
+                raise ValueError(
+                    f"checkpoint {self.folder} lacks its file {file.name}; copy it there, or "
+                    f"resume from another checkpoint"
+                )
+            if path.stat().st_size != file.num_bytes:
+                raise ValueError(
+                    f"file {file.name} of checkpoint {self.folder} is damaged: it has "
+                    f"{path.stat().st_size} bytes and was written with {file.num_bytes}; resume "
+                    f"from another checkpoint"
+                )
+
+    def check_hashes(self, comm: Communicator | None = None) -> None:
+        """Refuse a checkpoint with a file that changed; ranks share the work.
+
+        Raises:
+            ValueError: names the file.
+        """
+        first, stride = (comm.rank, comm.world_size) if comm else (0, 1)
+        worst = 0
+        for number in range(first, len(self.index.files), stride):
+            file = self.index.files[number]
+            if file_hash(self.folder / file.name).hex() != file.sha256:
+                worst = number + 1
+        if comm:
+            mine = torch.tensor([worst], device=comm.device)
+            worst = int(comm.all_reduce(mine, tuple(range(comm.world_size)), "max"))
+        if worst:
+            raise ValueError(
+                f"file {self.index.files[worst - 1].name} of checkpoint {self.folder} is damaged: "
+                f"its SHA-256 is not the one that it was written with; resume from another "
+                f"checkpoint"
+            )
+
+    def part(self, kind: str, name: str, sizes: tuple[int, ...], box: Box) -> Tensor:
+        """A box of a tensor of the graph, in memory of its own; `sizes` are those of its factors.
+
+        Raises:
+            ValueError: when a file cannot be read.
+        """
+        saved = self.index.by_name.get(name)
+        if saved is not None and name not in self._touched:
+            if saved.sizes == sizes:
+                return self._assemble(kind, saved, box)
+            whole = self.whole(kind, saved)
+        else:
+            whole = self._rewrite(kind)[name]
+        everything = tuple((0, size) for size in sizes)
+        return cut(whole.reshape(sizes), everything, box).clone()
+
+    def whole(self, kind: str, saved: SavedTensor) -> Tensor:
+        """All of a tensor as it was saved, in the shape of the parameter."""
+        box = tuple((0, size) for size in saved.sizes)
+        return self._assemble(kind, saved, box).reshape(saved.shape)
+
+    def _rewrite(self, kind: str) -> dict[str, Tensor]:
+        """The parameters that either graph rewrites, as those of the graph that is to run."""
+        if self._rewritten[0] != kind:
+            whole = {
+                name: self.whole(kind, saved)
+                for name, saved in self.index.by_name.items()
+                if name in self._touched and (saved.trained or kind == PARAMETER)
+            }
+            model = to_model(self.index.maps, whole)
+            self._rewritten = kind, to_rewritten(self._maps, model)
+        return self._rewritten[1]
+
+    def _assemble(self, kind: str, saved: SavedTensor, box: Box) -> Tensor:
+        made: Tensor | None = None
+        for part in saved.parts:
+            shared = intersection(part.box, box)
+            if box_elements(shared):
+                piece = self._read(part.file, key_of(kind, saved.name), part.box, shared)
+                if made is None:
+                    made = torch.empty(box_shape(box), dtype=piece.dtype)
+                cut(made, box, shared).copy_(piece)
+        return torch.empty(box_shape(box)) if made is None else made
+
+    def _read(self, file: str, key: str, held: Box, wanted: Box) -> Tensor:
+        """The box `wanted` of what a file has of a tensor, which is the box `held`."""
+        try:
+            if file not in self._files:
+                opened = safe_open(self.folder / file, framework="pt")
+                self._files[file] = self._open.enter_context(opened)
+            if held == wanted:
+                tensor: Tensor = self._files[file].get_tensor(key)
+                return tensor
+            slices = tuple(
+                slice(start - first, stop - first)
+                for (start, stop), (first, _) in zip(wanted, held, strict=True)
+            )
+            part: Tensor = self._files[file].get_slice(key)[slices]
+            return part
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"file {file} of checkpoint {self.folder} is damaged: {error}; resume from "
+                f"another checkpoint"
+            ) from error

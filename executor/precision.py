@@ -1,0 +1,34 @@
+"""In which dtypes a plan runs what was captured in float32 (mixed precision).
+
+Parameters, activations and their gradients take the plan's precision; the loss and what is summed
+to a scalar stay in float32, as do running statistics. The optimizer updates a float32 copy of each
+parameter (Micikevicius et al. 2018, arXiv 1710.03740).
+"""
+
+from __future__ import annotations
+
+from stratagem.simulator.graph import Layout
+from stratagem.simulator.training import Training
+
+
+def executed_dtype(training: Training, dtype: str, layout: Layout) -> str:
+    """The dtype in which a tensor runs that was captured in `dtype`.
+
+    Example:
+        >>> executed_dtype(Training(precision="bfloat16"), "float32", (("sample",), ("feature",)))
+        'bfloat16'
+        >>> executed_dtype(Training(precision="bfloat16"), "float32", ())
+        'float32'
+        >>> executed_dtype(Training(precision="bfloat16"), "int64", (("sample",),))
+        'int64'
+    """
+    is_floating = dtype.startswith(("float", "bfloat"))
+    if training.precision == "float32" or not is_floating or not layout:
+        return dtype
+    return training.precision
+
+
+def gradient_dtype(training: Training, dtype: str) -> str:
+    """The dtype in which gradients of a parameter captured in `dtype` are added up."""
+    precision = training.gradient_precision or training.precision
+    return dtype if precision == "float32" else precision

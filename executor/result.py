@@ -1,0 +1,41 @@
+"""What running a plan gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stratagem.simulator.timeline import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionResult:
+    """What running a plan gave.
+
+    Attributes:
+        losses: of every step of this run.
+        step_times: of every step in seconds, that of the slowest rank.
+        timeline: of a step with the median time, measured.
+        parameters: whole parameters and buffers after the steps, by name.
+        gradients: whole gradients of the last step, by name; None unless asked for.
+        first_step: how many steps the checkpoint had made that the run went on from.
+    """
+
+    losses: tuple[float, ...]
+    step_times: tuple[float, ...]
+    timeline: Timeline
+    parameters: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor] | None = None
+    first_step: int = 0
+
+    @property
+    def step_time(self) -> float:
+        """Median step time in seconds."""
+        return self.step_times[median_index(self.step_times)]
+
+
+def median_index(values: tuple[float, ...]) -> int:
+    """Where the (lower) median is."""
+    return sorted(range(len(values)), key=lambda i: (values[i], i))[(len(values) - 1) // 2]

@@ -1,0 +1,92 @@
+"""The command line's verb that trains.
+
+stratagem run plan.json examples.small_gpt:build --steps 100 --out run.json
+stratagem run plan.json examples.small_gpt:build --data mydata:loader --steps 10000 \\
+    --rate cosine --rate-warmup 500 --checkpoint checkpoints --every 1000
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stratagem.cli_options import AsJson, print_json, speaker
+from stratagem.progress import progress_bar
+from stratagem.simulator.timeline import format_duration
+
+
+def run(
+    plan: Annotated[Path, typer.Argument(help="plan file, from search")],
+    model: Annotated[str, typer.Argument(help="module:function returning (model, inputs)")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="result file to write, for compare")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(help="training steps, those before a checkpoint counted")
+    ] = 10,
+    warmup: Annotated[int, typer.Option(help="steps to run and undo first")] = 2,
+    check: Annotated[bool, typer.Option("--check", help="compare with one process")] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(help="module:function returning batches, the same on every rank"),
+    ] = None,
+    rate: Annotated[
+        str,
+        typer.Option(help="learning rate: constant, linear, cosine, or module:function"),
+    ] = "constant",
+    rate_warmup: Annotated[int, typer.Option(help="steps in which the rate rises")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
+    every: Annotated[
+        int, typer.Option(help="steps between two checkpoints; 0: after the last step only")
+    ] = 0,
+    resume: Annotated[
+        Path | None, typer.Option(help="checkpoint, or folder of them, to go on from")
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="seconds after which a step in which no rank goes on is stopped"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train by a plan on this machine, a process for every device.
+
+    Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
+    """
+    from stratagem.executor.launch import launch
+    from stratagem.executor.watch import Limits
+
+    with progress_bar() as show:
+        report = launch(
+            plan,
+            model,
+            steps=steps,
+            warmup=warmup,
+            check=check,
+            data=data,
+            rate=rate,
+            rate_warmup=rate_warmup,
+            checkpoint=checkpoint,
+            every=every,
+            resume=resume,
+            stalled=timeout or Limits.stalled,
+            timeout=None,
+            show=show,
+        )
+    console = speaker(as_json)
+    console.print(
+        f"{len(report.losses)} steps, {format_duration(report.step_time)} each (median); loss "
+        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
+    )
+    if check:
+        console.print(
+            f"loss and {len(report.errors) - 1} gradients agree with one process of torch to "
+            f"{report.max_error:.1e}"
+        )
+    if out is not None:
+        report.save(out)
+        console.print(f"Written to {out}", soft_wrap=True)
+    if as_json:
+        facts = {"step_time": report.step_time, "losses": report.losses, "out": out}
+        print_json({**facts, "max_error": report.max_error} if check else facts)

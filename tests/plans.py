@@ -1,0 +1,319 @@
+"""Models with their graphs, plans for them drawn by rule or at random, and the truth of torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stratagem.executor import execute, model_state
+from stratagem.executor.reference import gradient_errors, relative_error
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.placement import (
+    REPLICATE,
+    Config,
+    Pin,
+    Placement,
+    Shard,
+    check_config,
+)
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.training import Training
+
+TOLERANCE = 1e-5
+Chooser = Callable[[Operator, tuple[int, ...]], Choice]
+Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, its batch and its graph."""
+
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    graph: OperatorGraph
+
+    @property
+    def by_microbatch(self) -> bool:
+        """Whether the truth sees microbatches too: batch norms take their statistics there."""
+        return any(isinstance(each, nn.BatchNorm2d) for each in self.model.modules())
+
+
+def make_case(model: nn.Module, **batch: Tensor) -> Case:
+    """A captured model."""
+    return Case(model, batch, capture(model, (), batch))
+
+
+def built_case(
+    graph: OperatorGraph, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], loss: Loss
+) -> Case:
+    """A built graph, and its loss in plain torch as a function of parameters and batch."""
+    trained = {each.name for each in graph.parameters if each.trainable}
+    return Case(_Stated(state, trained, loss), batch, graph)
+
+
+class _Stated(nn.Module):
+    """A function of named parameters and a batch as a module."""
+
+    def __init__(self, state: Mapping[str, Tensor], trained: set[str], loss: Loss) -> None:
+        super().__init__()
+        self._loss = loss
+        for name, value in state.items():
+            module: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            if name in trained:
+                module.register_parameter(last, nn.Parameter(value.detach().clone()))
+            else:
+                module.register_buffer(last, value.clone())
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return self._loss(state, batch)
+
+
+# -- choices ------------------------------------------------------------------------------------
+
+
+def whole(operator: Operator, shape: tuple[int, ...]) -> Choice:
+    """Replicate everything."""
+    return Choice(tuple(REPLICATE for _ in shape))
+
+
+def sharding(*kinds: str | None, zero: int = 0) -> Chooser:
+    """Shard on axis i the first free dim of kind (or of the name) `kinds[i]`."""
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        config: list[Placement] = []
+        for wanted in kinds:
+            config.append(REPLICATE)
+            for dim in operator.dims:
+                tried = [*config[:-1], Shard(dim.name)]
+                rest = [REPLICATE] * (len(kinds) - len(tried))
+                if wanted in (dim.kind.value, dim.name) and is_legal(
+                    operator, (*tried, *rest), shape
+                ):
+                    config = tried
+                    break
+        return Choice(tuple(config), zero)
+
+    return choose
+
+
+def megatron(operator: Operator, shape: tuple[int, ...]) -> Choice:
+    """Heads and wide layers split over the last axis, sequence between, samples over others."""
+    name = operator.name.rpartition(".")[2]
+    split = {"qkv": "head", "attention": "head", "out": "head", "up": "out", "act": "feature"}
+    split |= {"down": "in", "head": "out", "cross_entropy": "class", "tokens": "vocabulary"}
+    wanted = split.get(name, "sequence")
+    return sharding(*[DimKind.SAMPLE.value] * (len(shape) - 1), wanted)(operator, shape)
+
+
+def drawing(seed: int) -> Chooser:
+    """A legal config for every operator at random, with pins, and a random ZeRO stage."""
+    rng = random.Random(seed)
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        while True:
+            config = tuple(_draw(rng, operator, ways) for ways in shape)
+            if is_legal(operator, config, shape):
+                return Choice(config, rng.randrange(4))
+
+    return choose
+
+
+def _draw(rng: random.Random, operator: Operator, ways: int) -> Placement:
+    shards = [Shard(dim.name) for dim in operator.dims if not dim.whole]
+    return rng.choice([REPLICATE, Pin(rng.randrange(ways)), *shards, *shards])
+
+
+def is_legal(operator: Operator, config: Config, shape: tuple[int, ...]) -> bool:
+    """Whether an operator can have a config."""
+    try:
+        check_config(operator, config, shape)
+    except ValueError:
+        return False
+    return True
+
+
+# -- plans --------------------------------------------------------------------------------------
+
+
+def make_plan(
+    case: Case,
+    choose: Chooser,
+    *shapes: tuple[int, ...],
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    cuts: tuple[int, ...] | None = None,
+    training: Training | None = None,
+    crews: int | None = None,
+) -> Plan:
+    """Stages of `shapes`, the operators cut in equal parts or at `cuts`.
+
+    With `crews`, stage s is on the devices of stage s modulo `crews`, as in interleaved schedules.
+    """
+    graph = case.graph.microbatch(num_microbatches)
+    names = [o.name for o in graph.operators if o.kind != "source"]
+    sources = [o.name for o in graph.operators if o.kind == "source"]
+    if cuts is None:
+        cuts = tuple(len(names) * s // len(shapes) for s in range(1, len(shapes)))
+    stages: list[Stage] = []
+    device = 0
+    for s, (first, last) in enumerate(zip((0, *cuts), (*cuts, len(names)), strict=True)):
+        if crews is None or s < crews:
+            mesh = mesh_of(shapes[s], device)
+            device += len(mesh.devices)
+        else:
+            mesh = mesh_of(shapes[s], stages[s % crews].mesh.devices[0])
+        listed = (*(sources if s == 0 else ()), *names[first:last])
+        chosen = {
+            name: (whole if name in sources else choose)(graph.operator(name), mesh.shape)
+            for name in listed
+        }
+        stages.append(Stage(listed, mesh, chosen))
+    return Plan(
+        name="test",
+        model=graph.name,
+        fingerprint=case.graph.fingerprint,
+        cluster=Cluster.preset("dgx-a100", num_nodes=2),
+        training=training or Training(),
+        stages=tuple(stages),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
+
+
+def one_stage(graph: OperatorGraph, choices: Mapping[str, Choice], shape: tuple[int, ...]) -> Plan:
+    """One stage of all operators, with choices made before."""
+    case = Case(nn.Module(), {}, graph)
+    return make_plan(case, lambda operator, shape: choices[operator.name], shape)
+
+
+def mesh_of(shape: tuple[int, ...], first: int = 0) -> DeviceMesh:
+    """Consecutive devices."""
+    axes = tuple(MeshAxis(f"axis{i}", ways) for i, ways in enumerate(shape))
+    return DeviceMesh(axes, tuple(range(first, first + math.prod(shape))))
+
+
+def chosen(choices: Mapping[str, Choice]) -> Chooser:
+    """Choices made before, by name."""
+    return lambda operator, shape: choices[operator.name]
+
+
+SHAPES = ((1,), (2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (4, 2), (2, 2, 2))
+
+
+def random_plan(case: Case, seed: int, training: Training | None = None) -> Plan:
+    """One to four stages of any mesh, 2 to 8 ranks in all, random configs, options, schedules."""
+    rng = random.Random(seed)
+    num_stages = rng.choice([1, 1, 2, 3])
+    shapes = [rng.choice(SHAPES) for _ in range(num_stages)]
+    while not 2 <= sum(map(math.prod, shapes)) <= 8:
+        shapes = [rng.choice(SHAPES) for _ in range(num_stages)]
+    schedule, crews, num_microbatches = rng.choice(["gpipe", "1f1b"]), None, rng.choice([1, 2])
+    if num_stages == 2 and rng.random() < 0.5:
+        schedule, crews, num_microbatches = "interleaved", 2, 2
+        turned = [tuple(reversed(shape)) for shape in shapes]
+        shapes += turned if rng.random() < 0.5 else shapes
+    elif num_stages > 1 and rng.random() < 0.5:
+        schedule, num_microbatches = "zb-h1", 2
+    num_operators = sum(o.kind != "source" for o in case.graph.operators)
+    plan = make_plan(
+        case,
+        optional(drawing(seed), seed),
+        *shapes,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        cuts=tuple(sorted(rng.sample(range(1, num_operators), len(shapes) - 1))),
+        training=training,
+        crews=crews,
+    )
+    return replace(
+        plan, inputs_first=rng.random() < 0.3, bucket_bytes=rng.choice([0, 0, 500, 10**9])
+    )
+
+
+def optional(choose: Chooser, seed: int) -> Chooser:
+    """Choices that also recompute or convert again, at random."""
+    rng = random.Random(seed)
+
+    def chosen(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        made = choose(operator, shape)
+        return replace(made, recompute=rng.random() < 0.3, regather=rng.random() < 0.3)
+
+    return chosen
+
+
+# -- truth --------------------------------------------------------------------------------------
+
+
+def backward_of(model: nn.Module, batch: Mapping[str, Tensor], num_microbatches: int) -> float:
+    """The loss, whose gradients are added to the model's; microbatches one after the other."""
+    parts = {name: x.chunk(num_microbatches) for name, x in batch.items()}
+    total = 0.0
+    for m in range(num_microbatches):
+        loss = model(**{name: chunks[m] for name, chunks in parts.items()}) / num_microbatches
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def assert_equal_to_torch(case: Case, plan: Plan, tolerance: float = TOLERANCE) -> None:
+    """Loss, all gradients and all buffers of a step are those of one process of torch."""
+    result = execute(
+        plan, case.graph, model_state(case.model), case.batch, gradients=True, timeout=60
+    )
+    model = copy.deepcopy(case.model)
+    loss = backward_of(model, case.batch, plan.num_microbatches if case.by_microbatch else 1)
+    assert result.losses[0] == pytest.approx(loss, rel=TOLERANCE)
+    assert result.gradients is not None
+    truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    errors = gradient_errors(result.gradients, truths)
+    assert errors.keys() == dict(model.named_parameters()).keys()
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] < tolerance, f"{worst}: {errors[worst]}"
+    for name, buffer in model.named_buffers():
+        if name in result.parameters:
+            assert relative_error(result.parameters[name], buffer) < tolerance, name
+
+
+def assert_trains_like_torch(case: Case, plan: Plan, *, steps: int = 3, warmup: int = 0) -> None:
+    """Losses of some steps and the parameters after them are those of `torch.optim`."""
+    result = execute(
+        plan, case.graph, model_state(case.model), case.batch, steps=steps, warmup=warmup
+    )
+    assert len(result.losses) == steps
+    model = copy.deepcopy(case.model)
+    training = plan.training
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    optimizer = kinds[training.optimizer](model.parameters(), lr=training.learning_rate)
+    seen = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    parts = plan.num_microbatches if case.by_microbatch else 1
+    for loss in result.losses:
+        optimizer.zero_grad()
+        assert loss == pytest.approx(backward_of(model, case.batch, parts), rel=TOLERANCE)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            # Adam divides by the gradient's size: one that is rounding error of 0 has any sign.
+            assert parameter.grad is not None
+            if training.optimizer == "adam":
+                seen[name] &= parameter.grad.abs() > 1e-5
+    for name, parameter in model.state_dict().items():
+        if name not in seen:
+            continue
+        difference = (result.parameters[name] - parameter).abs()[seen[name]]
+        scale = max(float(parameter.abs().max()), training.learning_rate)
+        assert bool((difference <= TOLERANCE * scale).all()), name
