@@ -197,7 +197,15 @@ def _share(share: float) -> str:
 
 
 def choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) -> str:
-    """What a choice does to an operator on a mesh of a shape, in a few words."""
+    """What a choice does to an operator on a mesh of `shape`, in words.
+
+    Example:
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.placement import Shard
+        >>> operator = mlp([8, 4], batch=2).operator("layers.0")
+        >>> choice_phrase(operator, Choice((Shard("sample"),)), (2,))
+        'samples split 2 ways'
+    """
     ways: Counter[str] = Counter()
     copies = 1
     words: list[str] = []
@@ -231,11 +239,11 @@ def choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) ->
 
 
 def collapse(names: Iterable[str]) -> str:
-    """Layer numbers to stars; long lists end in a count.
+    """Layer numbers to stars, long lists to a count.
 
     Example:
-        >>> collapse(["h.0.mlp", "h.1.mlp", "head"])
-        'h.*.mlp (2×), head'
+        >>> collapse(["h.0.mlp.up", "h.1.mlp.up", "wte"])
+        'h.*.mlp.up (2×), wte'
     """
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
     shown = [

@@ -24,6 +24,9 @@ from stratagem.simulator.show.plan_picture import plan_picture
 QUICK = Budget(evaluations=300, seconds=15.0)
 """Of the search on one node more."""
 
+SCRIPTS = ("report.js", "drawings.js")
+"""Joined to the script of the page, in this order."""
+
 
 def report(
     result: SearchResult,
@@ -79,7 +82,7 @@ def render(content: dict[str, Any], *, picture: str, curve: str) -> str:
         "picture": picture,
         "curve": curve,
         "style": (folder / "report.css").read_text("utf-8"),
-        "script": (folder / "report.js").read_text("utf-8"),
+        "script": "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS),
         "data": data.replace("<", "\\u003c"),
     }
     template = (folder / "template.html").read_text("utf-8")
