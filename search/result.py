@@ -8,14 +8,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stratagem.search.space import Skeleton
+from stratagem.search.space import Options, Skeleton
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.show.curve import convergence_curve
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.table import Table, Unit
 from stratagem.simulator.timeline import format_duration
+
+if TYPE_CHECKING:
+    from stratagem.search.constraints import Constraints
+    from stratagem.simulator.costs import CostModel
 
 
 class StopReason(enum.Enum):
@@ -209,15 +214,28 @@ class SearchResult:
         title = f"{self.graph.name} on {self.plan.cluster.name}"
         return Table(title, columns, (found, *known))
 
-    def report(self, path: str | Path) -> None:
-        """Write it as one HTML page, priced by the device model (see `report.page.report`).
+    def report(
+        self,
+        path: str | Path,
+        *,
+        costs: CostModel | None = None,
+        options: Options | None = None,
+        constraints: Constraints | None = None,
+    ) -> None:
+        """Write it as one HTML page, with what faster links and one node more would do.
 
         Example:
             >>> result.report("report.html")  # doctest: +SKIP
+
+        Args:
+            path: of the page.
+            costs: those of the search; the device model when left out.
+            options: those of the search, for the search on one node more.
+            constraints: likewise.
         """
         from stratagem.search.report.page import report
 
-        report(self, path)
+        report(self, path, costs=costs, options=options, constraints=constraints)
 
     @property
     def curve(self) -> str:

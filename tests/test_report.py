@@ -300,6 +300,19 @@ class TestInTheBrowser:
         assert numbers == sorted(numbers, reverse=True)
         assert numbers[0] > 0
 
+    def test_memory_is_drawn_as_it_is(self, shown):
+        """What is drawn holds the peak, and what the curve has at the end of every pixel."""
+        curve = "data.memory[0]"
+        points = shown.value(f"drawMemory(), pointsSeen({curve}, 100 / timeline.end)")
+        times, totals = shown.value(f"{curve}.times"), shown.value(f"{curve}.totals")
+        assert len(times) > 2 * len(points) > 100
+        assert max(totals[point] for point in points) == max(totals)
+        end = shown.value("timeline.end")
+        for pixel in range(1, 100):
+            before = np.searchsorted(times, end * pixel / 100) - 1
+            drawn = max(point for point in points if times[point] <= times[before])
+            assert totals[drawn] == totals[before]
+
     def test_memory_of_another_rank(self, shown):
         words = "byId('memory-words').textContent"
         shown.value("byId('rank').value = '1'")

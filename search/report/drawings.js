@@ -393,22 +393,30 @@ function drawMemory() {
   mark(curve.peak, `peak ${size(curve.peak)}`, "faint");
   if (near) mark(curve.capacity, `capacity ${size(curve.capacity)}`, "bad");
   const verdict = curve.peak > curve.capacity ? ": too much." : ".";
-  byId("memory-words").textContent =
-    `At most ${size(curve.peak)} of the ${size(curve.capacity)} of a device of ${curve.label}${verdict}`;
+  const most = `${size(curve.peak)} of the ${size(curve.capacity)}`;
+  byId("memory-words").textContent = `At most ${most} of a device of ${curve.label}${verdict}`;
 }
 
-// The points of a curve in view, of those on one pixel the fullest.
+// The points of a curve in view, of those on one pixel the fullest and the last, which goes on.
 function pointsSeen(curve, perNs) {
   const { times, layers } = curve, points = [];
   curve.totals ||= times.map((_, i) => layers.reduce((sum, layer) => sum + layer.nbytes[i], 0));
-  let column = null;
+  let column = null, fullest = 0, last = 0;
+  const close = () => {
+    if (column === null) return;
+    points.push(fullest);
+    if (last !== fullest) points.push(last);
+  };
   for (let i = 0; i < times.length && times[i] <= view.to; i += 1) {
     if (i + 1 < times.length && times[i + 1] < view.from) continue;
     const here = Math.floor((times[i] - view.from) * perNs);
-    if (here !== column) points.push(i);
-    else if (curve.totals[i] > curve.totals[points.at(-1)]) points[points.length - 1] = i;
-    column = here;
+    if (here !== column) {
+      close();
+      [column, fullest] = [here, i];
+    } else if (curve.totals[i] > curve.totals[fullest]) fullest = i;
+    last = i;
   }
+  close();
   return points;
 }
 
