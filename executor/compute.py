@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stratagem.executor.instructions import Backward, Forward, Part
 from stratagem.executor.memory import Memory
@@ -33,14 +34,17 @@ class Tape:
     """What a backward pass needs.
 
     Attributes:
-        outputs: of the kernel, with their graph.
+        edges: where the graph begins behind each output; None where it does not. The outputs
+            themselves are not held: what backward needs of them, the graph keeps.
+        kinds: shape, dtype and device of the outputs.
         leaves: inputs and then weights with a gradient.
         shapes: of the leaves.
         sources: shapes of the whole values of which the inputs are parts.
         anew: what was not kept as the kernel sees it, brought back for the backward pass.
     """
 
-    outputs: tuple[Tensor, ...] = ()
+    edges: tuple[GradientEdge | None, ...] = ()
+    kinds: tuple[tuple[torch.Size, torch.dtype, torch.device], ...] = ()
     leaves: list[Tensor] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
     sources: list[torch.Size] = field(default_factory=list)
@@ -97,9 +101,13 @@ def forward(
             parameters: list[Tensor] = []
             for name, flow in weights:
                 parameters.append(tape.leaf(values[name]) if flow else constant(values[name]))
-            tape.outputs = kernel(inputs, parameters, tape)
+            outputs = kernel(inputs, parameters, tape)
+            tape.edges = tuple(
+                get_gradient_edge(output) if output.requires_grad else None for output in outputs
+            )
+        tape.kinds = tuple((each.shape, each.dtype, each.device) for each in outputs)
         values[tape_name] = tape
-        _store(tape.outputs)
+        _store(outputs)
 
     def run_plain() -> None:
         inputs = [read.view(read.part(values[name])) for name, read, _ in slots]
@@ -292,11 +300,13 @@ def _gradients(
         reached: the outputs that have a gradient, and `totals` those gradients.
         again: whether the tape is needed once more.
     """
-    outputs = [tape.outputs[n] for n in reached]
     leaves, shapes = tape.leaves[wanted], tape.shapes[wanted]
+    ends = [(tape.edges[n], total) for n, total in zip(reached, totals, strict=True)]
+    edges = [edge for edge, _ in ends if edge is not None]
+    given = [total for edge, total in ends if edge is not None]
     found: Sequence[Tensor | None] = [None] * len(leaves)
-    if leaves and any(output.requires_grad for output in outputs):
-        found = torch.autograd.grad(outputs, leaves, totals, retain_graph=again, allow_unused=True)
+    if leaves and edges:
+        found = torch.autograd.grad(edges, leaves, given, retain_graph=again, allow_unused=True)
     return [
         leaf.new_zeros(shape) if gradient is None else gradient
         for leaf, shape, gradient in zip(leaves, shapes, found, strict=True)
@@ -320,7 +330,8 @@ def _total(
 
     def seeded() -> Tensor:
         tape: Tape = values[instruction.tape]
-        one = torch.ones_like(tape.outputs[output])
+        size, dtype, device = tape.kinds[output]
+        one = torch.ones(size, dtype=dtype, device=device)
         return one if not names else one + total()
 
     return seeded if instruction.seed else total

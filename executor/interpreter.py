@@ -33,6 +33,7 @@ from stratagem.executor.states import check_state, collect, local_part, stored_b
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
 from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
+from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Shards
 from stratagem.simulator.transfers import Box
 
@@ -55,7 +56,8 @@ class Interpreter:
     """One rank of a program: its parameters, and its instructions as ready-made actions.
 
     `at` is the number of the instruction under way, -1 outside the instructions of a step.
-    `optimizer` is that of the parameters at home; its rate may be set before every step.
+    `optimizer` is that of the parameters at home; its rate may be set before every step, as
+    may the step of `random`, by which dropout draws.
 
     Example:
         >>> interpreter = Interpreter(program, comm, model.state_dict())  # doctest: +SKIP
@@ -86,6 +88,8 @@ class Interpreter:
             comm.prepare(mesh_groups(stage.mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
+        plan = program.plan
+        self.random = RandomStream(plan.seed, num_microbatches=plan.num_microbatches)
         self._masters: dict[str, Tensor] = {}
         self._trained = {home.stored for home in program.homes if home.trained}
         self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
@@ -211,6 +215,7 @@ class Interpreter:
                 self.program.plan.choice(operator).config,
                 self._seat_of(operator),
                 self.comm,
+                self.random,
             )
         return self._shards[operator]
 
@@ -233,7 +238,13 @@ class Interpreter:
         shards = self._part(operator.name)
         flows = self._flows[operator.name]
         seat = self._seat_of(operator.name)
-        return compute.forward(instruction, operator, shards, flows, seat, self._memory)
+        run = compute.forward(instruction, operator, shards, flows, seat, self._memory)
+
+        def at_its_microbatch() -> None:
+            self.random.microbatch = instruction.microbatch
+            run()
+
+        return at_its_microbatch
 
     def _update(self, instruction: Update) -> Action:
         values, masters = self._memory.values, self._masters

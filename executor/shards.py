@@ -1,4 +1,4 @@
-"""A rank's part of an operator on a mesh, and the all-reduces inside operators."""
+"""A rank's part of an operator on a mesh, and the collectives inside operators."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator, Group
+from stratagem.executor.halos import Routes, fetched
 from stratagem.executor.seats import Seat
 from stratagem.simulator.graph import Operator
-from stratagem.simulator.placement import Config, Shard, shard_bounds
-from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.placement import Config, Shard, shard_bounds, split_with
+from stratagem.simulator.torch_ops.randomness import RandomStream
+from stratagem.simulator.torch_ops.shards import Reach, Shards
 
 
-def operator_shards(operator: Operator, config: Config, seat: Seat, comm: Communicator) -> Shards:
+def operator_shards(
+    operator: Operator, config: Config, seat: Seat, comm: Communicator, random: RandomStream
+) -> Shards:
     """What `seat` has of an operator under `config`.
 
     The all-reduce of the result runs over the axes that shard any of the dims it is given, one
@@ -22,7 +26,8 @@ def operator_shards(operator: Operator, config: Config, seat: Seat, comm: Commun
     """
     bounds = {}
     for dim in operator.dims:
-        axes = [axis for axis, placement in enumerate(config) if placement == Shard(dim.name)]
+        wanted = Shard(split_with(operator, dim.name))
+        axes = [axis for axis, placement in enumerate(config) if placement == wanted]
         bounds[dim.name] = shard_bounds(
             dim.size,
             [seat.mesh.shape[axis] for axis in axes],
@@ -40,7 +45,16 @@ def operator_shards(operator: Operator, config: Config, seat: Seat, comm: Commun
                     tensor = comm.all_reduce(tensor.detach(), group, "max")
         return tensor
 
-    return Shards(bounds, all_reduce)
+    def fetch(tensor: Tensor, dim: int, loop: str, reach: Reach) -> Tensor:
+        axis = config.index(Shard(loop))
+        ways = range(seat.mesh.shape[axis])
+        whole = operator.sizes[operator.windows[loop]]
+        held = [shard_bounds(whole, [len(ways)], [i]) for i in ways]
+        needed = [reach(*shard_bounds(operator.sizes[loop], [len(ways)], [i])) for i in ways]
+        routes = Routes(dim, held, needed, seat.coordinates[axis])
+        return fetched(tensor, routes, seat.group(axis), comm)
+
+    return Shards(bounds, all_reduce, random, fetch)
 
 
 def sum_over(tensor: Tensor, group: Group, comm: Communicator) -> Tensor:

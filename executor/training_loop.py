@@ -111,6 +111,7 @@ def train(
         if batches.draws and (step == start or batches.position[1] == 1):
             check_equal(batch, comm, f"batches in step {step}", _SAME_DATA)
         interpreter.optimizer.rate = base * options.rate(step)
+        interpreter.random.step = step
         place.enter(step, "waiting for the other ranks to begin", waits=True)
         last = step == options.steps - 1
         record = interpreter.step(batch, keep_gradients=options.gradients and last)

@@ -57,7 +57,7 @@ def layer_stages(
     Raises:
         ValueError: the blocks do not divide evenly, or a stage would be empty.
     """
-    units = _units(graph)
+    units = layer_units(graph)
     num_blocks = len(units) - 2
     if by == "parameters":
         stages = _by_threshold([_matrix_weights(graph, unit) for unit in units], num_stages)
@@ -81,10 +81,15 @@ def layer_stages(
     return by_stage(graph, stage_of, num_stages)
 
 
-def _units(graph: OperatorGraph) -> list[list[int]]:
-    """What stands before the repeated blocks, each block, and what stands after them.
+def layer_units(graph: OperatorGraph) -> list[list[int]]:
+    """Operators that stand before the repeated blocks, those of each block, and those after.
 
     Sources are left out. Of several kinds of blocks the one with the most operators counts.
+
+    Example:
+        >>> from stratagem.simulator.models import gpt
+        >>> len(layer_units(gpt(num_layers=4, batch=8)))
+        6
     """
     segments: dict[int, list[int]] = {}
     for i, operator in enumerate(graph.operators):

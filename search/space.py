@@ -28,6 +28,7 @@ from stratagem.simulator.placement import (
     smallest_shard,
     splits_of,
     weight_gradient_placements,
+    windows_fit,
 )
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
@@ -192,6 +193,7 @@ def _configs(operator: Operator, shape: tuple[int, ...]) -> list[Config]:
         config
         for config in itertools.product(*axes)
         if all(_is_balanced(dim.size, splits_of(config, dim.name, shape)) for dim in free)
+        and windows_fit(operator, config, shape)
     ]
 
 

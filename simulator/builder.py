@@ -175,7 +175,7 @@ class GraphBuilder(ExpertBuilder):
         draft = self._draft("pool2d", name)
         if mode not in ("max", "avg"):
             raise ValueError(f"{draft.where}: mode {mode!r} is neither 'max' nor 'avg'")
-        halo = "spatial halo exchange is not supported"
+        halo = "images are split by `split_images`"
         sizes = window_sizes(draft.where, x.shape[2:], kernel, stride, padding)
         named = zip(
             ("sample", "channel", "in_height", "in_width", "height", "width"),

@@ -138,7 +138,7 @@ class ContractionBuilder(GraphBuilderBase):
         """
         x = self._written(x)
         draft = self._draft("conv2d", name)
-        halo = "spatial halo exchange is not supported"
+        halo = "images are split by `split_images`"
         grouped = "" if groups == 1 else "grouped channels are not supported sharded"
         channels = ATTRIBUTE if groups > 1 else REDUCTION
         sample = self._loop(draft, "sample", ATTRIBUTE, x.shape[0])

@@ -42,7 +42,7 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rules import rule_of
+from stratagem.simulator.rules import InnerReduction, rule_of
 
 BoolArray = npt.NDArray[np.bool_]
 Join = tuple[int, BoolArray]
@@ -229,14 +229,18 @@ class Layouts:
         return self._choice(operator).config
 
     def _inner_axes(self, role: Role, operator: int) -> Iterator[int]:
-        """The axes of all-reduces inside a pass: those that shard what it sums over."""
+        """The axes of collectives inside a pass: those that shard what it sums or slides over."""
         node, config = self._builder.graph.operators[operator], self._config(operator)
         sizes = local_sizes(node, config, self._builder.mesh.shape)
         for inner in rule_of(node).inner(node, sizes):
             passes = {Role.FORWARD: inner.forward, Role.RECOMPUTE: inner.forward}
             if (passes | {Role.BACKWARD: inner.backward}).get(role):
                 for axis, placement in enumerate(config):
-                    if isinstance(placement, Shard) and placement.dim in inner.dims:
+                    shards = isinstance(placement, Shard) and placement.dim in inner.dims
+                    if shards and (
+                        isinstance(inner, InnerReduction)
+                        or inner.scalars(self._builder.mesh.shape[axis])
+                    ):
                         yield axis
 
     def _joins(self, conversion: _Conversion) -> Iterator[Join]:

@@ -14,6 +14,7 @@ from typing import Protocol
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import DimKind, Layout, Operator, factors, shape_of
 from stratagem.simulator.rules import operator_out, rule_of
+from stratagem.simulator.spatial import with_halos
 from stratagem.simulator.training import Training
 
 
@@ -61,14 +62,14 @@ class CostModel(Protocol):
 
 
 def local_operator(operator: Operator, sizes: Mapping[str, int]) -> Operator:
-    """The operator that one device runs: the same kind on its local sizes.
+    """The operator that one device runs: the same kind on its local sizes, halos among them.
 
     Two local operators with equal `signature` run the same kernels, which is the key of every
     measured time.
     """
-    return replace(
-        operator, dims=tuple(replace(dim, size=sizes[dim.name]) for dim in operator.dims)
-    )
+    sizes, attributes = with_halos(operator, sizes)
+    dims = tuple(replace(dim, size=sizes[dim.name]) for dim in operator.dims)
+    return replace(operator, dims=dims, attributes=attributes)
 
 
 def tensor_bytes(operator: Operator, sizes: Mapping[str, int], training: Training) -> int:

@@ -58,7 +58,8 @@ class Input:
 
     `order[j]` is the factor of the source tensor that the j-th factor of `layout` reads, and
     `select` fixes the source factors that are not read: ``((2, 0),)`` takes index 0 of source
-    factor 2.
+    factor 2. `windows` pairs dims of the result that slide over this input with the dims of
+    `layout` that they slide over: sharding the first shards the second too (see `spatial`).
     """
 
     source: str
@@ -66,6 +67,7 @@ class Input:
     output: int = 0
     order: tuple[int, ...] = ()
     select: tuple[tuple[int, int], ...] = ()
+    windows: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.order:
@@ -138,12 +140,17 @@ class Operator:
         )
 
     @cached_property
+    def windows(self) -> dict[str, str]:
+        """Per dim that slides over an input, the dim of that input (see `Input.windows`)."""
+        return {loop: inside for read in self.inputs for loop, inside in read.windows}
+
+    @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Equal for two operators that cost the same under equal configs (names left out)."""
         return (
             self.kind,
             self.dims,
-            tuple((i.layout, i.order, i.select) for i in self.inputs),
+            tuple((i.layout, i.order, i.select, *i.windows) for i in self.inputs),
             tuple(w.layout for w in self.weights),
             self.outputs,
             repr(sorted(self.attributes.items())),

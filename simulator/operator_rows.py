@@ -31,7 +31,7 @@ from stratagem.simulator.placement import (
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import COMPUTE, HOST, IntArray, Resharder, link_mask
 from stratagem.simulator.rows import OperatorRow, timed
-from stratagem.simulator.rules import rule_of
+from stratagem.simulator.rules import Inner, InnerReduction, rule_of
 from stratagem.simulator.training import Training
 
 Priced = tuple[float, int]
@@ -125,7 +125,7 @@ class OperatorPricer:
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
         piece = self._piece_sizes(operator, sizes, choice)
         seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
-        comm, mask, back_comm = self._inner_reductions(operator, choice, sizes)
+        comm, mask, back_comm = self._inner_collectives(operator, choice, sizes)
         forward = (seconds + comm / choice.chunks, COMPUTE | mask)
         backward, weight = IDLE, IDLE
         if self.graph.needs_gradient[i]:
@@ -188,24 +188,30 @@ class OperatorPricer:
         worst = max(costs, key=lambda cost: cost.seconds)
         return worst.seconds * scale, worst.relative_error, worst.source.value
 
-    def _inner_reductions(
+    def _inner_collectives(
         self, operator: Operator, choice: Choice, sizes: Mapping[str, int]
     ) -> tuple[float, int, float]:
-        """All-reduces inside the kernels: seconds forward, link mask, seconds backward."""
+        """Collectives inside the kernels: seconds forward, link mask, seconds backward."""
         forward, backward, mask = 0.0, 0.0, 0
         for inner in rule_of(operator).inner(operator, sizes):
             for axis, placement in enumerate(choice.config):
                 if isinstance(placement, Shard) and placement.dim in inner.dims:
-                    once = collective_time(
-                        Collective.ALL_REDUCE,
-                        inner.elements * 4,
-                        self.mesh.shape[axis],
-                        self.links[axis],
-                    )
+                    once = self._inner_seconds(operator, inner, axis)
+                    if not once:
+                        continue
                     forward += inner.forward * once
                     backward += inner.backward * once
                     mask |= link_mask(self.links[axis])
         return forward, mask, backward
+
+    def _inner_seconds(self, operator: Operator, inner: Inner, axis: int) -> float:
+        """A sum in float32, or halos to both neighbours, whose messages leave together."""
+        ways, link = self.mesh.shape[axis], self.links[axis]
+        if isinstance(inner, InnerReduction):
+            return collective_time(Collective.ALL_REDUCE, inner.elements * 4, ways, link)
+        itemsize = self.training.bytes_of(operator.outputs[0].dtype)
+        nbytes = inner.scalars(ways) * itemsize
+        return collective_time(Collective.SEND, nbytes, ways, link) if nbytes else 0.0
 
     # -- parameters -----------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str 
     for name in factors(operator.outputs[0].layout):
         dim = operator.dim(name)
         counts = dim.kind in (DimKind.SAMPLE, DimKind.ATTRIBUTE)
-        if counts and not dim.whole and sizes[name] % chunks == 0:
+        free = not dim.whole and name not in operator.windows
+        if counts and free and sizes[name] % chunks == 0:
             return name
     return None
 

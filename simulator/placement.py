@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stratagem.simulator.graph import Dim, Input, Layout, Operator, Output, Weight, factors
@@ -112,6 +112,36 @@ def _check_shard(operator: Operator, dim: Dim, config: Config, shape: Sequence[i
     if smallest_shard(dim.size, splits_of(config, dim.name, shape)) < 1:
         ways = math.prod(splits_of(config, dim.name, shape))
         raise ValueError(f"{where} cannot be split {ways} ways without an empty shard")
+    if dim.name in operator.windows:
+        _check_window(operator, dim, config, shape)
+
+
+def _check_window(operator: Operator, dim: Dim, config: Config, shape: Sequence[int]) -> None:
+    if _window_fits(operator, dim.name, config, shape):
+        return
+    where = f"operator {operator.name!r} ({operator.kind}): dim {dim.name!r} of size {dim.size}"
+    splits = splits_of(config, dim.name, shape)
+    if len(splits) > 1:
+        raise ValueError(
+            f"{where} is split by {len(splits)} axes; halos are exchanged along one axis only, so "
+            "shard it on one of them"
+        )
+    inside = operator.dim(operator.windows[dim.name])
+    raise ValueError(
+        f"{where} cannot be split {splits[0]} ways: a shard of {inside.name!r} of size "
+        f"{inside.size}, over which it slides, would be empty"
+    )
+
+
+def windows_fit(operator: Operator, config: Config, shape: Sequence[int]) -> bool:
+    """Whether what slides over inputs is split along one axis each, which leaves none empty."""
+    return all(_window_fits(operator, loop, config, shape) for loop in operator.windows)
+
+
+def _window_fits(operator: Operator, loop: str, config: Config, shape: Sequence[int]) -> bool:
+    splits = splits_of(config, loop, shape)
+    inside = operator.sizes[operator.windows[loop]]
+    return len(splits) < 2 and smallest_shard(inside, splits) > 0
 
 
 def splits_of(placements: Sequence[Placement], dim: str | int, shape: Sequence[int]) -> list[int]:
@@ -151,12 +181,26 @@ def smallest_shard(size: int, splits: Sequence[int]) -> int:
 
 def local_sizes(operator: Operator, config: Config, shape: Sequence[int]) -> dict[str, int]:
     """Size of each dim on the device with the most work."""
-    return {d.name: largest_shard(d.size, splits_of(config, d.name, shape)) for d in operator.dims}
+    return {
+        d.name: largest_shard(d.size, splits_of(config, split_with(operator, d.name), shape))
+        for d in operator.dims
+    }
 
 
-def _place(layout: Layout, config: Config, absent: Placement) -> Placements:
-    """Shard the factors that `layout` has; where a sharded dim is missing, `absent`."""
+def split_with(operator: Operator, dim: str) -> str:
+    """The dim whose sharding shards `dim`: itself, or what slides over it (see `spatial`)."""
+    return next((loop for loop, inside in operator.windows.items() if inside == dim), dim)
+
+
+def _place(
+    layout: Layout, config: Config, absent: Placement, windows: Iterable[tuple[str, str]] = ()
+) -> Placements:
+    """Shard the factors that `layout` has; where a sharded dim is missing, `absent`.
+
+    What slides over a dim of `layout` shards that one.
+    """
     positions = {name: position for position, name in enumerate(factors(layout))}
+    positions |= {loop: positions[inside] for loop, inside in windows}
     placed: list[Placement] = []
     for placement in config:
         if isinstance(placement, Shard):
@@ -184,12 +228,12 @@ def _through_view(read: Input, placements: Placements) -> Placements:
 
 def input_placements(read: Input, config: Config) -> Placements:
     """How an input must lie, counted in the factors of its source."""
-    return _through_view(read, _place(read.layout, config, REPLICATE))
+    return _through_view(read, _place(read.layout, config, REPLICATE, read.windows))
 
 
 def input_gradient_placements(read: Input, config: Config) -> Placements:
     """How the gradient of an input comes out, counted in the factors of its source."""
-    return _through_view(read, _place(read.layout, config, PARTIAL))
+    return _through_view(read, _place(read.layout, config, PARTIAL, read.windows))
 
 
 def weight_placements(weight: Weight, config: Config) -> Placements:

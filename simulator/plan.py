@@ -15,6 +15,7 @@ from stratagem.simulator.overlap import check_fusion, check_pieces
 from stratagem.simulator.placement import REPLICATE, Config, check_config, parse_placement
 from stratagem.simulator.schedule import Schedule, validate
 from stratagem.simulator.schedules import schedule_by_name
+from stratagem.simulator.spatial import split_images
 from stratagem.simulator.substitutions import Rewritten, Substituted, rewrite
 from stratagem.simulator.training import Training
 
@@ -190,12 +191,15 @@ class Plan:
     def rewrite(self, graph: OperatorGraph) -> Rewritten:
         """What the plan's substitutions make of a model's graph, which is what the plan runs.
 
-        A graph that has been rewritten stays as it is.
+        A graph that has been rewritten stays as it is; a plan for split images splits them.
 
         Raises:
             ValueError: a substitution does not fit `graph`.
         """
-        if not self.substitutions or graph.fingerprint == self.fingerprint:
+        for known in (graph, split_images(graph)):
+            if known.fingerprint == self.fingerprint:
+                return Rewritten(known)
+        if not self.substitutions:
             return Rewritten(graph)
         try:
             return rewrite(graph, self.substitutions)

@@ -70,6 +70,7 @@ from dataclasses import dataclass
 
 from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
 from stratagem.simulator.names import unknown
+from stratagem.simulator.spatial import Window, window_of
 
 Sizes = Mapping[str, int]
 
@@ -98,6 +99,29 @@ class InnerReduction:
 
 
 @dataclass(frozen=True)
+class InnerExchange:
+    """A halo inside an operator: along an axis that shards the only one of `dims`.
+
+    A device gets what its windows need beyond its own `elements` scalars a row; the gradients go
+    back the same way.
+    """
+
+    dims: tuple[str]
+    elements: int
+    window: Window
+    results: int
+    forward: int = 1
+    backward: int = 1
+
+    def scalars(self, ways: int) -> int:
+        """The most that one of `ways` devices gets."""
+        return self.elements * self.window.halo(self.results, ways)
+
+
+Inner = InnerReduction | InnerExchange
+
+
+@dataclass(frozen=True)
 class Rule:
     """What the simulator must know about a kind of operator.
 
@@ -115,7 +139,7 @@ class Rule:
     passes: float = 1.0
     saved_inputs: tuple[int, ...] | None = (0,)
     saved_output: bool = False
-    inner: Callable[[Operator, Sizes], tuple[InnerReduction, ...]] = lambda operator, sizes: ()
+    inner: Callable[[Operator, Sizes], tuple[Inner, ...]] = lambda operator, sizes: ()
     weight_share: float = 0.0
 
 
@@ -198,12 +222,23 @@ def _token_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction,
     return (InnerReduction(classes, _product(sizes, tokens), 2, 1),)
 
 
+def _halos(operator: Operator, sizes: Sizes) -> tuple[InnerExchange, ...]:
+    """Rows and columns that windows at the border of a shard reach beyond it."""
+    found = []
+    for loop, inside in operator.windows.items():
+        window = window_of(operator, loop)
+        if not window.is_pointwise:
+            row = _in_elements(operator, sizes) // sizes[inside]
+            found.append(InnerExchange((loop,), row, window, operator.sizes[loop]))
+    return tuple(found)
+
+
 RULES: dict[str, Rule] = {
     "source": Rule(_no_flops, saved_inputs=()),
     "linear": Rule(_contraction_flops, matmul=True, weight_share=0.5),
     "linear_sum": Rule(_sum_flops, matmul=True, saved_inputs=None, weight_share=0.5),
     "matmul": Rule(_contraction_flops, matmul=True, saved_inputs=(0, 1)),
-    "conv2d": Rule(_contraction_flops, matmul=True, weight_share=0.5),
+    "conv2d": Rule(_contraction_flops, matmul=True, inner=_halos, weight_share=0.5),
     "embedding": Rule(_no_flops, weight_share=1.0),
     "layer_norm": Rule(_per_input(8.0), passes=1.5),
     "rms_norm": Rule(_per_input(5.0), passes=1.5),
@@ -222,7 +257,7 @@ RULES: dict[str, Rule] = {
     "rotary": Rule(_per_input(3.5), backward_flops=1.0, saved_inputs=(1, 2)),
     "softmax": Rule(_per_input(5.0), passes=1.5, saved_inputs=(), saved_output=True),
     "elementwise": Rule(_steps_flops),
-    "pool2d": Rule(_pool_flops, backward_flops=1.0),
+    "pool2d": Rule(_pool_flops, backward_flops=1.0, inner=_halos),
     "reduce": Rule(_per_input(1.0), backward_flops=1.0, saved_inputs=()),
     "cat": Rule(_no_flops, saved_inputs=()),
     "narrow": Rule(_no_flops, saved_inputs=()),

@@ -65,7 +65,8 @@ STEP_FUNCTIONS: dict[str, str] = {
     "xor": "xor(a, b): bitwise exclusive or",
     "not": "not(x): bitwise not, logical for bool",
     "cast": "cast(x, dtype): x in another dtype",
-    "dropout": "dropout(x, p): zero with probability p, else x / (1 - p)",
+    "dropout": "dropout(x, p, shared): zero with probability p, else x / (1 - p); elements that "
+    "differ in the last `shared` dims only, 0 if left out, are dropped together",
 }
 """Functions of an elementwise chain (`attributes["steps"]` of kind ``elementwise``)."""
 

@@ -46,6 +46,7 @@ from stratagem.simulator.plan_model import (
     plan_model,
 )
 from stratagem.simulator.simulation import simulate_model, simulate_plan
+from stratagem.simulator.spatial import split_images
 from stratagem.simulator.training import Training
 from stratagem.simulator.transfers import local_bounds
 
@@ -74,6 +75,7 @@ MODELS: dict[str, Callable[[], OperatorGraph]] = {
     "shared": shared_linears,
     "mlp": lambda: mlp([64, 128, 96, 32], batch=BATCH),
     "resnet": lambda: resnet(18, batch=BATCH, image=32, classes=16),
+    "split resnet": lambda: split_images(resnet(18, batch=BATCH, image=48, classes=16)),
 }
 SHAPES = {8: [(2, 2, 2), (2, 4), (4, 2), (8,)], 4: [(4,), (2, 2), (1, 4)], 2: [(2,), (2, 1)]}
 

@@ -28,7 +28,7 @@ from stratagem.simulator.training import Training
 ROOT = Path(__file__).parents[1]
 VERBS = (
     *("capture", "search", "simulate", "profile", "run", "compare", "diff"),
-    *("schedules", "clusters", "cache"),
+    *("schedules", "clusters", "cache", "export"),
 )
 SMALL = ("--cluster", "dgx-a100", "--nodes", "1", "--devices", "2", "--evaluations", "20")
 

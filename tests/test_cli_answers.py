@@ -29,7 +29,7 @@ from stratagem.simulator.training import Training
 ROOT = Path(__file__).parents[1]
 VERBS = (
     *("capture", "profile", "search", "simulate", "run", "compare", "diff", "schedules"),
-    *("clusters", "doctor"),
+    *("export", "clusters", "doctor"),
 )
 SMALL = ("--cluster", "dgx-a100", "--nodes", "1", "--devices", "2", "--evaluations", "20")
 

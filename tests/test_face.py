@@ -49,7 +49,7 @@ def test_public_names_are_listed_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["capture", "execute", "profile", "search", "simulate", "compare"]
+    "name", ["capture", "execute", "export", "profile", "search", "simulate", "compare"]
 )
 def test_verb_documents_its_arguments(name: str) -> None:
     verb = getattr(sg, name)

@@ -227,12 +227,6 @@ def test_parameters_of_options() -> None:
     assert more(ffn=100) == 2 * (2 * 24 + 1) * 4
 
 
-def test_dropout_is_simulated_but_not_executed() -> None:
-    graph = models.gpt(**SIZES, num_heads=3, batch=2, dropout=0.1)
-    with pytest.raises(ValueError, match=r"'embedding' \(elementwise\): dropout with p=0.1"):
-        trained(graph, replicated(graph, (1,)))
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [

@@ -37,7 +37,7 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.rules import rule_of
+from stratagem.simulator.rules import InnerReduction, rule_of
 from stratagem.simulator.training import Training
 
 
@@ -199,7 +199,7 @@ class _Level:
         return own, pairs
 
     def _own_bytes(self, operator: Operator, option: Placement) -> float:
-        """Parameters fetched twice, their gradients reduced, and sums inside the operator."""
+        """Parameters fetched twice, their gradients reduced, and what is sent inside."""
         total = 0.0
         for weight in trainable_weights(self.graph, operator):
             (made,) = weight_gradient_placements(weight, (option,))
@@ -210,7 +210,12 @@ class _Level:
         for inner in rule_of(operator).inner(operator, operator.sizes):
             if isinstance(option, Shard) and option.dim in inner.dims:
                 passes = inner.forward + inner.backward
-                total += 2 * (self.ways - 1) * passes * inner.elements * 4
+                scalars = (
+                    2 * (self.ways - 1) * inner.elements
+                    if isinstance(inner, InnerReduction)
+                    else self.ways * inner.scalars(self.ways)
+                )
+                total += passes * scalars * 4
         return total
 
     def _edge_bytes(

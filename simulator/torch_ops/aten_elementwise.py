@@ -48,7 +48,8 @@ def _dropout(call: Call) -> Tensor:
     x = call.tensor("input")
     if not call.given("train") or call.given("p") == 0:
         return x
-    steps: Steps = [["dropout", [["in", 0], call.given("p")]]]
+    shared = [len(x.dims) - 2] if call.operator == "feature_dropout" else []
+    steps: Steps = [["dropout", [["in", 0], call.given("p"), *shared]]]
     return call.builder.elementwise([x], steps, name=call.label("dropout"))
 
 

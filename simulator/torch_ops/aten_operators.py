@@ -97,7 +97,6 @@ def _batch_norm(call: Call) -> Tensor:
 
 
 def _attention(call: Call) -> Tensor:
-    call.refuse_unless(call.given("dropout_p") == 0, "dropout (set it to 0)")
     query, key, value = (call.tensor(name, broadcast=True) for name in ("query", "key", "value"))
     mask, causal = call.given("attn_mask"), call.given("is_causal")
     if isinstance(mask, Expression) and is_constant(mask):
@@ -111,6 +110,7 @@ def _attention(call: Call) -> Tensor:
         None if mask is None else call.handle(mask, broadcast=True),
         causal=causal,
         scale=call.given("scale"),
+        dropout=call.given("dropout_p"),
         name=call.label("attention"),
     )
 

@@ -2,8 +2,9 @@
 
 Every kernel calls the ordinary torch function, so that an operator that is not sharded runs as it
 does in eager torch. What sharding adds is little: a bias is added on one of the ranks that share a
-sum, ids and targets outside a rank's part of the vocabulary give nothing, and a causal mask starts
-where the rank's queries do. Kinds and conventions are those of `simulator.rules`.
+sum, ids and targets outside a rank's part of the vocabulary give nothing, a causal mask starts
+where the rank's queries do, and windows fetch rows from the ranks that have them. Kinds and
+conventions are those of `simulator.rules`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stratagem.simulator.torch_ops.kernels_experts import (
 )
 from stratagem.simulator.torch_ops.kernels_loss import cross_entropy
 from stratagem.simulator.torch_ops.kernels_norm import batch_norm, layer_norm, rms_norm, softmax
+from stratagem.simulator.torch_ops.kernels_spatial import conv2d, pool2d
 from stratagem.simulator.torch_ops.programs import elementwise
 from stratagem.simulator.torch_ops.shards import Shards, aligned, look_up
 
@@ -55,22 +57,6 @@ def run_kernel(
             f"are {known} (sources run by run_source)"
         )
     return (KERNELS[operator.kind](operator, shards, inputs, weights),)
-
-
-def check_runnable(operator: Operator) -> None:
-    """Refuse an operator that can be simulated but not executed.
-
-    Raises:
-        ValueError: on dropout with p > 0: its random numbers would depend on the plan.
-    """
-    steps = operator.attributes.get("steps", ())
-    dropped = [arguments[1] for function, arguments in steps if function == "dropout"]
-    for probability in (*dropped, operator.attributes.get("dropout", 0.0)):
-        if probability > 0:
-            raise ValueError(
-                f"operator {operator.name!r} ({operator.kind}): dropout with p={probability} is "
-                "simulated but not executed; set p=0, or capture the model after model.eval()"
-            )
 
 
 def _linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
@@ -111,36 +97,12 @@ def _as_matrices(x: Tensor, layout: Layout, target: Layout, shards: Shards) -> T
     return x.expand(*x.shape[:-2], *shape_of(target[-2:], shards.sizes))
 
 
-def _conv2d(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    channels = operator.inputs[0].layout[1]
-    bias = weights[1] if len(weights) > 1 and shards.first(channels) else None
-    given = operator.attributes
-    return functional.conv2d(
-        inputs[0],
-        weights[0],
-        bias,
-        stride=tuple(given["stride"]),
-        padding=tuple(given["padding"]),
-        dilation=tuple(given["dilation"]),
-        groups=given["groups"],
-    )
-
-
 def _embedding(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
     vocabulary = operator.weights[0].layout[0]
     if not shards.split(operator, vocabulary):
         return functional.embedding(inputs[0], weights[0])
     index, held = look_up(inputs[0], operator, shards, vocabulary)
     return functional.embedding(index, weights[0]).masked_fill(~held[..., None], 0.0)
-
-
-def _pool2d(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    given = operator.attributes
-    pool = functional.max_pool2d if given["mode"] == "max" else functional.avg_pool2d
-    pooled: Tensor = pool(
-        inputs[0], tuple(given["kernel"]), tuple(given["stride"]), tuple(given["padding"])
-    )
-    return pooled
 
 
 def _reduce(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
@@ -165,7 +127,7 @@ KERNELS: dict[str, Kernel] = {
     "linear": _linear,
     "linear_sum": _linear_sum,
     "matmul": _matmul,
-    "conv2d": _conv2d,
+    "conv2d": conv2d,
     "embedding": _embedding,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
@@ -178,7 +140,7 @@ KERNELS: dict[str, Kernel] = {
     "moe_combine": moe_combine,
     "softmax": softmax,
     "elementwise": elementwise,
-    "pool2d": _pool2d,
+    "pool2d": pool2d,
     "reduce": _reduce,
     "cat": _cat,
     "narrow": _narrow,

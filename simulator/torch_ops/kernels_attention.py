@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.graph import Layout, Operator
+from stratagem.simulator.torch_ops.dropout import drop_mask, dropout
 from stratagem.simulator.torch_ops.shards import Shards, aligned, extent, positions
 
 Tensors = Sequence[Tensor]
@@ -19,7 +20,8 @@ def attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tens
     """Scaled dot-product attention.
 
     A rank has all keys and some queries. With a causal mask, the keys after its last query are
-    dropped; the rank with the first queries is then left with an ordinary causal attention.
+    dropped; the rank with the first queries is then left with an ordinary causal attention. With
+    dropout it runs as torch's plain formula, which drops probabilities (`_with_dropout`).
     """
     query, key, value = inputs[:3]
     layouts = [read.layout for read in operator.inputs]
@@ -33,6 +35,8 @@ def attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tens
     if causal:
         keys, mask = _look_back(operator, shards, key, mask)
         key, value = key[..., :keys, :], value[..., :keys, :]
+    if operator.attributes.get("dropout"):
+        return _with_dropout(operator, shards, (query, key, value), mask)
     return functional.scaled_dot_product_attention(
         query,
         key,
@@ -42,6 +46,29 @@ def attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tens
         scale=operator.attributes.get("scale"),
         enable_gqa=key.shape[:-2] != query.shape[:-2],
     )
+
+
+def _with_dropout(
+    operator: Operator, shards: Shards, inputs: Tensors, mask: Tensor | None
+) -> Tensor:
+    """``dropout(softmax(q·kᵀ·scale + mask))·v``, step by step."""
+    query, key, value = inputs
+    if key.shape[:-2] != query.shape[:-2]:
+        copies = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(copies, -3) for x in (key, value))
+    scale = operator.attributes.get("scale")
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None and operator.attributes.get("causal"):
+        # The first queries, whose mask `_look_back` leaves to torch.
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        hides = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if hides else scores + mask
+    layouts = [read.layout for read in operator.inputs]
+    layout = (*layouts[0][:-1], layouts[1][-2])
+    p = operator.attributes["dropout"]
+    dropped = drop_mask(operator, shards, layout, p, 0, query.device)
+    return dropout(scores.softmax(-1), p, dropped[..., : key.shape[-2]]) @ value
 
 
 def _with_heads(

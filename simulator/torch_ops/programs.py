@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator as python
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from stratagem.simulator.graph import Operator, shape_of
 from stratagem.simulator.steps import is_reference
+from stratagem.simulator.torch_ops.dropout import dropout, step_masks
 from stratagem.simulator.torch_ops.shards import Shards, aligned
 
 Function = Callable[..., Any]
@@ -88,12 +89,11 @@ STEP_KERNELS: dict[str, Function] = {
     "xor": python.xor,
     "not": python.inv,
     "cast": lambda x, dtype: x.to(torch_dtype(dtype)),
-    "dropout": lambda x, p: x,
 }
-"""Functions of an elementwise chain; `check_runnable` has refused dropout with p > 0."""
+"""Functions of an elementwise chain, without those that draw random numbers."""
 
 SOURCE_KERNELS: dict[str, Function] = {
-    **{name: kernel for name, kernel in STEP_KERNELS.items() if name != "dropout"},
+    **STEP_KERNELS,
     "arange": lambda start, stop, step, dtype: torch.arange(
         start, stop, step, dtype=torch_dtype(dtype)
     ),
@@ -145,8 +145,22 @@ def elementwise(
         ("weight", i): aligned(x, weight.layout, target, sizes)
         for i, (x, weight) in enumerate(zip(weights, operator.weights, strict=True))
     }
-    result = _run(operator.attributes["steps"], STEP_KERNELS, given)
-    return result.expand(shape_of(target, sizes))
+    steps = operator.attributes["steps"]
+    kernels = STEP_KERNELS
+    if any(function == "dropout" for function, _ in steps):
+        masks = step_masks(operator, shards, next(iter(given.values())).device)
+        kernels = {**STEP_KERNELS, "dropout": _dropping(masks)}
+    return _run(steps, kernels, given).expand(shape_of(target, sizes))
+
+
+def _dropping(masks: Iterator[Tensor]) -> Function:
+    """The dropout of a chain, whose masks are drawn one after the other."""
+
+    def drop(x: Tensor, p: float, shared: int = 0) -> Tensor:
+        alone = x.shape[: x.dim() - shared]
+        return dropout(x, p, next(masks).reshape(*alone, *[1] * shared))
+
+    return drop
 
 
 def run_source(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.simulator.graph import Layout, Operator, factors
+from stratagem.simulator.torch_ops.randomness import RandomStream
 
 AllReduce = Callable[[Tensor, tuple[str, ...], Literal["sum", "max"]], Tensor]
 """Reduces a tensor over the mesh axes that shard any of the named dims.
@@ -20,15 +21,33 @@ The backward of a sum is the sum of the gradients; a maximum has no gradient.
 """
 
 
+Reach = Callable[[int, int], tuple[int, int]]
+"""From start and stop of the results along a dim to those of the inputs that they need."""
+
+Fetch = Callable[[Tensor, int, str, Reach], Tensor]
+"""Brings an input, along one of its tensor dims, to what the local results along a dim of the
+operator need; what is missing comes from the other ranks along the axis that shards it.
+
+The backward adds what each rank's windows give back to where it came from.
+"""
+
+
+def _nothing_missing(tensor: Tensor, dim: int, loop: str, reach: Reach) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Shards:
     """One rank's part of one operator.
 
-    `bounds` are the start and stop of every dim on this rank.
+    `bounds` are the start and stop of every dim on this rank; `random` says which random numbers
+    are drawn, the same stream on all ranks.
     """
 
     bounds: Mapping[str, tuple[int, int]]
     all_reduce: AllReduce
+    random: RandomStream = field(default_factory=RandomStream)
+    fetch: Fetch = _nothing_missing
 
     @cached_property
     def sizes(self) -> dict[str, int]:

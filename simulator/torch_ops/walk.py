@@ -185,7 +185,7 @@ class Walker:
         shape, dtype = shape_and_dtype(node)
         tensors = [x for x in flat(given.values()) if isinstance(x, (Tensor, Expression))]
         try:
-            if name in SOURCES and all(_is_source(each) for each in tensors):
+            if name in SOURCES and all(map(_is_source, tensors)) and not _is_random(name, given):
                 return expression_of(SOURCES[name](given, shape, dtype), shape, dtype, node)
             if name in ("split", "unbind", "chunk") and all(_is_source(x) for x in tensors):
                 return self._parts(node, name, given)
@@ -287,6 +287,11 @@ def _is_source(value: Tensor | Expression) -> bool:
     if isinstance(value, Tensor):
         return False
     return value.function != "input" or "float" not in value.dtype
+
+
+def _is_random(name: str, given: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers, as a source cannot: it has no shards."""
+    return name == "dropout" and bool(given["train"]) and given["p"] > 0
 
 
 def _enabled(args: Sequence[Any]) -> bool:

@@ -29,6 +29,7 @@ _HOMES = {
     "DeviceMesh": "stratagem.simulator.mesh",
     "DeviceType": "stratagem.simulator.device",
     "ExecutionResult": "stratagem.executor.result",
+    "Export": "stratagem.exports.result",
     "KernelModelCosts": "stratagem.simulator.kernel_costs",
     "Link": "stratagem.simulator.cluster",
     "MeasuredCosts": "stratagem.profiler.costs",
@@ -52,6 +53,7 @@ _HOMES = {
     "execute": "stratagem.face",
     "RateSchedule": "stratagem.executor.rates",
     "load_checkpoint": "stratagem.executor.checkpoint_reader",
+    "export": "stratagem.exports",
     "local_cluster": "stratagem.face",
     "plot_memory": "stratagem.simulator.memory_plot",
     "plot_timelines": "stratagem.simulator.plot",
@@ -60,6 +62,7 @@ _HOMES = {
     "search": "stratagem.face",
     "search_sizes": "stratagem.search.sizes",
     "simulate": "stratagem.face",
+    "split_images": "stratagem.simulator.spatial",
     "WhatIf": "stratagem.search.what_if",
     "write_trace": "stratagem.simulator.trace",
 }

@@ -24,6 +24,7 @@ from stratagem.cache_cli import cache_app
 from stratagem.cli_options import WRONG_INPUT, AsJson, Model, print_json, speaker
 from stratagem.clusters_cli import clusters
 from stratagem.doctor_cli import doctor
+from stratagem.export_cli import export
 from stratagem.extras import install_hint
 from stratagem.model_spec import load_graph
 from stratagem.profile_cli import profile
@@ -122,7 +123,8 @@ def capture(
         print_json({**facts, **size, "out": out})
 
 
-for verb in (capture, profile, search, simulate, run, compare, diff, schedules, clusters):
+VERBS = (capture, profile, search, simulate, run, compare, diff, schedules, export, clusters)
+for verb in VERBS:
     app.command()(verb)
 app.add_typer(cache_app, name="cache")
 app.command()(doctor)

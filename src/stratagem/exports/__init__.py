@@ -1,0 +1,101 @@
+"""Plans in the words of other programs: DTensor, FSDP2, torchtitan, Megatron-LM, DeepSpeed, …
+
+Each export says what its format cannot express, and what the nearest plan that it can express is
+predicted to cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from stratagem.exports.accelerate import (
+    accelerate_deepspeed,
+    accelerate_fsdp,
+    accelerate_megatron,
+)
+from stratagem.exports.deepspeed import deepspeed
+from stratagem.exports.differences import differences
+from stratagem.exports.dtensor import dtensor
+from stratagem.exports.fsdp2 import fsdp2
+from stratagem.exports.megatron import megatron
+from stratagem.exports.result import Draft, Export
+from stratagem.exports.torchtitan import torchtitan
+from stratagem.simulator.cost_table import RowMemory
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.simulation import simulate_plan
+
+__all__ = ["FORMATS", "Export", "export"]
+
+FORMATS: dict[str, Callable[[Plan, OperatorGraph], Draft]] = {
+    "dtensor": dtensor,
+    "fsdp2": fsdp2,
+    "torchtitan": torchtitan,
+    "megatron": megatron,
+    "deepspeed": deepspeed,
+    "accelerate-fsdp": accelerate_fsdp,
+    "accelerate-deepspeed": accelerate_deepspeed,
+    "accelerate-megatron": accelerate_megatron,
+}
+"""What makes each format of a plan."""
+
+
+def export(
+    plan: Plan, graph: OperatorGraph, target: str, *, costs: CostModel | None = None
+) -> Export:
+    """Say a plan in the words of another program, and what that leaves out.
+
+    Example:
+        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.models import gpt
+        >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> plan = TrainingSetup(
+        ...     tensor=2, pipeline=2, zero=1, inputs_first=True, overlap_gradients=False
+        ... ).plan(graph, cluster)
+        >>> found = export(plan, graph, "megatron")
+        >>> found.missing, found.ratio
+        ((), 1.0)
+
+    What a format cannot say is replaced by the nearest that it can, as a plan of ours that is
+    priced by the same costs.
+
+    Args:
+        plan: for this graph.
+        graph: the model at its whole batch.
+        target: one of ``dtensor``, ``fsdp2``, ``torchtitan``, ``megatron``, ``deepspeed``,
+            ``accelerate-fsdp``, ``accelerate-deepspeed`` and ``accelerate-megatron``.
+        costs: prices of operators; the device model of the plan's cluster when left out.
+
+    Raises:
+        ValueError: when there is no such format, or the plan is not for this graph.
+    """
+    if target not in FORMATS:
+        raise ValueError(f"there is no export {target!r}; there are {', '.join(FORMATS)}")
+    prices, memory = costs or default_costs(), RowMemory()
+    simulated = simulate_plan(plan, graph, prices, memory=memory)
+    draft = FORMATS[target](plan, graph)
+    nearest = replace(draft.nearest, name=f"{plan.name}, as {target} says it")
+    again = simulate_plan(nearest, graph, prices, memory=memory)
+    made = Export(
+        target=target,
+        text=draft.text,
+        missing=(*differences(plan, nearest, graph), *draft.missing),
+        plan=plan,
+        nearest=nearest,
+        time=simulated.step_time,
+        nearest_time=again.step_time,
+        fits=again.fits,
+    )
+    return replace(made, text=_headed(made, draft.comment))
+
+
+def _headed(made: Export, comment: str) -> str:
+    """The text below a comment that says what it leaves out, where the format has comments."""
+    if not comment:
+        return made.text
+    said = "\n".join(f"{comment}{line}" for line in (made.summary, *made.missing))
+    return f"{said}\n{made.text}"

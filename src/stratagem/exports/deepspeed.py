@@ -1,0 +1,97 @@
+"""DeepSpeed: its JSON file (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from stratagem.exports.result import Draft
+from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
+from stratagem.search.setup import ALL_AT_ONCE
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan
+
+
+def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
+    return (0, 1, 2, 3)
+
+
+LIMITS = Limits(zero_stages=_zero_stages, recompute=("none",))
+
+BUCKET_ELEMENTS = 500_000_000
+"""Elements of a bucket of gradients where none is told."""
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""What DeepSpeed calls a precision."""
+
+
+def deepspeed(plan: Plan, graph: OperatorGraph) -> Draft:
+    """The JSON file of DeepSpeed: ZeRO and automatic tensor parallelism.
+
+    Without ZeRO DeepSpeed reduces gradients when backward has ended.
+
+    Example:
+        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.models import gpt
+        >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> draft = deepspeed(TrainingSetup(zero=3).plan(graph, cluster), graph)
+        >>> json.loads(draft.text)["zero_optimization"]["stage"]
+        3
+    """
+    found = nearest_uniform(plan, graph, LIMITS)
+    usual = BUCKET_ELEMENTS * plan.training.gradient_bytes
+    bucket = (plan.bucket_bytes or usual) if found.setup.zero else ALL_AT_ONCE
+    found = replace(found, plan=replace(found.plan, bucket_bytes=bucket))
+    missing = []
+    if len(plan.stages) > 1:
+        missing.append(
+            "Pipelines are written in code (deepspeed.pipe.PipelineModule), not in the JSON file."
+        )
+    if any(c.recompute for stage in plan.stages for c in stage.choices.values()):
+        missing.append(
+            "Recomputing is written in code (deepspeed.checkpointing.checkpoint), not in the JSON "
+            "file."
+        )
+    text = json.dumps(_config(found, graph), indent=2) + "\n"
+    return Draft(text, found.plan, tuple(missing), comment="")
+
+
+def _config(found: Uniform, graph: OperatorGraph) -> dict[str, Any]:
+    setup, training = found.setup, found.plan.training
+    kinds = {"adam": "Adam", "sgd": "SGD"}
+    config: dict[str, Any] = {
+        "train_batch_size": graph.batch,
+        "train_micro_batch_size_per_gpu": setup.microbatch,
+        "gradient_accumulation_steps": found.plan.num_microbatches,
+        "optimizer": {
+            "type": kinds[training.optimizer],
+            "params": {"lr": training.learning_rate},
+        },
+        "zero_optimization": _zero(found),
+        "data_types": {
+            "grad_accum_dtype": DTYPES[training.gradient_precision or training.precision]
+        },
+    }
+    if training.precision != "float32":
+        config[DTYPES[training.precision]] = {"enabled": True}
+    if setup.tensor > 1:
+        config["tensor_parallel"] = {
+            "autotp_size": setup.tensor,
+            "vocab_parallel_lm_head": True,
+        }
+    return config
+
+
+def _zero(found: Uniform) -> dict[str, Any]:
+    stage, nbytes = found.setup.zero, found.plan.bucket_bytes
+    if stage == 0:
+        return {"stage": 0}
+    overlaps = nbytes < ALL_AT_ONCE
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": overlaps}
+    if overlaps:
+        size = -(-nbytes // found.plan.training.gradient_bytes)
+        zero |= {"reduce_bucket_size": size, "contiguous_gradients": True}
+    return zero

@@ -1,0 +1,105 @@
+"""torchtitan: overrides of a job's configuration (Liang et al. 2024, arXiv 2410.06511)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from stratagem.exports.result import Draft
+from stratagem.exports.transformer import transformer_sizes
+from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
+from stratagem.exports.units import unit_gradient_bytes
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan
+
+
+def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
+    """Without a pipeline gradients are reduced after each microbatch, with one once a step."""
+    return (0, 2, 3) if pipeline == 1 else (0, 1, 3)
+
+
+LIMITS = Limits(
+    zero_stages=_zero_stages,
+    sequence=(False, True),
+    pipeline=True,
+    virtual=True,
+    schedules=("1f1b", "gpipe"),
+    recompute=("none", "full"),
+    experts=True,
+)
+
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+"""What torch.distributed.pipelining calls a schedule."""
+
+
+def torchtitan(plan: Plan, graph: OperatorGraph) -> Draft:
+    """Command-line overrides for torchtitan, one a line; lines that begin with # are comments.
+
+    Example:
+        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.models import gpt
+        >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> draft = torchtitan(TrainingSetup(zero=3, tensor=2).plan(graph, cluster), graph)
+        >>> [line for line in draft.text.splitlines() if "reshard" in line]
+        ['--parallelism.fsdp_reshard_after_forward always']
+    """
+    found = nearest_uniform(plan, graph, LIMITS)
+    training = found.plan.training
+    if training.precision == "float16":
+        training = replace(training, precision="bfloat16")
+    if training.precision != "float32":
+        training = replace(training, gradient_precision="float32")
+    nearest = replace(
+        found.plan, training=training, bucket_bytes=unit_gradient_bytes(graph, training)
+    )
+    found = replace(found, plan=nearest)
+    missing = []
+    if transformer_sizes(graph) is None:
+        missing.append(
+            f"torchtitan trains its own models, and {graph.name!r} is not one of its dense "
+            "transformers: choose the nearest with --module and --config."
+        )
+    if training.optimizer != "adam":
+        missing.append(
+            "Its optimizers are Adam, AdamW and Muon: set another one in the job's configuration."
+        )
+    text = "".join(f"{line}\n" for line in (*_parallel(found), *_training(found, graph)))
+    return Draft(text, nearest, tuple(missing))
+
+
+def _parallel(found: Uniform) -> Iterator[str]:
+    setup = found.setup
+    sharded = setup.zero > 0
+    yield f"--parallelism.data_parallel_replicate_degree {1 if sharded else found.data}"
+    yield f"--parallelism.data_parallel_shard_degree {found.data if sharded else 1}"
+    yield (
+        "--parallelism.fsdp_reshard_after_forward " + ("always" if setup.zero == 3 else "never")
+    )
+    yield f"--parallelism.tensor_parallel_degree {setup.tensor}"
+    if not setup.sequence_parallel:
+        yield "--parallelism.no-enable_sequence_parallel"
+    if found.expert_ways > 1:
+        yield f"--parallelism.expert_parallel_degree {found.expert_ways}"
+    yield f"--parallelism.pipeline_parallel_degree {setup.pipeline}"
+    if setup.pipeline > 1:
+        yield f"--parallelism.pipeline_parallel_schedule {SCHEDULES[found.plan.schedule]}"
+        yield f"--parallelism.pipeline_parallel_microbatch_size {setup.microbatch}"
+        yield f"--parallelism.pipeline_parallel_layers_per_stage {found.blocks[0]}"
+        yield "--parallelism.pipeline_parallel_first_stage_less_layers 0"
+        yield "--parallelism.pipeline_parallel_last_stage_less_layers 0"
+
+
+def _training(found: Uniform, graph: OperatorGraph) -> Iterator[str]:
+    setup, precision = found.setup, found.plan.training.precision
+    piped = found.plan.num_microbatches if setup.pipeline > 1 else 1
+    yield f"--training.local_batch_size {setup.microbatch * piped}"
+    yield f"--training.global_batch_size {graph.batch}"
+    sizes = transformer_sizes(graph)
+    if sizes:
+        yield f"--training.seq_len {sizes.sequence}"
+    yield f"--training.mixed_precision_param {precision}"
+    yield "--training.mixed_precision_reduce float32"
+    if setup.pipeline > 1:
+        yield "--training.disable_cuda_graphs"
+    yield f"activation_checkpoint:{setup.recompute}"

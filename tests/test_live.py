@@ -1,0 +1,104 @@
+"""The bytes that a program says are alive against the storages that are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from stratagem.executor import lower, model_state
+from stratagem.executor.backends.local import run_local
+from stratagem.executor.compute import Tape
+from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.live import peak_bytes
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.training import Training
+from tests.plans import Case, make_plan, megatron, sharding, whole
+from tests.test_models_executed import case_of
+
+SGD = Training(optimizer="sgd")
+
+
+def alive(interpreter: Interpreter) -> int:
+    """Bytes of all distinct storages that values hold, and the graphs of tapes."""
+    storages: dict[int, int] = {}
+    memory = interpreter._memory
+    for name in list(memory._promised):
+        assert memory.values[name] is not None  # what a collective gave lies here too
+    for value in memory.values.values():
+        tensors = [value] if isinstance(value, Tensor) else _saved(value)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _saved(tape: Tape) -> list[Tensor]:
+    found: list[Tensor] = []
+    if not tape.leaves:  # used up by its backward pass
+        return found
+    nodes = [edge.node for edge in tape.edges if edge is not None]
+    seen: set[object] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [each for each, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                kept = getattr(node, name)
+                found += [kept] if isinstance(kept, Tensor) else []
+        found += list(getattr(node, "saved_tensors", ()))
+    return found
+
+
+def measured_peaks(plan: Plan, case: Case) -> list[int]:
+    program = lower(plan, case.graph)
+
+    def run(comm: object) -> int:
+        interpreter = Interpreter(program, comm, model_state(case.model))
+        most = 0
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, alive(interpreter))
+
+        interpreter.step(case.batch, between=look)
+        return max(most, alive(interpreter))
+
+    return run_local(plan.num_devices, run)
+
+
+def plans(case: Case) -> dict[str, Plan]:
+    one = make_plan(case, whole, (1,), training=SGD)
+    pipeline = make_plan(
+        case, sharding("sample"), (2,), (2,), num_microbatches=2, training=SGD, schedule="gpipe"
+    )
+    again = tuple(
+        replace(stage, choices={n: replace(c, recompute=True) for n, c in stage.choices.items()})
+        for stage in one.stages
+    )
+    return {
+        "one device": one,
+        "data parallel": make_plan(case, sharding("sample"), (2,), training=SGD),
+        "tensor and sequence": make_plan(case, megatron, (2,), training=SGD),
+        "zero 2": make_plan(case, sharding("sample", zero=2), (2,), training=SGD),
+        "pipeline": pipeline,
+        "recomputed": replace(one, stages=again),
+    }
+
+
+NAMES = ["one device", "data parallel", "tensor and sequence", "zero 2", "pipeline", "recomputed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("model", ["gpt", "llama", "lstm"])
+def test_peaks_are_those_of_the_storages(model: str, name: str) -> None:
+    case = case_of(model)
+    plan = plans(case)[name]
+    told = peak_bytes(lower(plan, case.graph))
+    measured = measured_peaks(plan, case)
+    for ours, theirs in zip(told, measured, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.1), (told, measured)
