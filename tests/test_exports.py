@@ -329,4 +329,4 @@ def test_command_line_exports_a_plan(tmp_path: Path) -> None:
     assert "--tensor-model-parallel-size 2" in out.read_text()
     refused = CliRunner().invoke(app, [*words, "horovod"])
     assert refused.exit_code == 2
-    assert "error: there is no export 'horovod'" in refused.output
+    assert "error: no export 'horovod'" in refused.output
