@@ -296,7 +296,10 @@ def test_rewritten_models_are_said_as_they_are() -> None:
 def test_unknown_formats_are_refused() -> None:
     graph = graph_of("mlp")
     plan = TrainingSetup().plan(graph, CLUSTER)
-    with pytest.raises(ValueError, match="no export 'megatron-lm'; there are dtensor, fsdp2"):
+    with pytest.raises(
+        ValueError,
+        match=r"no export 'megatron-lm' .did you mean 'megatron'.*; there are dtensor, fsdp2",
+    ):
         export(plan, graph, "megatron-lm")
 
 
