@@ -25,6 +25,7 @@ from stratagem.executor.verify import verify
 from stratagem.executor.watch import Watch
 from stratagem.executor.where import Place
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 
 
@@ -102,7 +103,7 @@ def execute(
     if backend == "local":
         return run_local(program.world_size, run, timeout=timeout)[0]
     if backend != "gloo":
-        raise ValueError(f"no backend {backend!r}; there are local and gloo")
+        raise unknown("backend", backend, ("local", "gloo"))
     with process_rank(timeout=timeout) as (comm, watch):
         check_world(program, comm.world_size)
         return run(comm, watch)

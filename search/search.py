@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan, Prediction
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.substitutions import Rewritten
@@ -266,11 +266,7 @@ def _search_graph(
 
 def _method(name: str) -> Method:
     if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(
-            f"no method {name!r} to compare with{hint}; there are {', '.join(METHODS)}"
-        )
+        raise unknown("method to compare with called", name, METHODS)
     return METHODS[name]
 
 

@@ -10,6 +10,7 @@ from stratagem.search.result import FrontPoint, SearchResult, front_of
 from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import unknown
 from stratagem.simulator.table import Table, Unit
 
 OBJECTIVES = ("time", "money")
@@ -108,7 +109,7 @@ def search_sizes(
         ValueError: an unknown objective, no size, or money on a cluster without a price.
     """
     if objective not in OBJECTIVES:
-        raise ValueError(f"no objective {objective!r}; there are {', '.join(OBJECTIVES)}")
+        raise unknown("objective", objective, OBJECTIVES)
     if not num_nodes:
         raise ValueError("num_nodes is empty: name at least one number of nodes")
     if objective == "money" and not cluster.node_price_per_hour:

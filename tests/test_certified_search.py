@@ -132,8 +132,11 @@ def test_pinned_operators_have_the_config_asked_for() -> None:
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"pin": {"layer.0": (REPLICATE,)}}, "no operator of 'mlp' is called 'layer.0'; near are"),
-        ({"forbid": (("head", "device"),)}, "has no dim 'head' that can be sharded"),
+        (
+            {"pin": {"layer.0": (REPLICATE,)}},
+            "no operator of 'mlp' to constrain called 'layer.0' .did you mean 'layers.0",
+        ),
+        ({"forbid": (("head", "device"),)}, "no dim of 'mlp' that can be sharded called 'head'"),
         ({"pipeline": 7}, "no plan meets the constraints"),
         ({"pipeline": 4, "max_pipeline": 2}, "pipeline is 4, but max_pipeline is 2"),
         ({"headroom": 1.5}, "headroom is 1.5"),
@@ -202,7 +205,7 @@ def test_methods_of_the_literature_are_rows() -> None:
     best = min(s.step_time for s in result.baselines.values() if s.fits)
     assert result.simulation.step_time <= best
     with pytest.raises(
-        ValueError, match=r"no method 'Tofoo' to compare with .did you mean 'Tofu'"
+        ValueError, match=r"no method to compare with called 'Tofoo' .did you mean 'Tofu'"
     ):
         quick(tiny_gpt(), baselines=["Tofoo"])
 
