@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,6 +118,12 @@ class Interpreter:
         self._memory.values[stored.value] = part.to(dtype)
         if part.dtype != dtype and stored in self._trained:
             self._masters[stored.value] = part
+
+    def held(self) -> list[Any]:
+        """All that this rank holds now: tensors and tapes, with what the optimizer remembers."""
+        states = [self.optimizer.state(home.stored.parameter) for home in self.program.homes]
+        remembered = [tensor for state in states for tensor in state.values()]
+        return [*self._memory.everything(), *self._masters.values(), *remembered]
 
     def restore(self, part: Callable[[Stored, Box], Tensor]) -> None:
         """Replace every parameter and buffer by `part` of it, a tensor that fills the box."""

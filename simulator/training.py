@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stratagem.simulator.names import unknown
 from stratagem.simulator.rules import DTYPE_BYTES
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -59,7 +60,7 @@ class Training:
             ("optimizer", self.optimizer, OPTIMIZER_STATES),
         ):
             if value not in known:
-                raise ValueError(f"no {what} {value!r}; there are {', '.join(known)}")
+                raise unknown(what, value, known)
         if self.flash_version not in FLASH_VERSIONS:
             versions = ", ".join(map(str, FLASH_VERSIONS))
             raise ValueError(f"no flash_version {self.flash_version}; there are {versions}")
