@@ -510,6 +510,24 @@ def test_unsupported_operator_is_named() -> None:
         capture(Sorts(), (torch.zeros(3, 4),))
 
 
+class BranchesOnValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() if x.sum() > 0 else x.mean()
+
+
+class SelectsByValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[torch.nonzero(x[:, 0])[:, 0]].mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_depends_on_values_is_refused_at_its_line() -> None:
+    with pytest.raises(ValueError, match=r"test_capture\.py:\d+ \(return x\.sum\(\) if .*where"):
+        capture(BranchesOnValues(), (torch.zeros(3, 4),))
+    with pytest.raises(ValueError, match=r"nonzero.* at .*test_capture\.py:\d+ .*shape \('u0'"):
+        capture(SelectsByValues(), (torch.zeros(3, 4),))
+
+
 class MixesSamples(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(x, 0).sum()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from stratagem.simulator.graph import OperatorGraph
@@ -98,7 +101,24 @@ def _export(model: nn.Module, given: Mapping[str, Any]) -> torch.export.Exported
     examples = pytree.tree_map_only(
         torch.Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), dict(given)
     )
-    return torch.export.export(model, (), examples, strict=False)
+    try:
+        return torch.export.export(model, (), examples, strict=False)
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            f"capture of {type(model).__name__!r}: what the model does depends on the values of a "
+            f"tensor{_where(error)}, but a plan has the same operators in every step: write the "
+            f"choice as torch.where, or decide it outside of forward"
+        ) from error
+
+
+def _where(error: BaseException) -> str:
+    """The line of the user's code that an error of torch's export comes from."""
+    own = [Path(torch.__file__).parent, Path(__file__).parent]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not any(path.is_relative_to(each) for each in own):
+            return f" at {path}:{frame.lineno} ({frame.line})"
+    return ""
 
 
 def _batch(exported: torch.export.ExportedProgram) -> int | None:

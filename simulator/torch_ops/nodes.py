@@ -17,12 +17,22 @@ _TORCH = Path(torch.__file__).parent
 
 
 def shape_and_dtype(node: Node) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a node's result, or of the first of its results."""
+    """Shape and dtype of a node's result, or of the first of its results.
+
+    Raises:
+        ValueError: the shape depends on the values of a tensor, as that of ``nonzero`` does.
+    """
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)):
         value = next((each for each in value if isinstance(each, torch.Tensor)), None)
     if not isinstance(value, torch.Tensor):
         return (), "float32"
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        raise ValueError(
+            f"its result has shape {tuple(map(str, value.shape))}, which depends on the values of "
+            "a tensor; a plan needs shapes that are the same in every step: mask instead of "
+            "selecting, as torch.where does"
+        )
     return tuple(int(size) for size in value.shape), dtype_name(value.dtype)
 
 

@@ -182,9 +182,9 @@ class Walker:
     def _convert(self, node: Node, name: str, given: dict[str, Any]) -> Any:
         if "num_batches_tracked" in str(node.args[:1]):
             return given["self"]
-        shape, dtype = shape_and_dtype(node)
         tensors = [x for x in flat(given.values()) if isinstance(x, (Tensor, Expression))]
         try:
+            shape, dtype = shape_and_dtype(node)
             if name in SOURCES and all(map(_is_source, tensors)) and not _is_random(name, given):
                 return expression_of(SOURCES[name](given, shape, dtype), shape, dtype, node)
             if name in ("split", "unbind", "chunk") and all(_is_source(x) for x in tensors):
