@@ -337,6 +337,26 @@ def test_loss_given_apart() -> None:
     assert all(given.sample_dim == 0 for given in graph.inputs)
 
 
+class AddsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("loss", [functional.cross_entropy, nn.CrossEntropyLoss()])
+def test_loss_behind_operators_of_the_model_itself(loss: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    x, targets = torch.randn(8, 6), tokens(np.random.default_rng(0), 6, 8)
+    model = AddsItself()
+    graph = check(model, {"x": x}, loss(model(x), targets), loss=loss, targets=targets)
+    names = [operator.name for operator in graph.operators]
+    assert {"inner", "add"} <= set(names)
+    assert not [name for name in names if name.startswith("model")]
+
+
 def test_dropout_in_training_is_a_step() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.25))
     options = {"loss": functional.mse_loss, "targets": torch.zeros(2, 4)}

@@ -241,15 +241,13 @@ class Walker:
         return self._parameter(expression.arguments[0], expression.node, trainable=False)
 
     def _path(self, node: Node) -> str:
-        stack = node.meta.get("nn_module_stack") or {}
-        path = next((path for path, _ in reversed(stack.values())), "")
-        return re.sub(r"@\d+", "", path).removeprefix(self._prefix)
+        """The module that a node is of, from the user's model on, which is empty itself."""
+        return f"{_full_path(node)}.".removeprefix(self._prefix).removesuffix(".")
 
     def _is_leaf(self, node: Node) -> bool:
-        path = self._path(node)
-        if not path:
+        if not self._path(node):
             return False
-        module = self._model.get_submodule(self._prefix + path)
+        module = self._model.get_submodule(_full_path(node))
         return next(module.children(), None) is None
 
     def _describe(self, node: Node) -> str:
@@ -258,6 +256,12 @@ class Walker:
         line = source_line(node)
         at = f" at {line}" if line else ""
         return f"capture: {node.target} in {path}{at} on tensors of shapes {shapes}"
+
+
+def _full_path(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(stack.values())), "")
+    return re.sub(r"@\d+", "", path)
 
 
 def _unsupported(name: str) -> str:
