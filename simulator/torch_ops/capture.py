@@ -55,7 +55,7 @@ def capture(
             raise ValueError("capture: a loss needs targets; pass an example as targets=")
         root = _WithLoss(model, loss)
         given = {**given, "targets": targets}
-    exported = _export(root, given)
+    exported = _export(root, given, name or type(model).__name__)
     return Walker(
         exported,
         root,
@@ -95,7 +95,9 @@ def _by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return {**dict(zip(positional, args, strict=False)), **kwargs}
 
 
-def _export(model: nn.Module, given: Mapping[str, Any]) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, given: Mapping[str, Any], name: str
+) -> torch.export.ExportedProgram:
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     examples = pytree.tree_map_only(
@@ -105,7 +107,7 @@ def _export(model: nn.Module, given: Mapping[str, Any]) -> torch.export.Exported
         return torch.export.export(model, (), examples, strict=False)
     except GuardOnDataDependentSymNode as error:
         raise ValueError(
-            f"capture of {type(model).__name__!r}: what the model does depends on the values of a "
+            f"capture of {name!r}: what the model does depends on the values of a "
             f"tensor{_where(error)}, but a plan has the same operators in every step: write the "
             f"choice as torch.where, or decide it outside of forward"
         ) from error
