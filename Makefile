@@ -12,12 +12,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help demo test test-fast lint format setup clean
+.PHONY: help demo docs test test-fast lint format setup clean
 
 help:
 	@echo "make demo       find a plan for GPT-2 on 16 A100s, then plan and run a small GPT here"
 	@echo "make test       linters, types and all tests"
 	@echo "make test-fast  the tests that take no more than a few seconds each"
+	@echo "make docs       the documentation, in site/"
 	@echo "make lint       linters and types only"
 	@echo "make format     let ruff format the code"
 	@echo "make setup      the virtual environment in $(VENV) only"
@@ -30,11 +31,14 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; some minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
-	    --constraint constraints.txt --editable '.[dev,zoo,notebook]'
+	    --constraint constraints.txt --editable '.[dev,zoo,notebook,docs]'
 	@touch $@
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -53,4 +57,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) out site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

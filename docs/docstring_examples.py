@@ -7,12 +7,14 @@ from typing import Any
 
 import griffe
 
+EXAMPLE = re.compile(r"^Example:(?=.*\n\s+>>> )", flags=re.MULTILINE)
+"""The heading of a section of doctests, with or without a title."""
+
 
 class ExampleSections(griffe.Extension):
-    """Calls an ``Example:`` of doctests what the parser of the reference calls it."""
+    """Calls a section of doctests what the parser of the reference calls it."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rename the section in the docstring of one object."""
         if obj.docstring is not None:
-            text = obj.docstring.value
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+            obj.docstring.value = EXAMPLE.sub("Examples:", obj.docstring.value)
