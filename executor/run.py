@@ -55,7 +55,7 @@ def execute(
         (2.302,)
 
     Args:
-        plan: for `graph`, in float32.
+        plan: for `graph`, in float32 or bfloat16.
         graph: from `capture`.
         model_state: whole parameters and buffers, by name; it is not changed.
         data: the inputs of the whole batch, by name, the same for every step; or an iterable of

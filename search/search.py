@@ -83,7 +83,7 @@ def search(
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number.
         schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
-            ``"interleaved"`` and ``"zb-h1"`` (the last two are simulated only).
+            ``"interleaved"`` and ``"zb-h1"``.
         zero_stages: the ZeRO stages that a choice may have.
         num_skeletons: how many skeletons are searched.
         num_bounded: how many more have their bounds sharpened, those that limit the certificate;

@@ -86,7 +86,7 @@ def search(
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number; equal arguments give equal plans.
         schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
-            ``"interleaved"`` and ``"zb-h1"`` (the last two are simulated only).
+            ``"interleaved"`` and ``"zb-h1"``.
         zero_stages: the ZeRO stages that an operator's parameters may have.
         num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.
         num_bounded: how many more have their lower bounds sharpened, for the certificate; fewer
@@ -333,7 +333,7 @@ def execute(
         0.152
 
     Args:
-        plan: for this model and batch, in float32.
+        plan: for this model and batch, in float32 or bfloat16.
         model: its parameters and buffers are read, not changed; `load_checkpoint` puts what was
             trained into it.
         data: the keyword arguments of the model's `forward`, the same for every step; or an
