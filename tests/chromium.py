@@ -25,7 +25,8 @@ FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--mute-audio"),
     *("--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--disable-extensions", "--no-first-run", "--no-default-browser-check"),
-    *("--remote-debugging-pipe", "--host-resolver-rules=MAP * ~NOTFOUND"),
+    *("--remote-debugging-pipe", "--no-proxy-server"),
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 SECONDS = 60.0
 """How long an answer may take."""
