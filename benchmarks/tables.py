@@ -18,8 +18,9 @@ from typing import Any
 HEADER = """\
 # Performance
 
-Figures of this library against itself: what an idea saves against doing without it, and whether the answer
-stays the same. Each table is made from the lines that a benchmark prints (`docs/performance/*.jsonl`). To renew one:
+Figures of this library against itself: what an idea saves against doing without it, and whether
+the answer stays the same. Each table is made from the lines that a benchmark prints
+(`docs/performance/*.jsonl`). To renew one:
 
 <!-- not run: it measures for minutes -->
 ```bash
@@ -27,8 +28,9 @@ python -m benchmarks.delta > docs/performance/delta.jsonl
 python -m benchmarks.tables docs/performance docs/performance.md
 ```
 
-The machine had two CPU cores and other work to do, so times scatter, by two or three. Ratios are taken within one run,
-and scatter less. What is said to be equal is equal to the nanosecond.
+The machine had two CPU cores and other work to do, so times scatter by a factor of two or three.
+Ratios are taken within one run and scatter less. What is said to be equal is equal to the
+nanosecond.
 """
 
 

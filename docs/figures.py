@@ -135,7 +135,8 @@ def draw_search(result: sg.SearchResult) -> Figure:
     for place, (name, seconds, _, _) in enumerate(rows):
         found = name == "found plan"
         axes.barh(-place, seconds * 1e3, color="#2f6aa3" if found else SHIFTED, height=0.8)
-    axes.axvline(result.bound * 1e3, color="#cf4f4a", linestyle="--", label="no plan is under this")
+    label = "no plan is under this"
+    axes.axvline(result.bound * 1e3, color="#cf4f4a", linestyle="--", label=label)
     axes.set_yticks([-place for place in range(len(rows))], [row[0] for row in rows])
     axes.set_xlabel("predicted step, ms")
     axes.legend(frameon=False, loc="lower right")

@@ -1,10 +1,10 @@
 """The code blocks of the documentation, and how a page of them is run.
 
-    ```python                    runs, after those before it, in one namespace a page
-    ```text                      right behind a python block: what that block prints
-    ```python title="model.py"   is written to the page's folder, as is any block with a title
-    ```bash                      runs in the page's folder
-    <!-- not run: why -->        the block below it is read only
+```python                    runs, after those before it, in one namespace a page
+```text                      right behind a python block: what that block prints
+```python title="model.py"   is written to the page's folder, as is any block with a title
+```bash                      runs in the page's folder
+<!-- not run: why -->        the block below it is read only
 """
 
 from __future__ import annotations

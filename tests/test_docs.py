@@ -1,4 +1,4 @@
-"""The documentation: its code runs and prints what it says, and its pages can be built and read."""
+"""The documentation: its code runs, prints what it says, and its pages can be built and read."""
 
 from __future__ import annotations
 

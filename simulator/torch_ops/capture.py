@@ -95,9 +95,7 @@ def _by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return {**dict(zip(positional, args, strict=False)), **kwargs}
 
 
-def _export(
-    model: nn.Module, given: Mapping[str, Any], name: str
-) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, given: Mapping[str, Any], name: str) -> torch.export.ExportedProgram:
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     examples = pytree.tree_map_only(
