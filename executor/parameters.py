@@ -116,6 +116,7 @@ class ParameterWriter:
         for convert in self._held:
             steps = tuple((step.collective, step.axis) for step in convert.steps)
             alone = any(step.collective not in BUNDLED for step in convert.steps)
+            alone = alone or not convert.steps
             key = (steps, convert.dtype, convert.target if alone else "")
             groups.setdefault(key, []).append(convert)
         for group in groups.values():
@@ -246,6 +247,7 @@ class ParameterWriter:
             before=use.home,
             after=use.used,
             layout=use.weight.layout,
+            alias=False,
         )
 
     # -- between stages -------------------------------------------------------------------------

@@ -59,11 +59,13 @@ class Writer:
         layout: Layout | None = None,
         adds: bool = False,
         later: bool = False,
+        alias: bool = True,
         into: list[Instruction] | None = None,
     ) -> str | None:
         """Bring `source` from one placement to another on this rank's mesh.
 
-        The instruction is appended, or goes `into` another list.
+        The instruction is appended, or goes `into` another list. With `alias` no target is made
+        where there is nothing to do.
 
         Returns:
             The value that has the result, `source` itself when there is nothing to do, None when
@@ -71,7 +73,10 @@ class Writer:
         """
         if before == after and not adds:
             return source if self.holds(before) else None
-        steps = self.context.path(self.stage, sizes, dtype, before, after)
+        path = self.context.path(self.stage, sizes, dtype, before, after)
+        steps = tuple(step for step in path if self.mesh.shape[step.axis] > 1)
+        if alias and not steps and not adds:
+            return source if self.holds(before) else None
         given = source if self.holds(before) else None
         got = target if self.holds(after) else None
         meetings = self._meetings(f"{task} m{microbatch} of {target}", before, steps)
