@@ -35,7 +35,6 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
     plan.check(graph)
     _check_precision(plan)
     _check_schedule(plan)
-    _check_options(plan)
     context = Context(plan, graph, graph.microbatch(plan.num_microbatches))
     _check_loss(context)
     weights = Weights(context)
@@ -56,25 +55,6 @@ def _check_precision(plan: Plan) -> None:
             f"plan {plan.name!r} trains in float16, whose gradients need a loss scale that is not "
             f"executed: search with Training(precision='bfloat16')"
         )
-
-
-def _check_options(plan: Plan) -> None:
-    """Refuse what is simulated only: nothing that a plan promises is left out in silence."""
-    for stage in plan.stages:
-        for name, choice in stage.choices.items():
-            for asked, what, remedy in (
-                (
-                    choice.chunks > 1,
-                    f"runs in {choice.chunks} pieces",
-                    "search with Options(chunks=(1,))",
-                ),
-                (choice.fused, "is fused with a collective", "search with Options(fuse=False)"),
-            ):
-                if asked:
-                    raise ValueError(
-                        f"plan {plan.name!r}: operator {name!r} {what}, which is simulated only; "
-                        f"{remedy}"
-                    )
 
 
 def _check_schedule(plan: Plan) -> None:

@@ -43,7 +43,7 @@ class ParameterWriter:
         self._held: list[Convert] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
-        self._closes = {bucket[-1] for bucket in buckets}
+        self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
 
     def stored(self) -> tuple[Stored, ...]:
         """Every parameter and buffer that this rank keeps for the stage."""
