@@ -18,6 +18,9 @@ from stratagem.simulator.resharding import Step
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.transfers import Transfer
 
+EVERYONE = -1
+"""The stage of a meeting of all ranks."""
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -387,11 +390,45 @@ class Updated:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The norm of all gradients of the model, which every rank comes to know.
+
+    A gradient that several ranks have counts once, where it lies at home as `placements` say on
+    the mesh of a stage: (value, stage, placements) of each that this rank has.
+    """
+
+    gradients: tuple[tuple[str, int, Placements], ...]
+    value: str
+
+    kind = TaskKind.OTHER
+    task = "gradient norm"
+    microbatch = -1
+    meetings = (Meeting(EVERYONE, 0, "gradient norm"),)
+
+    def __str__(self) -> str:
+        return self.task
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Values that must be there."""
+        return tuple(value for value, _, _ in self.gradients)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Values that are there afterwards."""
+        return (self.value,)
+
+
+@dataclass(frozen=True)
 class Update:
-    """Let the optimizer change an operator's parameters in place, at home."""
+    """Let the optimizer change an operator's parameters in place, at home.
+
+    With a `norm`, gradients are made shorter first where it is above that of `Training`.
+    """
 
     operator: str
     parameters: tuple[Updated, ...]
+    norm: str | None = None
     kind = TaskKind.UPDATE
     microbatch = -1
 
@@ -408,7 +445,8 @@ class Update:
     @property
     def reads(self) -> tuple[str, ...]:
         """Values that must be there."""
-        return tuple(v for each in self.parameters for v in (each.value, each.gradient))
+        norm = () if self.norm is None else (self.norm,)
+        return (*(v for each in self.parameters for v in (each.value, each.gradient)), *norm)
 
 
 @dataclass(frozen=True)
@@ -428,12 +466,12 @@ class Free:
 
 
 Instruction = (
-    Source | Forward | Backward | Convert | Join | Bundle | Send | Receive | Update | Free
+    Source | Forward | Backward | Convert | Join | Bundle | Send | Receive | Norm | Update | Free
 )
 
 
 def meetings_of(instruction: Instruction) -> tuple[Meeting, ...]:
     """The collectives inside an instruction, in order."""
-    if isinstance(instruction, (Forward, Backward, Convert, Bundle)):
+    if isinstance(instruction, (Forward, Backward, Convert, Bundle, Norm)):
         return instruction.meetings
     return ()

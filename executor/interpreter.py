@@ -20,6 +20,7 @@ from stratagem.executor.instructions import (
     Free,
     Instruction,
     Join,
+    Norm,
     Piece,
     Receive,
     Send,
@@ -28,7 +29,7 @@ from stratagem.executor.instructions import (
 )
 from stratagem.executor.memory import Memory
 from stratagem.executor.movement import Ports, stored_shape
-from stratagem.executor.optimizers import make_optimizer
+from stratagem.executor.optimizers import clipped, make_optimizer
 from stratagem.executor.program import LOSS, Program, Stored
 from stratagem.executor.seats import Seat, box_shape, mesh_groups
 from stratagem.executor.shards import operator_shards
@@ -215,6 +216,8 @@ class Interpreter:
                 return movement.send(instruction, self._ports, memory)
             case Receive():
                 return movement.receive(instruction, self._ports, memory)
+            case Norm():
+                return self._norm(instruction)
             case Update():
                 return self._update(instruction)
             case Free():
@@ -268,12 +271,34 @@ class Interpreter:
 
         return at_its_microbatch
 
+    def _norm(self, instruction: Norm) -> Action:
+        values, comm = self._memory.values, self.comm
+        everyone = tuple(range(comm.world_size))
+        counted = [
+            value
+            for value, stage, placements in instruction.gradients
+            if self._seats[stage].is_first(placements)
+        ]
+
+        def run() -> None:
+            squares = torch.zeros((), dtype=torch.float64, device=comm.device)
+            for value in counted:
+                squares += (
+                    torch.linalg.vector_norm(values[value], dtype=torch.float32).double() ** 2
+                )
+            values[instruction.value] = comm.all_reduce(squares, everyone).sqrt()
+
+        return run
+
     def _update(self, instruction: Update) -> Action:
-        values, masters = self._memory.values, self._masters
+        values, masters, norm = self._memory.values, self._masters, instruction.norm
+        longest = self.program.plan.training.clip_norm
 
         def run() -> None:
             for each in instruction.parameters:
                 gradient, value = values[each.gradient], values[each.value]
+                if norm is not None:
+                    gradient = clipped(gradient, values[norm], longest)
                 master = masters.get(each.value)
                 if master is None:
                     self.optimizer(each.parameter, value, gradient)

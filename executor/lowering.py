@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.executor.context import Context
-from stratagem.executor.instructions import Forward, Free, Instruction, Source
-from stratagem.executor.parameters import ParameterWriter
+from stratagem.executor.instructions import Forward, Free, Instruction, Norm, Source
 from stratagem.executor.passes import PassWriter
 from stratagem.executor.program import LOSS, Program, RankProgram, Stored
 from stratagem.executor.weights import Weights
@@ -106,15 +105,21 @@ def _write(
     for action in context.actions(crew):
         stages[action.stage].write(action)
     parameters = [each.parameters for each in stages.values()]
-    for phase in (
-        ParameterWriter.send_gradients,
-        ParameterWriter.receive_gradients,
-        ParameterWriter.update,
-        ParameterWriter.send_values,
-        ParameterWriter.receive_values,
-    ):
-        for each in parameters:
-            phase(each)
+    for each in parameters:
+        each.send_gradients()
+    for each in parameters:
+        each.receive_gradients()
+    norm = None
+    if context.plan.training.clip_norm:
+        norm = "gradient norm"
+        gradients = [found for each in parameters for found in each.gradients_at_home()]
+        body.append(Norm(tuple(gradients), norm))
+    for each in parameters:
+        each.update(norm)
+    for each in parameters:
+        each.send_values()
+    for each in parameters:
+        each.receive_values()
     for passes in stages.values():
         passes.sum_loss()
     stored = {one.value: one for each in parameters for one in each.stored()}

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 
 from stratagem.executor import execute, lower, model_state, verify
 from stratagem.executor.instructions import Backward, Bundle, Convert, Forward, Part
 from stratagem.executor.live import peak_bytes
+from stratagem.executor.reference import gradient_errors
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.training import Training
 from tests.plans import (
+    TOLERANCE,
     Case,
     assert_equal_to_torch,
     assert_trains_like_torch,
     make_plan,
     megatron,
+    random_plan,
     sharding,
     whole,
 )
@@ -130,3 +136,25 @@ def test_fused_operators_run_one_after_the_other() -> None:
         for name, c in stage.choices.items()
     }
     assert_trains_like_torch(case, replace(plan, stages=(replace(stage, choices=choices),)))
+
+
+@pytest.mark.parametrize("longest", [0.05, 1e6])
+@pytest.mark.parametrize("name", ["zero 3", "pipeline", "pinned"])
+def test_gradients_are_clipped_by_the_norm_of_all(name: str, longest: float) -> None:
+    case = case_of("gpt")
+    training = Training(optimizer="sgd", learning_rate=0.1, clip_norm=longest)
+    plan = {
+        "zero 3": make_plan(case, sharding("sample", zero=3), (3,), training=training),
+        "pipeline": make_plan(case, megatron, (2,), (1,), num_microbatches=2, training=training),
+        "pinned": replace(random_plan(case, 7), training=training),
+    }[name]
+    result = execute(
+        plan, case.graph, model_state(case.model), case.batch, gradients=True, timeout=60
+    )
+    model = copy.deepcopy(case.model)
+    model(**case.batch).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), longest)
+    assert (float(norm) > longest) == (longest < 1)
+    assert result.gradients is not None
+    truths = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert max(gradient_errors(result.gradients, truths).values()) < TOLERANCE
