@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -38,6 +38,10 @@ from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
 from stratagem.simulator.timeline_tables import collective_table, operator_table
 from stratagem.simulator.trace import write_trace
 from stratagem.tables import comparison_table
+
+if TYPE_CHECKING:
+    from stratagem.executor.report import Report
+    from stratagem.simulator.graph import OperatorGraph
 
 TABLES = ("groups", "operators", "collectives", "critical_path")
 """Of a simulation, those that ``--tables`` writes."""
@@ -109,6 +113,13 @@ def compare(
     diff: Annotated[
         bool, typer.Option("--diff", help="where the measured step takes longer")
     ] = False,
+    tasks: Annotated[
+        bool, typer.Option("--tasks", help="every operator and collective, by its error")
+    ] = False,
+    learn: Annotated[
+        bool,
+        typer.Option("--learn", help="keep the measured operators in the timing cache"),
+    ] = False,
     plot: Plot = None,
     trace: Trace = None,
     tables: Tables = None,
@@ -130,6 +141,11 @@ def compare(
     say_written(say, plot, trace)
     if diff:
         _print_diff(say, comparison.diff)
+    if tasks:
+        print_tables(say, comparison.task_table)
+    if learn:
+        kept = _learn(report, graph, loaded)
+        say.print(f"kept {kept} measured passes in the timing cache; --measure predicts with them")
     if tables is not None:
         write_json(say, tables, comparison.diff.to_dict())
     if as_json:
@@ -139,6 +155,15 @@ def compare(
         ]
         answer: dict[str, Any] = {"relative_error": comparison.relative_error, "rows": rows}
         print_json({**answer, "diff": comparison.diff.to_dict()} if diff else answer)
+
+
+def _learn(report: Report, graph: OperatorGraph, plan: Plan) -> int:
+    """Keep what a result file shows of a run on this machine's processes."""
+    from stratagem.profiler import TimingCache, describe_environment, learn
+
+    environment = describe_environment(load=plan.num_devices - 1)
+    with TimingCache() as cache:
+        return learn(report.timeline, graph, plan, cache, environment)
 
 
 def diff(
