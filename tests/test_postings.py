@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,10 +46,10 @@ def operations(program: Program, rank: int, posted: tuple[Posting, ...]) -> list
             assert isinstance(needed, Receive)
             found.append(("receive", each.sender, needed.label))
         if isinstance(instruction, Send):
-            for target in targets(program, rank, instruction):
-                found.append(("send", target, instruction.label))
-        for meeting in meetings_of(instruction):
-            found.append(("meet", program.group(meeting, rank), meeting.what))
+            to = targets(program, rank, instruction)
+            found += [("send", target, instruction.label) for target in to]
+        met = meetings_of(instruction)
+        found += [("meet", program.group(meeting, rank), meeting.what) for meeting in met]
     return found
 
 
@@ -125,7 +126,7 @@ def test_one_message_of_a_sender_is_set_aside_at_a_time(mlp: Case) -> None:
     program = lower(plan, mlp.graph)
     forwards = [each for each in check(program)[1] if each.sender == 0]
     assert len(forwards) == 4
-    for one, following in zip(forwards, forwards[1:], strict=False):
+    for one, following in pairwise(forwards):
         assert one.needed < following.before <= following.needed
 
 

@@ -29,6 +29,7 @@ from stratagem.executor.backends.base import (
     ring_bytes,
     unequal_shapes,
 )
+from stratagem.executor.clock import HostClock
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
@@ -65,6 +66,7 @@ class GlooCommunicator:
         self.world_size = dist.get_world_size()
         self.device = torch.device("cpu")
         self.sent: Counter[str] = Counter()
+        self.clock = HostClock()
         everyone = tuple(range(self.world_size))
         self._groups: dict[Group, dist.ProcessGroup | None] = {everyone: None}
         self._pending: list[tuple[dist.Work, Tensor]] = []

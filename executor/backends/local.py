@@ -28,6 +28,7 @@ from stratagem.executor.backends.base import (
     unequal_shapes,
 )
 from stratagem.executor.backends.rendezvous import Aborted, Call, World
+from stratagem.executor.clock import HostClock
 from stratagem.simulator.collectives import Collective
 
 T = TypeVar("T")
@@ -105,6 +106,7 @@ class LocalCommunicator:
         self.world_size = world.size
         self.device = device
         self.sent: Counter[str] = Counter()
+        self.clock = HostClock()
         self._world = world
 
     def prepare(self, groups: Iterable[Group]) -> None:
