@@ -175,8 +175,8 @@ def play_in(world: World) -> Iterator[tuple[int, int, Instruction]]:
         if not moved and not _meet(world):
             waiting = "; ".join(world.waits_for(player) for player in world.players)
             raise ValueError(
-                f"the program of plan {world.program.plan.name!r} does not end, since ranks wait for "
-                f"one another: {waiting}"
+                f"the program of plan {world.program.plan.name!r} does not end, since ranks wait "
+                f"for one another: {waiting}"
             )
     for (source, target, _), messages in world.channels.items():
         if messages:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ T = TypeVar("T")
 PATIENCE = 20.0
 
 
-class Stuck(RuntimeError):
+class StuckError(RuntimeError):
     """An operation whose partner does not come."""
 
 
@@ -41,7 +42,7 @@ class Hub:
         if not self.changed.wait_for(lambda: ready() or self.failed, PATIENCE) or self.failed:
             self.failed = True
             self.changed.notify_all()
-            raise Stuck(what)
+            raise StuckError(what)
 
     def meet(self, key: Any, rank: int, size: int, given: Any) -> dict[int, Any]:
         """What every member gives."""
@@ -225,6 +226,9 @@ class FakeStreams:
     def synchronize(self, event: int) -> None:
         assert event
 
+    def used(self) -> AbstractContextManager[None]:
+        return torch.autograd.set_multithreading_enabled(False)
+
     def nanoseconds(self, first: int, last: int) -> int:
         return last - first
 
@@ -235,10 +239,9 @@ def run_fake(size: int, function: Callable[[NcclCommunicator], T]) -> list[T]:
 
     def rank_of(rank: int) -> None:
         try:
-            with (
-                torch.autograd.set_multithreading_enabled(False),
-                NcclCommunicator(FakeNccl(hub), b"world", rank, size, FakeStreams()) as comm,
-            ):
+            fake = FakeNccl(hub)
+            made = NcclCommunicator(fake, b"world", rank, size, FakeStreams())
+            with made as comm, comm.working():
                 results[rank] = function(comm)
         except BaseException as error:
             errors.append(error)
@@ -252,5 +255,5 @@ def run_fake(size: int, function: Callable[[NcclCommunicator], T]) -> list[T]:
     for thread in threads:
         thread.join()
     if errors:
-        raise next((e for e in errors if not isinstance(e, Stuck)), errors[0])
+        raise next((e for e in errors if not isinstance(e, StuckError)), errors[0])
     return [results[rank] for rank in range(size)]

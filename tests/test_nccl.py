@@ -22,7 +22,7 @@ from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.training import Training
-from tests.fake_nccl import Stuck, run_fake
+from tests.fake_nccl import StuckError, run_fake
 from tests.plans import (
     TOLERANCE,
     Case,
@@ -84,7 +84,7 @@ def assert_equals_torch(case: Case, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt", "cnn"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_plans_equal_torch(model: str, seed: int, request: pytest.FixtureRequest) -> None:
     case = request.getfixturevalue(model)
     assert_equals_torch(case, random_plan(case, seed))
@@ -114,10 +114,12 @@ def test_steps_in_bfloat16_are_those_of_the_local_backend(mlp: Case) -> None:
 
 def test_the_timeline_has_a_row_for_every_task(gpt: Case) -> None:
     plan = make_plan(gpt, sharding("sample"), (2,), (2,), num_microbatches=2)
-    rows = run_plan(gpt, plan).timeline.rows()
-    local = execute(plan, gpt.graph, model_state(gpt.model), gpt.batch).timeline.rows()
-    assert {(row.name, row.lane) for row in rows} == {(row.name, row.lane) for row in local}
-    assert all(row.start <= row.end for row in rows)
+    ours = run_plan(gpt, plan).timeline
+    local = execute(plan, gpt.graph, model_state(gpt.model), gpt.batch).timeline
+    assert set(ours.names) == set(local.names)
+    assert ours.lanes == local.lanes
+    assert ours.start.min() >= 0
+    assert ours.duration > 0
 
 
 # -- operations ---------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def test_receives_that_are_not_posted_in_time_hang(gpt: Case, monkeypatch: Any) 
         comm.send(torch.ones(1), 1 - comm.rank, 1)
         comm.post([(1,)], torch.float32, 1 - comm.rank, 1)
 
-    with pytest.raises(Stuck):
+    with pytest.raises(StuckError):
         run_fake(2, rank)
 
 
@@ -186,8 +188,8 @@ def test_what_cannot_be_done_is_refused() -> None:
             comm.all_reduce(torch.ones(1), pair)
         with pytest.raises(ValueError, match=r"group \(0, 7\) is not made of ranks below 3"):
             comm.prepare([(0, 7)])
-        with pytest.raises(ValueError, match="no channel from rank 0 to rank 1"):
-            comm.post([(1,)], torch.float32, 0, 1) if comm.rank else comm.send(torch.ones(1), 1, 1)
+        with pytest.raises(ValueError, match=r"no channel from rank \d to rank 7; open\(\) it"):
+            comm.send(torch.ones(1), 7, 1)
         with pytest.raises(RuntimeError, match=r"with tag 4, but has posted no such receive"):
             comm.recv((1,), torch.float32, 0, 4)
         with pytest.raises(ValueError, match=r"does not add up torch.bool; it does torch.float64"):
@@ -199,14 +201,14 @@ def test_what_cannot_be_done_is_refused() -> None:
 def test_without_cuda_the_backend_says_what_is_missing(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and torch"):
-        join_nccl().__enter__()
+        join_nccl()
 
 
 def test_without_cupy_the_backend_names_the_install(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("stratagem.executor.gpu.kernels.has_cupy", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs CuPy.*pip install 'stratagem\[gpu\]'"):
-        join_nccl().__enter__()
+        join_nccl()
 
 
 def test_disjoint_groups_are_split_together() -> None:

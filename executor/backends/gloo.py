@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from time import perf_counter_ns
 from types import TracebackType
@@ -214,6 +215,10 @@ class GlooCommunicator:
         self._pending.clear()
         dist.barrier()
         self.leave()
+
+    def working(self) -> AbstractContextManager[None]:
+        """A context to work in; a CPU needs none."""
+        return nullcontext()
 
     def leave(self) -> None:
         """Leave the world without waiting for anyone."""

@@ -19,9 +19,10 @@ import math
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -57,16 +58,18 @@ DTYPES = {
 """What NCCL adds up; anything is moved, as bytes."""
 
 OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX"}
+_WORLDS = count()
+"""Numbers the worlds that this process joins, one after the other."""
+
 NO_COLOR = -1
 """What a rank that is in no group passes when communicators are split."""
 
 
-@contextmanager
-def join_nccl(*, timeout: float = 120.0) -> Iterator[NcclCommunicator]:
+def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
     """This process's rank in the world that ``torchrun`` describes, on the GPU of its local rank.
 
     Example:
-        >>> with join_nccl() as comm:  # doctest: +SKIP
+        >>> with join_nccl() as comm, comm.working():  # doctest: +SKIP
         ...     total = comm.all_reduce(torch.ones(3, device=comm.device), (0, 1))
 
     Args:
@@ -90,13 +93,14 @@ def join_nccl(*, timeout: float = 120.0) -> Iterator[NcclCommunicator]:
             f"{torch.cuda.device_count()}; start as many ranks, or use backend 'gloo'"
         )
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    key = f"stratagem/nccl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"stratagem/nccl/{attempt}/{next(_WORLDS)}"
     streams = CudaStreams(torch.device("cuda", local), cupy=True)
     if rank == 0:
         store.set(key, nccl.get_unique_id().hex())
     unique = bytes.fromhex(store.get(key).decode())
-    with streams.used(), NcclCommunicator(nccl, unique, rank, world_size, streams) as comm:
-        yield comm
+    with streams.used():
+        return NcclCommunicator(nccl, unique, rank, world_size, streams)
 
 
 @dataclass
@@ -410,6 +414,10 @@ class NcclCommunicator:
             self._streams.synchronize(self._streams.record(stream))
         self.barrier()
         self._end("destroy")
+
+    def working(self) -> AbstractContextManager[None]:
+        """A context in which this thread works on the compute stream, as all calls expect."""
+        return self._streams.used()
 
     def leave(self) -> None:
         """Leave the world without waiting for anyone."""

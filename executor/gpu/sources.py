@@ -20,9 +20,9 @@ PRELUDE = r"""
 #define DEVICE static inline
 #define KERNEL(name) void name
 #define EACH(i, n) for (long long i = 0; i < (n); ++i)
-typedef unsigned int word;
 #endif
 
+typedef unsigned int word;
 union bits { float number; word pattern; };
 
 DEVICE float from_bfloat16(unsigned short given) {

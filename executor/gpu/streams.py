@@ -12,7 +12,7 @@ that wait; so no other stream can be using it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,9 @@ class Streams(Protocol):
 
     def nanoseconds(self, first: Event, last: Event) -> int:
         """Time between two events that have happened."""
+
+    def used(self) -> AbstractContextManager[None]:
+        """A context whose work goes to the compute stream."""
 
 
 class CudaStreams:
