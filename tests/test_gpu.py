@@ -22,10 +22,11 @@ from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.reference import errors_against
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.randomness import RandomStream, words
 from stratagem.simulator.training import Training
 from tests.gpu_worker import gpt
-from tests.plans import Case, make_case, make_plan, megatron, sharding
+from tests.plans import Case, make_case, make_plan, megatron, sharding, whole
 from tests.test_backends import operations
 
 cuda = torch.cuda.is_available()
@@ -63,7 +64,24 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
-def plan_of(case: Case, name: str) -> Any:
+def run_over_nccl(
+    plan: Plan, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, float]:
+    """Errors of loss and gradients of a plan run by processes with a GPU each."""
+    plan.save(folder / "plan.json")
+    run_worker([str(folder / "plan.json"), str(folder)], num_ranks, monkeypatch)
+    found: dict[str, float] = torch.load(folder / "result.pt", weights_only=True)
+    return found
+
+
+def run_worker(arguments: list[str], num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parent.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    run_ranks(["tests.gpu_worker", *arguments], num_ranks, folder=root, timeout=300)
+
+
+def plan_of(case: Case, name: str) -> Plan:
     options = dict(PLANS[name])
     return make_plan(case, options.pop("choose"), *options.pop("shapes"), **options)
 
@@ -149,6 +167,16 @@ def test_the_timeline_is_in_order_and_as_long_as_the_step(case: Case) -> None:
         assert record.duration_ns == max(end for _, end in record.spans) > 0
 
 
+@pytest.mark.gpu
+@needs_cupy
+def test_one_rank_over_nccl_equals_torch(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(case, whole, (1,), num_microbatches=2)
+    errors = run_over_nccl(plan, 1, tmp_path, monkeypatch)
+    assert max(errors.values()) < 1e-4, errors
+
+
 # -- several GPUs -------------------------------------------------------------------------------
 
 
@@ -158,14 +186,7 @@ def test_the_timeline_is_in_order_and_as_long_as_the_step(case: Case) -> None:
 def test_plans_over_nccl_equal_torch(
     case: Case, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Path(__file__).parent.parent
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    )
-    path = tmp_path / "plan.json"
-    plan_of(case, name).save(path)
-    run_ranks(["tests.gpu_worker", str(path), str(tmp_path)], 2, folder=root, timeout=300)
-    errors = torch.load(tmp_path / "result.pt", weights_only=True)
+    errors = run_over_nccl(plan_of(case, name), 2, tmp_path, monkeypatch)
     assert max(errors.values()) < 1e-4, errors
 
 
@@ -174,14 +195,10 @@ def test_plans_over_nccl_equal_torch(
 def test_operations_over_nccl_are_those_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Path(__file__).parent.parent
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    )
-    run_ranks(["tests.gpu_worker", "operations", str(tmp_path)], 2, folder=root, timeout=300)
+    run_worker(["operations", str(tmp_path)], 2, monkeypatch)
     theirs = run_local(2, lambda comm: operations(comm, (0, 1), torch.float32))
     for rank, expected in enumerate(theirs):
-        saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True, map_location="cpu")
-        found = saved[rank]
+        path = tmp_path / f"{rank}.pt"
+        found = torch.load(path, weights_only=True, map_location="cpu")[rank]
         assert found.pop("sent")
-        torch.testing.assert_close(found, expected, check_device=False)
+        torch.testing.assert_close(found, expected)

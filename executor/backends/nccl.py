@@ -100,7 +100,7 @@ def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
         store.set(key, nccl.get_unique_id().hex())
     unique = bytes.fromhex(store.get(key).decode())
     with streams.used():
-        return NcclCommunicator(nccl, unique, rank, world_size, streams)
+        return NcclCommunicator(nccl, unique, rank, world_size, streams, store=store)
 
 
 @dataclass
@@ -134,10 +134,18 @@ class NcclCommunicator:
         rank: of this process.
         world_size: number of ranks.
         streams: of this rank's device.
+        store: through which the ranks found one another; kept open as long as this is.
     """
 
     def __init__(
-        self, nccl: Any, unique: bytes, rank: int, world_size: int, streams: Streams
+        self,
+        nccl: Any,
+        unique: bytes,
+        rank: int,
+        world_size: int,
+        streams: Streams,
+        *,
+        store: Any = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -145,6 +153,7 @@ class NcclCommunicator:
         self.sent: Counter[str] = Counter()
         self.clock = EventClock(streams)
         self._nccl = nccl
+        self._store = store
         self._streams = streams
         self._compute = streams.compute
         self._world = nccl.NcclCommunicator(world_size, unique, rank)

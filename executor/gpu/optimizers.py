@@ -37,14 +37,14 @@ class FusedSGD:
     ) -> None:
         """See `Optimizer.__call__`."""
         self._count(name, parameter)
-        gradient = _readable(gradient)
+        gradient, worked = _readable(gradient), _workable(parameter)
         start(
             "sgd",
             parameter.numel(),
-            *(parameter, gradient, _is_bfloat16(gradient), _written(copy)),
+            *(worked, gradient, _is_bfloat16(gradient), _written(copy)),
             *(self._rate.on(parameter.device), self._decay, np.int64(parameter.numel())),
         )
-        _copy(parameter, copy)
+        _finish(worked, parameter, copy)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
@@ -79,17 +79,18 @@ class FusedAdam(FusedSGD):
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
     ) -> None:
         """See `Optimizer.__call__`."""
+        worked = _workable(parameter)
         if name not in self._states:
-            self._states[name] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            self._states[name] = torch.zeros_like(worked), torch.zeros_like(worked)
         count, gradient = self._count(name, parameter), _readable(gradient)
         start(
             "adam",
             parameter.numel(),
-            *(parameter, gradient, _is_bfloat16(gradient), *self._states[name], _written(copy)),
+            *(worked, gradient, _is_bfloat16(gradient), *self._states[name], _written(copy)),
             *(self._rate.on(parameter.device), count, *self._numbers),
             np.int64(parameter.numel()),
         )
-        _copy(parameter, copy)
+        _finish(worked, parameter, copy)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
@@ -101,7 +102,7 @@ class FusedAdam(FusedSGD):
     def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
         """See `Optimizer.load`."""
         super().load(name, state, updates)
-        self._states[name] = state["mean"].contiguous(), state["square"].contiguous()
+        self._states[name] = _workable(state["mean"]), _workable(state["square"])
 
 
 class _Rate:
@@ -122,6 +123,11 @@ class _Rate:
         return self._there
 
 
+def _workable(tensor: Tensor) -> Tensor:
+    """A tensor as kernels change it: in one piece, in float32; itself where it is that."""
+    return tensor.float().contiguous()
+
+
 def _readable(gradient: Tensor) -> Tensor:
     """A gradient as kernels read it: in one piece, in float32 or bfloat16."""
     if gradient.dtype != torch.bfloat16:
@@ -138,7 +144,9 @@ def _written(copy: Tensor | None) -> Tensor | None:
     return copy if copy is not None and copy.dtype == torch.bfloat16 else None
 
 
-def _copy(parameter: Tensor, copy: Tensor | None) -> None:
-    """Write a copy that the kernel does not."""
+def _finish(worked: Tensor, parameter: Tensor, copy: Tensor | None) -> None:
+    """Write what the kernel does not: a parameter that it cannot change, and other copies."""
+    if worked is not parameter:
+        parameter.copy_(worked)
     if copy is not None and copy.dtype != torch.bfloat16:
-        copy.copy_(parameter)
+        copy.copy_(worked)
