@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stratagem.executor.backends.nccl import DTYPES, NcclCommunicator
+from stratagem.executor.backends.nccl import NcclCommunicator
+from stratagem.executor.gpu.wire import DTYPES
 
 T = TypeVar("T")
 PATIENCE = 20.0

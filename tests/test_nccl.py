@@ -13,8 +13,9 @@ from examples.models import MLP, SmallCNN, SmallGPT
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
-from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl, rounds
+from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches
+from stratagem.executor.gpu.wire import rounds
 from stratagem.executor.instructions import Receive, Send
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.reference import gradient_errors

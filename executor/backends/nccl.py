@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -43,21 +43,9 @@ from stratagem.executor.backends.base import (
 from stratagem.executor.gpu.event_clock import EventClock
 from stratagem.executor.gpu.kernels import INSTALL, check_gpu
 from stratagem.executor.gpu.streams import CudaStreams, Event, Stream, Streams
+from stratagem.executor.gpu.wire import Among, Wire, rounds
 from stratagem.simulator.collectives import Collective
 
-DTYPES = {
-    torch.float64: "NCCL_FLOAT64",
-    torch.float32: "NCCL_FLOAT32",
-    torch.float16: "NCCL_FLOAT16",
-    torch.bfloat16: "NCCL_BFLOAT16",
-    torch.int64: "NCCL_INT64",
-    torch.int32: "NCCL_INT32",
-    torch.uint8: "NCCL_UINT8",
-    torch.int8: "NCCL_INT8",
-}
-"""What NCCL adds up; anything is moved, as bytes."""
-
-OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX"}
 _WORLDS = count()
 """Numbers the worlds that this process joins, one after the other."""
 
@@ -152,7 +140,7 @@ class NcclCommunicator:
         self.device = streams.device
         self.sent: Counter[str] = Counter()
         self.clock = EventClock(streams)
-        self._nccl = nccl
+        self._wire = Wire(nccl, streams, rank)
         self._store = store
         self._streams = streams
         self._compute = streams.compute
@@ -198,7 +186,7 @@ class NcclCommunicator:
                 made[together[color]] = comm
         return made
 
-    def _of(self, group: Group, among: dict[Group, Any]) -> tuple[Any, list[int]]:
+    def _of(self, group: Group, among: dict[Group, Any]) -> Among:
         """The communicator of a group, and its ranks in the order of that."""
         position(self.rank, group)
         members = sorted(group)
@@ -214,7 +202,7 @@ class NcclCommunicator:
             return tensor
         comm, _ = self._of(group, self._groups)
         total = _copy(tensor)
-        self._sum(comm, total, op, self._compute)
+        self._wire.sum(comm, total, op, self._compute)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
 
@@ -225,18 +213,20 @@ class NcclCommunicator:
         comm, _ = self._of(group, self._beside)
         total = _copy(tensor)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
-        return self._aside(lambda: self._sum(comm, total, "sum", self._side), lambda: total)
+        return self._aside(lambda: self._wire.sum(comm, total, "sum", self._side), lambda: total)
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""
         self._check_shape(tensor, shapes[position(self.rank, group)])
         if len(group) == 1:
             return [tensor]
+        among = self._of(group, self._groups)
         if len(set(map(math.prod, shapes))) == 1:
-            gathered = self._gather_equal(tensor, shapes, group)
+            gathered = self._wire.gather_equal(tensor, shapes, group, among, self._compute)
         else:
-            among = self._of(group, self._groups)
-            gathered = self._exchange([tensor] * len(group), shapes, group, among, self._compute)
+            gathered = self._wire.exchange(
+                [tensor] * len(group), shapes, group, among, self._compute
+            )
         self._count(Collective.ALL_GATHER, num_bytes(*gathered), group)
         return gathered
 
@@ -246,7 +236,7 @@ class NcclCommunicator:
             return chunks[0]
         among = self._of(group, self._groups)
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
-        run, result = self._scatter_sums(chunks, group, among, self._compute)
+        run, result = self._wire.scatter_sums(chunks, group, among, self._compute)
         run()
         return result()
 
@@ -256,7 +246,7 @@ class NcclCommunicator:
             return done(chunks[0])
         among = self._of(group, self._beside)
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
-        return self._aside(*self._scatter_sums(chunks, group, among, self._side))
+        return self._aside(*self._wire.scatter_sums(chunks, group, among, self._side))
 
     def all_to_all(
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
@@ -265,7 +255,7 @@ class NcclCommunicator:
         if len(group) == 1:
             return list(chunks)
         among = self._of(group, self._groups)
-        received = self._exchange(chunks, shapes, group, among, self._compute)
+        received = self._wire.exchange(chunks, shapes, group, among, self._compute)
         own = chunks[position(self.rank, group)]
         self.sent[Collective.ALL_TO_ALL.value] += num_bytes(*chunks) - num_bytes(own)
         return received
@@ -285,7 +275,7 @@ class NcclCommunicator:
             copy = torch.empty(shape, dtype=dtype, device=self.device)
         comm, members = self._of(group, self._groups)
         at, root = copy.data_ptr(), members.index(source)
-        comm.broadcast(at, at, num_bytes(copy), self._nccl.NCCL_UINT8, root, self._here)
+        comm.broadcast(at, at, num_bytes(copy), self._wire.nccl.NCCL_UINT8, root, self._here)
         return copy
 
     def reduce(self, tensor: Tensor, target: int, group: Group) -> Tensor | None:
@@ -295,7 +285,7 @@ class NcclCommunicator:
         comm, members = self._of(group, self._groups)
         total = _copy(tensor)
         at, root = total.data_ptr(), members.index(target)
-        dtype, op = self._dtype(tensor), self._nccl.NCCL_SUM
+        dtype, op = self._wire.dtype(tensor), self._wire.nccl.NCCL_SUM
         comm.reduce(at, at, total.numel(), dtype, op, root, self._here)
         if self.rank == target:
             return total
@@ -311,16 +301,18 @@ class NcclCommunicator:
         comm, members = (None, []) if len(group) == 1 else self._of(group, self._groups)
         if self.rank != target:
             self.sent[Collective.GATHER.value] += num_bytes(tensor)
-            self._give(comm, tensor.detach().contiguous(), members.index(target), self._compute)
+            self._wire.give(
+                comm, tensor.detach().contiguous(), members.index(target), self._compute
+            )
             return None
         parts = [
-            tensor if rank == target else self._empty(shape, tensor.dtype)
+            tensor if rank == target else self._wire.empty(shape, tensor.dtype)
             for rank, shape in zip(group, shapes, strict=True)
         ]
-        with self._together():
+        with self._wire.together():
             for rank, part in zip(group, parts, strict=True):
                 if rank != target:
-                    self._get(comm, part, members.index(rank), self._compute)
+                    self._wire.get(comm, part, members.index(rank), self._compute)
         return parts
 
     def scatter(
@@ -334,18 +326,18 @@ class NcclCommunicator:
         """See `Communicator.scatter`."""
         comm, members = (None, []) if len(group) == 1 else self._of(group, self._groups)
         if self.rank != source:
-            mine = self._empty(shape, dtype)
-            self._get(comm, mine, members.index(source), self._compute)
+            mine = self._wire.empty(shape, dtype)
+            self._wire.get(comm, mine, members.index(source), self._compute)
             return mine
         assert chunks is not None, "the source of a scatter has the chunks"
         own = chunks[position(source, group)]
         self._check_shape(own, shape)
         self.sent[Collective.SCATTER.value] += num_bytes(*chunks) - num_bytes(own)
         packed = [chunk.detach().contiguous() for chunk in chunks]
-        with self._together():
+        with self._wire.together():
             for rank, chunk in zip(group, packed, strict=True):
                 if rank != source:
-                    self._give(comm, chunk, members.index(rank), self._compute)
+                    self._wire.give(comm, chunk, members.index(rank), self._compute)
         return own
 
     # -- messages -------------------------------------------------------------------------------
@@ -354,14 +346,14 @@ class NcclCommunicator:
         """See `Communicator.send`; with tag 0 the receiver comes to it at the same point."""
         self.sent[Collective.SEND.value] += num_bytes(tensor)
         if tag == 0:
-            self._give(self._world, tensor.detach().contiguous(), target, self._compute)
+            self._wire.give(self._world, tensor.detach().contiguous(), target, self._compute)
             return
         channel = self._channel(self.rank, target)
         while channel.held and self._streams.is_over(channel.held[0][0]):
             channel.held.popleft()
         packed = _copy(tensor)
         first = self._join(channel.stream)
-        self._give(channel.comm, packed, 1, channel.stream)
+        self._wire.give(channel.comm, packed, 1, channel.stream)
         last = self._streams.record(channel.stream)
         self.clock.note(first, last)
         channel.held.append((last, packed))
@@ -369,18 +361,18 @@ class NcclCommunicator:
     def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
         """See `Untagged.post`."""
         channel = self._channel(source, self.rank)
-        tensors = deque(self._empty(shape, dtype) for shape in shapes)
+        tensors = deque(self._wire.empty(shape, dtype) for shape in shapes)
         first = self._join(channel.stream)
         for tensor in tensors:
-            self._get(channel.comm, tensor, 0, channel.stream)
+            self._wire.get(channel.comm, tensor, 0, channel.stream)
         last = self._streams.record(channel.stream)
         self._posted[source, tag].append(_Posted(tensors, first, last))
 
     def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
         """See `Communicator.recv`; what has a tag must have been posted."""
         if tag == 0:
-            tensor = self._empty(shape, dtype)
-            self._get(self._world, tensor, source, self._compute)
+            tensor = self._wire.empty(shape, dtype)
+            self._wire.get(self._world, tensor, source, self._compute)
             return tensor
         waiting = self._posted[source, tag]
         if not waiting:
@@ -412,7 +404,7 @@ class NcclCommunicator:
     def barrier(self) -> None:
         """See `Communicator.barrier`; the event behind it is the zero of the next step."""
         one = torch.zeros(1, dtype=torch.float32, device=self.device)
-        self._sum(self._world, one, "sum", self._compute)
+        self._wire.sum(self._world, one, "sum", self._compute)
         self.clock.common = self._streams.record(self._compute)
         self._streams.synchronize(self.clock.common)
 
@@ -461,83 +453,6 @@ class NcclCommunicator:
     def _here(self) -> int:
         return self._streams.address(self._compute)
 
-    def _dtype(self, tensor: Tensor) -> Any:
-        if tensor.dtype not in DTYPES:
-            known = ", ".join(str(each) for each in DTYPES)
-            raise ValueError(f"NCCL does not add up {tensor.dtype}; it does {known}")
-        return getattr(self._nccl, DTYPES[tensor.dtype])
-
-    def _sum(self, comm: Any, total: Tensor, op: Reduction, stream: Stream) -> None:
-        """Reduce in place over all members."""
-        at, what = total.data_ptr(), getattr(self._nccl, OPERATIONS[op])
-        address = self._streams.address(stream)
-        comm.allReduce(at, at, total.numel(), self._dtype(total), what, address)
-
-    def _gather_equal(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
-        """An all-gather of pieces of one size."""
-        comm, members = self._of(group, self._groups)
-        own = tensor.detach().contiguous()
-        flat = self._empty((len(group), own.numel()), tensor.dtype)
-        size, dtype = num_bytes(own), self._nccl.NCCL_UINT8
-        comm.allGather(own.data_ptr(), flat.data_ptr(), size, dtype, self._here)
-        return [
-            flat[members.index(rank)].view(shape)
-            for rank, shape in zip(group, shapes, strict=True)
-        ]
-
-    def _exchange(
-        self,
-        chunks: Sequence[Tensor],
-        shapes: Sequence[Shape],
-        group: Group,
-        among: tuple[Any, list[int]],
-        stream: Stream,
-    ) -> list[Tensor]:
-        """Chunk j to member j, what the members have for this one, of `shapes`; all at once."""
-        comm, members = among
-        own = position(self.rank, group)
-        packed = [chunk.detach().contiguous() for chunk in chunks]
-        received = [
-            packed[own] if rank == self.rank else self._empty(shape, chunks[own].dtype)
-            for rank, shape in zip(group, shapes, strict=True)
-        ]
-        with self._together():
-            for rank, leaves, comes in zip(group, packed, received, strict=True):
-                if rank != self.rank:
-                    self._give(comm, leaves, members.index(rank), stream)
-                    self._get(comm, comes, members.index(rank), stream)
-        return received
-
-    def _scatter_sums(
-        self, chunks: Sequence[Tensor], group: Group, among: tuple[Any, list[int]], stream: Stream
-    ) -> tuple[Callable[[], None], Callable[[], Tensor]]:
-        """A reduce-scatter: what issues it, and what then gives the result."""
-        comm, members = among
-        ordered = [chunks[group.index(rank)].detach() for rank in members]
-        own = chunks[position(self.rank, group)]
-        total = self._empty(tuple(own.shape), own.dtype)
-        dtype, op = self._dtype(own), self._nccl.NCCL_SUM
-        address = self._streams.address(stream)
-        if len({chunk.numel() for chunk in ordered}) == 1:
-            flat = torch.cat([chunk.reshape(-1) for chunk in ordered])
-
-            def scatter() -> None:
-                at, to = flat.data_ptr(), total.data_ptr()
-                comm.reduceScatter(at, to, total.numel(), dtype, op, address)
-
-            return scatter, lambda: total
-        packed = [chunk.contiguous() for chunk in ordered]
-
-        def reduce() -> None:
-            with self._together():
-                for root, chunk in enumerate(packed):
-                    to = total if members[root] == self.rank else chunk
-                    if chunk.numel():
-                        at, size = chunk.data_ptr(), chunk.numel()
-                        comm.reduce(at, to.data_ptr(), size, dtype, op, root, address)
-
-        return reduce, lambda: total
-
     def _aside(self, issue: Callable[[], None], result: Callable[[], Tensor]) -> Pending:
         """Issue a collective beside the compute stream, which waits for it at `finish`.
 
@@ -563,54 +478,12 @@ class NcclCommunicator:
         self._streams.wait(stream, self._streams.record(self._compute))
         return self._streams.record(stream)
 
-    def _give(self, comm: Any, tensor: Tensor, peer: int, stream: Stream) -> None:
-        if tensor.numel():
-            kind, address = self._nccl.NCCL_UINT8, self._streams.address(stream)
-            comm.send(tensor.data_ptr(), num_bytes(tensor), kind, peer, address)
-
-    def _get(self, comm: Any, tensor: Tensor, peer: int, stream: Stream) -> None:
-        if tensor.numel():
-            kind, address = self._nccl.NCCL_UINT8, self._streams.address(stream)
-            comm.recv(tensor.data_ptr(), num_bytes(tensor), kind, peer, address)
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Everything in the block is one operation of NCCL."""
-        self._nccl.groupStart()
-        try:
-            yield
-        finally:
-            self._nccl.groupEnd()
-
-    def _empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def _check_shape(self, tensor: Tensor, shape: Shape) -> None:
         if tuple(tensor.shape) != tuple(shape):
             raise unequal_shapes(self.rank, self.rank, tuple(shape), tuple(tensor.shape))
 
     def _count(self, kind: Collective, nbytes: int, group: Group) -> None:
         self.sent[kind.value] += ring_bytes(kind, nbytes, len(group))
-
-
-def rounds(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups in as few lists as come about when each goes to the first without any of its ranks.
-
-    Example:
-        >>> rounds([(0, 1), (0, 2), (2, 3), (1, 3)])
-        [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
-    """
-    made: list[list[Group]] = []
-    taken: list[set[int]] = []
-    for group in groups:
-        free = next((n for n, ranks in enumerate(taken) if not ranks.intersection(group)), None)
-        if free is None:
-            made.append([])
-            taken.append(set())
-            free = len(made) - 1
-        made[free].append(group)
-        taken[free].update(group)
-    return made
 
 
 def _copy(tensor: Tensor) -> Tensor:
