@@ -26,7 +26,13 @@ from stratagem.executor.judging import Limits
 from stratagem.executor.models import make_data, make_model, make_rate
 from stratagem.executor.reference import errors_against
 from stratagem.executor.report import report_of
-from stratagem.executor.run import check_world, prepare, process_rank
+from stratagem.executor.run import (
+    PROCESS_BACKENDS,
+    check_world,
+    default_backend,
+    prepare,
+    process_rank,
+)
 from stratagem.executor.states import model_state
 from stratagem.executor.training_loop import RunOptions, Show, check_equal, train
 from stratagem.executor.watch import Watch
@@ -96,6 +102,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--checkpoint", type=Path, help="folder for checkpoints, seen by all nodes")
     made.add_argument("--every", type=int, default=0, help="steps between two checkpoints")
     made.add_argument("--resume", type=Path, help="checkpoint, or folder of them, to go on from")
+    made.add_argument(
+        "--backend",
+        choices=PROCESS_BACKENDS,
+        help="nccl where every rank has a GPU and CuPy is installed, else gloo",
+    )
     made.add_argument("--check", action="store_true", help="compare with one process of torch")
     made.add_argument("--out", help="result file (JSON)")
     made.add_argument("--status", type=Path, help="file to keep progress in, not to show it")
@@ -112,7 +123,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse the command line and run this process's rank."""
     arguments = parser().parse_args()
-    with process_rank(timeout=arguments.timeout) as (comm, watch):
+    with process_rank(
+        timeout=arguments.timeout, backend=arguments.backend or default_backend()
+    ) as (comm, watch):
         run_rank(arguments, comm, watch)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 
 from stratagem.executor import compute, movement
 from stratagem.executor.backends.base import Communicator, Pending
+from stratagem.executor.clock import Mark
+from stratagem.executor.gpu.random_words import words_on
 from stratagem.executor.instructions import (
     Backward,
     Bundle,
@@ -94,7 +95,9 @@ class Interpreter:
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
         plan = program.plan
-        self.random = RandomStream(plan.seed, num_microbatches=plan.num_microbatches)
+        self.random = RandomStream(
+            plan.seed, num_microbatches=plan.num_microbatches, draw=words_on(comm.device)
+        )
         self._masters: dict[str, Tensor] = {}
         self._trained = {home.stored for home in program.homes if home.trained}
         self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
@@ -102,14 +105,15 @@ class Interpreter:
         self._batch: Mapping[str, Tensor] = {}
         self._shards: dict[str, Shards] = {}
         self._flows = _flows(program.graph)
-        self._actions = [self._action(each) for each in self.mine.instructions]
+        actions = [self._action(each) for each in self.mine.instructions]
+        self._actions = movement.posted(program, self._ports, actions)
 
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
         for stored in self.mine.stored:
             whole = self._state[stored.parameter]
             self._keep(stored, local_part(stored, whole, self._seats[stored.stage]))
-        self.optimizer = make_optimizer(self.program.plan.training)
+        self.optimizer = make_optimizer(self.program.plan.training, self.comm.device)
 
     def value(self, stored: Stored) -> Tensor:
         """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
@@ -118,7 +122,7 @@ class Interpreter:
 
     def _keep(self, stored: Stored, part: Tensor) -> None:
         """Take a new value for a parameter or buffer, and its float32 copy if it has one."""
-        part, dtype = part.to(self.comm.device), torch_dtype(stored.dtype)
+        part, dtype = part.to(self.comm.device).contiguous(), torch_dtype(stored.dtype)
         self._memory.values[stored.value] = part.to(dtype)
         if part.dtype != dtype and stored in self._trained:
             self._masters[stored.value] = part
@@ -148,31 +152,31 @@ class Interpreter:
         With `keep_gradients`, `gradients` then has this rank's part of every gradient at home.
         `between` is run before every instruction, and does not count as part of it.
         """
-        self._batch = batch
+        device, clock = self.comm.device, self.comm.clock
+        self._batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.gradients = {} if keep_gradients else None
         self._memory.values.pop(LOSS, None)
-        spans: list[tuple[int, int]] = []
+        marks: list[tuple[Mark, Mark]] = []
         begun: dict[int, Pending] = {}
         with torch.no_grad():
             self.comm.barrier()
-            zero = start = perf_counter_ns()
+            zero = start = clock.start()
             for number, action in enumerate(self._actions):
                 self.at = number
                 if between is not None:
                     between()
-                    start = perf_counter_ns()
+                    start = clock.mark()
                 action()
-                end = perf_counter_ns()
-                spans.append((start - zero, end - zero))
+                end = clock.mark()
+                marks.append((start, end))
                 start = end
                 if self._memory.begun:
                     begun[number] = self._memory.begun.pop()
-        for number, pending in begun.items():
-            first, last = spans[number]
-            spans[number] = first, max(last, pending.ended_ns - zero)
+        spans = clock.spans(zero, marks, begun)
         self.at = -1
         loss = self._memory.values.get(LOSS)
-        return StepRecord(None if loss is None else float(loss), tuple(spans), start - zero)
+        duration = max((end for _, end in spans), default=0)
+        return StepRecord(None if loss is None else float(loss), tuple(spans), duration)
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole parameters and buffers of the model on rank 0; every rank calls this."""
@@ -303,8 +307,7 @@ class Interpreter:
                 if master is None:
                     self.optimizer(each.parameter, value, gradient)
                 else:
-                    self.optimizer(each.parameter, master, gradient.to(master.dtype))
-                    value.copy_(master)
+                    self.optimizer(each.parameter, master, gradient, value)
                 if self.gradients is not None:
                     self.gradients[each.parameter] = gradient
 

@@ -11,9 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stratagem.executor.backends.base import Communicator, Shape
+from stratagem.executor.backends.base import Communicator, Shape, Untagged
 from stratagem.executor.instructions import Bundle, Convert, Join, Receive, Send
 from stratagem.executor.memory import Memory
+from stratagem.executor.postings import Posting, postings
+from stratagem.executor.program import Program
 from stratagem.executor.reshard import Route, start_together
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
 from stratagem.executor.views import portion_of
@@ -175,6 +177,39 @@ def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
             for box, tile in pieces:
                 cut(tensor, own, box).copy_(tile)
         keep(tensor.reshape(final))
+
+    return run
+
+
+def posted(program: Program, ports: Ports, actions: Sequence[Action]) -> list[Action]:
+    """The actions of a rank's instructions, which post receives where messages have no tags."""
+    comm = ports.comm
+    if not isinstance(comm, Untagged):
+        return list(actions)
+    everyone = postings(program)
+    comm.open({(each.sender, rank) for rank, found in enumerate(everyone) for each in found})
+    made = list(actions)
+    for each in reversed(everyone[comm.rank]):
+        made[each.before] = _in_turn(_poster(program, ports, each), made[each.before])
+    return made
+
+
+def _poster(program: Program, ports: Ports, posting: Posting) -> Action:
+    """What posts the pieces that one sender has for a receive."""
+    comm = ports.comm
+    assert isinstance(comm, Untagged)
+    instruction = program.ranks[comm.rank].instructions[posting.needed]
+    assert isinstance(instruction, Receive)
+    moves = instruction.transfer.moves_to(ports.device)
+    shapes = [box_shape(m.box) for m in moves if ports.ranks[m.sender] == posting.sender]
+    dtype, tag = torch_dtype(instruction.dtype), ports.tags[instruction.label]
+    return partial(comm.post, shapes, dtype, posting.sender, tag)
+
+
+def _in_turn(first: Action, then: Action) -> Action:
+    def run() -> None:
+        first()
+        then()
 
     return run
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stratagem.executor.gpu.kernels import has_cupy
+from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
 from stratagem.simulator.training import Training
 
 EPSILON = 1e-8
@@ -22,8 +24,13 @@ class Optimizer(Protocol):
 
     rate: float
 
-    def __call__(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """Change the parameter called `name` in place, given its gradient."""
+    def __call__(
+        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
+    ) -> None:
+        """Change the parameter called `name` in place, given its gradient.
+
+        A `copy` in another dtype then gets the same value.
+        """
 
     def state(self, name: str) -> dict[str, Tensor]:
         """What is remembered of a parameter: tensors of its shape, by name; empty before it is
@@ -37,7 +44,7 @@ class Optimizer(Protocol):
         """Go on from what `state` and `updates` gave for a parameter."""
 
 
-def make_optimizer(training: Training) -> Optimizer:
+def make_optimizer(training: Training, device: torch.device | None = None) -> Optimizer:
     """The optimizer that a plan names, with a state for each parameter it sees.
 
     Example:
@@ -46,7 +53,12 @@ def make_optimizer(training: Training) -> Optimizer:
         >>> update("weight", weight, torch.ones(2))
         >>> weight
         tensor([0.5000, 0.5000])
+
+    On a CUDA device, where CuPy is there, an update is one kernel that also writes the copy.
     """
+    if device is not None and device.type == "cuda" and has_cupy():
+        adam = training.optimizer == "adam"
+        return FusedAdam(training, EPSILON) if adam else FusedSGD(training)
     return _Adam(training) if training.optimizer == "adam" else _SGD(training)
 
 
@@ -82,11 +94,16 @@ class _SGD:
         self._decay = training.weight_decay
         self._updates: dict[str, int] = {}
 
-    def __call__(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+    def __call__(
+        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
+    ) -> None:
         self._updates[name] = self.updates(name) + 1
+        gradient = gradient.to(parameter.dtype)
         if self._decay:
             gradient = gradient.add(parameter, alpha=self._decay)
         parameter.add_(gradient, alpha=-self.rate)
+        if copy is not None:
+            copy.copy_(parameter)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
@@ -116,7 +133,10 @@ class _Adam:
         self._updates: dict[str, int] = {}
         self._scratch = torch.empty(0)
 
-    def __call__(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+    def __call__(
+        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
+    ) -> None:
+        gradient = gradient.to(parameter.dtype)
         if name not in self._states:
             self._states[name] = (torch.zeros_like(parameter), torch.zeros_like(parameter))
         mean, square = self._states[name]
@@ -129,6 +149,8 @@ class _Adam:
         root = torch.sqrt(square, out=self._room_for(parameter))
         root.div_(math.sqrt(1 - second**step)).add_(EPSILON)
         parameter.addcdiv_(mean, root, value=-self.rate / (1 - first**step))
+        if copy is not None:
+            copy.copy_(parameter)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""

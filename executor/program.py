@@ -95,7 +95,10 @@ class Program:
 
     @cached_property
     def tags(self) -> Mapping[str, int]:
-        """A number for every message label, so that messages of two ranks are told apart."""
+        """A number for every message label, so that messages of two ranks are told apart.
+
+        0 is left to messages inside conversions.
+        """
         bodies = {id(each.instructions): each.instructions for each in self.ranks}
         labels = {
             instruction.label
@@ -103,7 +106,7 @@ class Program:
             for instruction in body
             if isinstance(instruction, Send | Receive)
         }
-        return {label: number for number, label in enumerate(sorted(labels))}
+        return {label: number for number, label in enumerate(sorted(labels), 1)}
 
     @property
     def world_size(self) -> int:

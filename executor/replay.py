@@ -36,10 +36,11 @@ Players = tuple[tuple[int, ...], ...]
 
 
 @dataclass
-class _Player:
+class Player:
     """Where some ranks are: their instruction, what of it is done, the column they have reached.
 
-    `heard` has the senders whose part of a transfer has come.
+    `met` counts the collectives of the instruction that are over; `heard` has the senders whose
+    part of a transfer has come.
     """
 
     number: int
@@ -52,10 +53,12 @@ class _Player:
 
     @property
     def over(self) -> bool:
+        """Whether nothing is left to do."""
         return self.position == len(self.instructions)
 
     @property
     def current(self) -> Instruction:
+        """The instruction under way."""
         return self.instructions[self.position]
 
     @property
@@ -81,20 +84,25 @@ class _Message:
     step: int
 
 
-class _World:
-    """The players, and what is on its way between them."""
+class World:
+    """The players, and what is on its way between them; `play_in` moves them.
 
-    def __init__(self, program: Program, groups: Players) -> None:
+    With `between`, a message is only sent when its receivers are between two collectives of
+    different instructions, and not inside one.
+    """
+
+    def __init__(self, program: Program, groups: Players, *, between: bool = False) -> None:
         self.program = program
+        self.between = between
         self.groups = groups
         self.player_of = {rank: n for n, ranks in enumerate(groups) for rank in ranks}
         self.players = [
-            _Player(n, ranks[0], program.ranks[ranks[0]].instructions)
+            Player(n, ranks[0], program.ranks[ranks[0]].instructions)
             for n, ranks in enumerate(groups)
         ]
         self.channels: dict[tuple[int, int, str], deque[_Message]] = {}
         self._pairs: dict[int, tuple[Transfer, frozenset[tuple[int, int]]]] = {}
-        self._members: dict[tuple[int, Meeting], tuple[_Player, ...]] = {}
+        self._members: dict[tuple[int, Meeting], tuple[Player, ...]] = {}
 
     def channel(self, source: int, target: int, label: str) -> deque[_Message]:
         """What is on its way between two players under a label."""
@@ -111,7 +119,7 @@ class _World:
             self._pairs[id(transfer)] = transfer, found
         return self._pairs[id(transfer)][1]
 
-    def members(self, player: _Player, meeting: Meeting) -> tuple[_Player, ...]:
+    def members(self, player: Player, meeting: Meeting) -> tuple[Player, ...]:
         """Who must come to a collective that a player has entered."""
         key = player.number, Meeting(meeting.stage, meeting.axis, "", meeting.pair)
         if key not in self._members:
@@ -120,7 +128,7 @@ class _World:
             self._members[key] = tuple(self.players[n] for n in numbers)
         return self._members[key]
 
-    def waits_for(self, player: _Player) -> str:
+    def waits_for(self, player: Player) -> str:
         """Whom a player waits for, in words."""
         if player.over:
             return f"rank {player.rank} is at its end"
@@ -130,6 +138,8 @@ class _World:
             group = self.program.group(player.meeting, player.rank)
             ranks = ", ".join(map(str, group))
             return f"{where} and waits for {player.meeting.what} of ranks {ranks}"
+        if isinstance(current, Send):
+            return f"{where} and waits until its receivers have left their instructions"
         assert isinstance(current, Receive)
         silent = {a for a, b in self.pairs(current.transfer) if b == player.number}
         ranks = ", ".join(str(self.players[n].rank) for n in sorted(silent - player.heard))
@@ -151,7 +161,11 @@ def replay(program: Program) -> Iterator[tuple[int, int, Instruction]]:
 
 def play(program: Program, groups: Players) -> Iterator[tuple[int, int, Instruction]]:
     """The same per player."""
-    world = _World(program, groups)
+    return play_in(World(program, groups))
+
+
+def play_in(world: World) -> Iterator[tuple[int, int, Instruction]]:
+    """The same in a world of the caller's, who may look where the players are."""
     while not all(player.over for player in world.players):
         moved = False
         for player in world.players:
@@ -161,8 +175,8 @@ def play(program: Program, groups: Players) -> Iterator[tuple[int, int, Instruct
         if not moved and not _meet(world):
             waiting = "; ".join(world.waits_for(player) for player in world.players)
             raise ValueError(
-                f"the program of plan {program.plan.name!r} does not end, since ranks wait for "
-                f"one another: {waiting}"
+                f"the program of plan {world.program.plan.name!r} does not end, since ranks wait "
+                f"for one another: {waiting}"
             )
     for (source, target, _), messages in world.channels.items():
         if messages:
@@ -219,10 +233,12 @@ def _all_or_none(transfer: Transfer, by_device: Mapping[int, int], sizes: Sequen
     return all(len(receivers) == sizes[pair[1]] for pair, receivers in heard.items())
 
 
-def _can_leave(player: _Player, world: _World) -> bool:
+def _can_leave(player: Player, world: World) -> bool:
     """Send what is to be sent, take what has come; whether the current instruction is over."""
     current = player.current
     if isinstance(current, Send):
+        if world.between and _inside(player, current, world):
+            return False
         for source, target in world.pairs(current.transfer):
             if source == player.number:
                 message = _Message(current.transfer, str(current), player.step)
@@ -238,7 +254,13 @@ def _can_leave(player: _Player, world: _World) -> bool:
     return player.meeting is None
 
 
-def _take(player: _Player, current: Receive, sender: int, message: _Message) -> None:
+def _inside(player: Player, current: Send, world: World) -> bool:
+    """Whether a receiver of what a player sends is in the middle of an instruction."""
+    pairs = world.pairs(current.transfer)
+    return any(source == player.number and world.players[to].met for source, to in pairs)
+
+
+def _take(player: Player, current: Receive, sender: int, message: _Message) -> None:
     ours, theirs = current.transfer, message.transfer
     if ours is not theirs and ours != theirs:
         raise ValueError(
@@ -249,7 +271,7 @@ def _take(player: _Player, current: Receive, sender: int, message: _Message) -> 
     player.step = max(player.step, message.step + 1)
 
 
-def _meet(world: _World) -> bool:
+def _meet(world: World) -> bool:
     """Let every collective happen whose members are all there; whether there was one."""
     happened = False
     for player in world.players:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.local import run_local
+from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches, Data
+from stratagem.executor.gpu.kernels import has_cupy
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import Limits
 from stratagem.executor.lowering import lower
@@ -28,6 +32,8 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 
+ProcessBackend = Literal["gloo", "nccl"]
+
 
 def execute(
     plan: Plan,
@@ -42,7 +48,7 @@ def execute(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
-    backend: Literal["local", "gloo"] = "local",
+    backend: Literal["local", "gloo", "nccl"] = "local",
     timeout: float = 120.0,
     show: Show | None = None,
 ) -> ExecutionResult:
@@ -62,19 +68,22 @@ def execute(
             such batches, which gives the same ones on every rank.
         steps, warmup, gradients, rate, checkpoint, every, resume: how the run goes, see
             `RunOptions`.
-        backend: ``local`` runs all ranks as threads of this process; ``gloo`` makes this process
-            one rank of a world that torchrun started (see `launch`).
+        backend: ``local`` runs all ranks as threads of this process; ``gloo`` and ``nccl`` make
+            this process one rank of a world that torchrun started (see `launch`), on a CPU or on
+            the GPU of its local rank.
         timeout: seconds that a rank may wait for another one.
         show: shows progress, on the rank that knows the loss.
 
     Returns:
-        Everything with ``local``. With ``gloo``, timeline, parameters and gradients are complete
-        on rank 0 only.
+        Everything with ``local``. Else timeline, parameters and gradients are complete on rank 0
+        only.
 
     Raises:
         ValueError: when the plan cannot be executed (see `lower`), a parameter or input has
             another shape than the graph's, or the world has another size than the plan.
-        RankError: when another rank of a ``gloo`` world died, stopped answering or failed.
+        RankError: when another rank of a ``gloo`` or ``nccl`` world died, stopped answering or
+            failed.
+        RuntimeError: when CUDA, CuPy or NCCL is missing for ``nccl``.
     """
     program = prepare(plan, graph)
     check_state(program, model_state)
@@ -102,28 +111,45 @@ def execute(
 
     if backend == "local":
         return run_local(program.world_size, run, timeout=timeout)[0]
-    if backend != "gloo":
-        raise unknown("backend", backend, ("local", "gloo"))
-    with process_rank(timeout=timeout) as (comm, watch):
+    if backend not in PROCESS_BACKENDS:
+        raise unknown("backend", backend, ("local", *PROCESS_BACKENDS))
+    with process_rank(timeout=timeout, backend=backend) as (comm, watch):
         check_world(program, comm.world_size)
         return run(comm, watch)
 
 
+PROCESS_BACKENDS = ("gloo", "nccl")
+
+
+def default_backend() -> ProcessBackend:
+    """NCCL where every rank of this machine can have a GPU and CuPy is installed, else gloo."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "nccl" if 0 < local <= gpus and has_cupy() else "gloo"
+
+
 @contextmanager
-def process_rank(*, timeout: float) -> Iterator[tuple[GlooCommunicator, Watch]]:
+def process_rank(
+    *, timeout: float, backend: ProcessBackend = "gloo"
+) -> Iterator[tuple[GlooCommunicator | NcclCommunicator, Watch]]:
     """This process as a rank of the world that torchrun started, watched by the other ranks.
 
     Args:
         timeout: seconds after which a run in which no rank goes on is stopped.
+        backend: what the ranks talk by.
 
     Raises:
         RankError: when another rank died, stopped answering or failed.
     """
     limits = Limits(stalled=timeout)
-    comm = GlooCommunicator(timeout=limits.backend)
+    comm: GlooCommunicator | NcclCommunicator
+    if backend == "nccl":
+        comm = join_nccl(timeout=limits.backend)
+    else:
+        comm = GlooCommunicator(timeout=limits.backend)
     with Watch(comm.rank, comm.world_size, limits) as watch:
         try:
-            with watch.guard():
+            with watch.guard(), comm.working():
                 yield comm, watch
                 comm.close()
         except BaseException:

@@ -63,7 +63,8 @@ def collect(
     Every rank calls this. `parts` has, by parameter name, what this rank holds of each at home.
 
     Returns:
-        Whole tensors in the shapes of the parameters on rank 0; nothing on other ranks.
+        Whole tensors in the shapes of the parameters on rank 0, on the CPU; nothing on other
+        ranks.
     """
     device = program.ranks[comm.rank].device
     first = DeviceMesh((MeshAxis("one", 1),), (program.ranks[0].device,))
@@ -79,7 +80,7 @@ def collect(
             part = part.reshape(box_shape(box)).to(dtype)
         tensor = run_transfer(part, transfer, dtype, device, program.rank_of, comm)
         if tensor is not None:
-            whole[stored.parameter] = tensor.reshape(parameter.shape).clone()
+            whole[stored.parameter] = tensor.reshape(parameter.shape).to("cpu", copy=True)
     return whole
 
 

@@ -271,7 +271,7 @@ def _beat_key(rank: int) -> str:
 
 def _lost_contact(error: RuntimeError) -> bool:
     """Whether the backend complains that another rank is gone."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL_"))
 
 
 def _host() -> str:

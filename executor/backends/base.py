@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from stratagem.simulator.collectives import Collective
+
+if TYPE_CHECKING:
+    from stratagem.executor.clock import Clock
 
 Group = tuple[int, ...]
 """Ranks in the order of their pieces; every member passes the same tuple."""
@@ -50,6 +53,10 @@ class Communicator(Protocol):
     world_size: int
     device: torch.device
     sent: Counter[str]
+
+    @property
+    def clock(self) -> Clock:
+        """What times what this rank does."""
 
     def prepare(self, groups: Iterable[Group]) -> None:
         """Make ready every group that will be used; all ranks pass the same groups."""
@@ -116,6 +123,21 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Finish what is on its way and let go of every resource."""
+
+
+@runtime_checkable
+class Untagged(Protocol):
+    """A communicator whose messages of a pair have no tags: they arrive in the order of sends.
+
+    A receive with a tag above 0 must be posted, in that order, before it is called. A send with
+    tag 0 may wait for its receiver.
+    """
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make ready messages from one rank to another; all ranks pass the same pairs."""
+
+    def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
+        """Begin to receive tensors of `shapes` from rank `source`, which `recv` then takes."""
 
 
 def position(rank: int, group: Group) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from time import perf_counter_ns
 from types import TracebackType
@@ -29,6 +30,7 @@ from stratagem.executor.backends.base import (
     ring_bytes,
     unequal_shapes,
 )
+from stratagem.executor.clock import HostClock
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
@@ -65,6 +67,7 @@ class GlooCommunicator:
         self.world_size = dist.get_world_size()
         self.device = torch.device("cpu")
         self.sent: Counter[str] = Counter()
+        self.clock = HostClock()
         everyone = tuple(range(self.world_size))
         self._groups: dict[Group, dist.ProcessGroup | None] = {everyone: None}
         self._pending: list[tuple[dist.Work, Tensor]] = []
@@ -216,6 +219,10 @@ class GlooCommunicator:
         self._pending.clear()
         dist.barrier()
         self.leave()
+
+    def working(self) -> AbstractContextManager[None]:
+        """A context to work in; a CPU needs none."""
+        return nullcontext()
 
     def leave(self) -> None:
         """Leave the world without waiting for anyone."""

@@ -28,6 +28,10 @@ from stratagem.executor.backends.base import (
     unequal_shapes,
 )
 from stratagem.executor.backends.rendezvous import Aborted, Call, World
+from stratagem.executor.clock import Clock, HostClock
+from stratagem.executor.gpu.event_clock import EventClock
+from stratagem.executor.gpu.handover import Handover
+from stratagem.executor.gpu.streams import CudaStreams, Streams
 from stratagem.simulator.collectives import Collective
 
 T = TypeVar("T")
@@ -52,7 +56,7 @@ def run_local(
         world_size: number of ranks.
         function: what a rank does, given its communicator.
         timeout: seconds that a rank may wait for another one.
-        device: where received tensors are made.
+        device: where ranks work; on a CUDA device each has a stream of its own.
 
     Raises:
         RuntimeError: when members of a group call different operations, or all ranks wait.
@@ -63,9 +67,10 @@ def run_local(
     results: dict[int, T] = {}
 
     def run_rank(rank: int) -> None:
-        comm = LocalCommunicator(world, rank, torch.device(device))
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            streams = _streams(torch.device(device))
+            comm = LocalCommunicator(world, rank, torch.device(device), streams)
+            with streams.used() if streams else torch.autograd.set_multithreading_enabled(False):
                 results[rank] = function(comm)
             world.finish(rank)
         except Aborted:
@@ -79,6 +84,14 @@ def run_local(
     ]
     _run_threads(threads, world)
     return [results[rank] for rank in range(world_size)]
+
+
+def _streams(device: torch.device) -> Streams | None:
+    """A stream for this thread and its events, on a CUDA device."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaStreams(torch.device("cuda", index), cupy=False)
 
 
 def _run_threads(threads: Sequence[threading.Thread], world: World) -> None:
@@ -100,11 +113,15 @@ def _run_threads(threads: Sequence[threading.Thread], world: World) -> None:
 class LocalCommunicator:
     """One rank of a world of threads; made by `run_local`."""
 
-    def __init__(self, world: World, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, world: World, rank: int, device: torch.device, streams: Streams | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world.size
         self.device = device
         self.sent: Counter[str] = Counter()
+        self.clock: Clock = HostClock() if streams is None else EventClock(streams)
+        self._handover = None if streams is None else Handover(streams)
         self._world = world
 
     def prepare(self, groups: Iterable[Group]) -> None:
@@ -221,12 +238,14 @@ class LocalCommunicator:
         """See `Communicator.send`."""
         self._check_rank(target)
         self.sent[Collective.SEND.value] += num_bytes(tensor)
-        self._world.post(self.rank, target, tag, tensor.detach().clone())
+        copy, hand = tensor.detach().clone(), self._handover
+        self._world.post(self.rank, target, tag, copy if hand is None else hand.give(copy))
 
     def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
         """See `Communicator.recv`."""
         self._check_rank(source)
-        tensor: Tensor = self._world.take(source, self.rank, tag)
+        taken, hand = self._world.take(source, self.rank, tag), self._handover
+        tensor: Tensor = taken if hand is None else hand.take(taken)
         if tensor.dtype != dtype:
             raise RuntimeError(
                 f"rank {self.rank} receives {dtype} from rank {source}, which sends {tensor.dtype}"
@@ -246,8 +265,12 @@ class LocalCommunicator:
         self, group: Group, call: Call, given: Any, finish: Callable[[list[Any]], list[Any]]
     ) -> Any:
         position(self.rank, group)
+        hand = self._handover
         with torch.no_grad():
-            return self._world.meet(self.rank, group, call, given, finish)
+            if hand is None:
+                return self._world.meet(self.rank, group, call, given, finish)
+            handed, made = hand.give(given), hand.finisher(finish)
+            return hand.take(self._world.meet(self.rank, group, call, handed, made))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

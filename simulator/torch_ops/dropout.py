@@ -46,7 +46,8 @@ def drop_mask(
         rows = (rows[:, None] * size + own).flatten()
     start, stop, _ = _span(operator, shards, last) if last else (0, 1, 1)
     stream = shards.random
-    drawn = words(rows, start, stop, stream.step, stream.key(operator.name, place))
+    draw = stream.draw or words
+    drawn = draw(rows, start, stop, stream.step, stream.key(operator.name, place))
     return (drawn < round(p * WORD_VALUES)).reshape(shape_of(layout, shards.sizes))
 
 

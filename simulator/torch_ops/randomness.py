@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +17,23 @@ WORD_VALUES = 1 << 32
 """How many values a word has."""
 
 
+Words = Callable[[Tensor, int, int, int, tuple[int, int]], Tensor]
+"""What draws words for places, see `words`."""
+
+
 @dataclass
 class RandomStream:
     """Which random numbers operators draw: those of a seed, a training step and a microbatch.
 
     The executor moves `step` and `microbatch` on; what is computed again for backward has those of
-    its first time, and so draws the same numbers.
+    its first time, and so draws the same numbers. `draw` may be a faster way to the same words.
     """
 
     seed: int = 0
     step: int = 0
     microbatch: int = 0
     num_microbatches: int = 1
+    draw: Words | None = None
 
     def key(self, *names: object) -> tuple[int, int]:
         """Two words that differ for other names and other seeds, the same on every machine.

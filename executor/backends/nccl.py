@@ -1,0 +1,493 @@
+"""The NCCL backend: one process and one GPU a rank, NCCL called through CuPy.
+
+Each rank works on one compute stream. Collectives that are waited for run on it; those that go on
+meanwhile have a stream and communicators of their own, and so have the messages from any one rank
+to any other one:
+
+    compute   F0 ── all-gather ── F1 ──────────── B1 ──── wait ── update
+    beside                              all-reduce ────────┘
+    0 ▶ 1        send ────────  send ────────
+
+Messages have no tags, see `postings`. The host only issues work; it waits at barriers and where
+somebody reads a result. All ranks issue their communications in one common order, which is what
+NCCL asks for where several communicators are in use at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.executor.backends.base import (
+    Group,
+    Pending,
+    Reduction,
+    Shape,
+    done,
+    num_bytes,
+    position,
+    ring_bytes,
+    unequal_shapes,
+)
+from stratagem.executor.gpu.event_clock import EventClock
+from stratagem.executor.gpu.kernels import INSTALL, check_gpu
+from stratagem.executor.gpu.streams import CudaStreams, Event, Stream, Streams
+from stratagem.executor.gpu.wire import Among, Wire, rounds
+from stratagem.simulator.collectives import Collective
+
+_WORLDS = count()
+"""Numbers the worlds that this process joins, one after the other."""
+
+NO_COLOR = -1
+"""What a rank that is in no group passes when communicators are split."""
+
+
+def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
+    """This process's rank in the world that ``torchrun`` describes, on the GPU of its local rank.
+
+    Example:
+        >>> with join_nccl() as comm, comm.working():  # doctest: +SKIP
+        ...     total = comm.all_reduce(torch.ones(3, device=comm.device), (0, 1))
+
+    Args:
+        timeout: seconds to wait for the other ranks to begin.
+
+    Raises:
+        RuntimeError: when CUDA, CuPy or NCCL is missing, or this machine has fewer GPUs than
+            local ranks.
+        ValueError: when RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not in the environment.
+    """
+    check_gpu("backend 'nccl'")
+    from cupy.cuda import nccl
+    from torch.distributed.rendezvous import rendezvous
+
+    if not nccl.available:
+        raise RuntimeError(f"backend 'nccl' needs NCCL, which CuPy does not find: {INSTALL}")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local} has no GPU of its own: this machine has "
+            f"{torch.cuda.device_count()}; start as many ranks, or use backend 'gloo'"
+        )
+    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"stratagem/nccl/{attempt}/{next(_WORLDS)}"
+    streams = CudaStreams(torch.device("cuda", local), cupy=True)
+    if rank == 0:
+        store.set(key, nccl.get_unique_id().hex())
+    unique = bytes.fromhex(store.get(key).decode())
+    with streams.used():
+        return NcclCommunicator(nccl, unique, rank, world_size, streams, store=store)
+
+
+@dataclass
+class _Channel:
+    """Messages from one rank to another: a communicator of the two, and a stream for it.
+
+    `held` has what is being sent, with the event after which it may go.
+    """
+
+    comm: Any
+    stream: Stream
+    held: deque[tuple[Event, Tensor]] = field(default_factory=deque)
+
+
+@dataclass
+class _Posted:
+    """Tensors on their way into this rank, and when that begins and ends."""
+
+    tensors: deque[Tensor]
+    first: Event
+    last: Event
+    waited: bool = False
+
+
+class NcclCommunicator:
+    """One rank of a world of GPUs, see `Communicator`; made by `join_nccl`.
+
+    Args:
+        nccl: ``cupy.cuda.nccl``, or what stands in for it.
+        unique: the id of the world, of ``nccl.get_unique_id`` on one rank.
+        rank: of this process.
+        world_size: number of ranks.
+        streams: of this rank's device.
+        store: through which the ranks found one another; kept open as long as this is.
+    """
+
+    def __init__(
+        self,
+        nccl: Any,
+        unique: bytes,
+        rank: int,
+        world_size: int,
+        streams: Streams,
+        *,
+        store: Any = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = streams.device
+        self.sent: Counter[str] = Counter()
+        self.clock = EventClock(streams)
+        self._wire = Wire(nccl, streams, rank)
+        self._store = store
+        self._streams = streams
+        self._compute = streams.compute
+        self._world = nccl.NcclCommunicator(world_size, unique, rank)
+        everyone = tuple(range(world_size))
+        self._groups: dict[Group, Any] = {everyone: self._world}
+        self._beside: dict[Group, Any] = self._split([everyone])
+        self._side = streams.new()
+        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._posted: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
+
+    # -- groups ---------------------------------------------------------------------------------
+
+    def prepare(self, groups: Iterable[Group]) -> None:
+        """Split the world into the groups, twice: for collectives waited for, and for others.
+
+        Raises:
+            ValueError: when a group names a rank that is not in the world, or names one twice.
+        """
+        members = {tuple(sorted(group)) for group in groups if len(group) > 1}
+        new = sorted(members - self._groups.keys())
+        for group in new:
+            if len(set(group)) != len(group) or not 0 <= group[0] <= group[-1] < self.world_size:
+                raise ValueError(f"group {group} is not made of ranks below {self.world_size}")
+        self._groups |= self._split(new)
+        self._beside |= self._split(new)
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """See `Untagged.open`."""
+        new = sorted(set(pairs) - self._channels.keys())
+        for pair, comm in self._split(new).items():
+            self._channels[pair[0], pair[1]] = _Channel(comm, self._streams.new())
+
+    def _split(self, groups: Sequence[Group]) -> dict[Group, Any]:
+        """Communicators of new groups, None where this rank is in none; ranks in group order."""
+        made: dict[Group, Any] = dict.fromkeys(groups)
+        for together in rounds(groups):
+            mine = [n for n, group in enumerate(together) if self.rank in group]
+            color = mine[0] if mine else NO_COLOR
+            key = together[color].index(self.rank) if mine else 0
+            comm = self._world.commSplit(color, key)
+            if mine:
+                made[together[color]] = comm
+        return made
+
+    def _of(self, group: Group, among: dict[Group, Any]) -> Among:
+        """The communicator of a group, and its ranks in the order of that."""
+        position(self.rank, group)
+        members = sorted(group)
+        if tuple(members) not in among:
+            raise ValueError(f"group {group} was not prepared; pass it to prepare() at the start")
+        return among[tuple(members)], members
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
+        """See `Communicator.all_reduce`."""
+        if len(group) == 1:
+            return tensor
+        comm, _ = self._of(group, self._groups)
+        total = _copy(tensor)
+        self._wire.sum(comm, total, op, self._compute)
+        self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
+        return total
+
+    def start_all_reduce(
+        self, tensor: Tensor, group: Group, *, overwrite: bool = False
+    ) -> Pending:
+        """See `Communicator.start_all_reduce`."""
+        if len(group) == 1:
+            return done(tensor)
+        comm, _ = self._of(group, self._beside)
+        keeps = not overwrite or not tensor.is_contiguous()
+        total = _copy(tensor) if keeps else tensor.detach()
+        self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
+        return self._aside(lambda: self._wire.sum(comm, total, "sum", self._side), lambda: total)
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        """See `Communicator.all_gather`."""
+        self._check_shape(tensor, shapes[position(self.rank, group)])
+        if len(group) == 1:
+            return [tensor]
+        among = self._of(group, self._groups)
+        if len(set(map(math.prod, shapes))) == 1:
+            gathered = self._wire.gather_equal(tensor, shapes, group, among, self._compute)
+        else:
+            gathered = self._wire.exchange(
+                [tensor] * len(group), shapes, group, among, self._compute
+            )
+        self._count(Collective.ALL_GATHER, num_bytes(*gathered), group)
+        return gathered
+
+    def reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Tensor:
+        """See `Communicator.reduce_scatter`."""
+        if len(group) == 1:
+            return chunks[0]
+        among = self._of(group, self._groups)
+        self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
+        run, result = self._wire.scatter_sums(chunks, group, among, self._compute)
+        run()
+        return result()
+
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+        """See `Communicator.start_reduce_scatter`."""
+        if len(group) == 1:
+            return done(chunks[0])
+        among = self._of(group, self._beside)
+        self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
+        return self._aside(*self._wire.scatter_sums(chunks, group, among, self._side))
+
+    def all_to_all(
+        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+    ) -> list[Tensor]:
+        """See `Communicator.all_to_all`."""
+        if len(group) == 1:
+            return list(chunks)
+        among = self._of(group, self._groups)
+        received = self._wire.exchange(chunks, shapes, group, among, self._compute)
+        own = chunks[position(self.rank, group)]
+        self.sent[Collective.ALL_TO_ALL.value] += num_bytes(*chunks) - num_bytes(own)
+        return received
+
+    def broadcast(
+        self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
+    ) -> Tensor:
+        """See `Communicator.broadcast`."""
+        if self.rank == source:
+            assert tensor is not None, "the source of a broadcast has the tensor"
+            self._check_shape(tensor, shape)
+            self._count(Collective.BROADCAST, num_bytes(tensor), group)
+            if len(group) == 1:
+                return tensor
+            copy = _copy(tensor)
+        else:
+            copy = torch.empty(shape, dtype=dtype, device=self.device)
+        comm, members = self._of(group, self._groups)
+        at, root = copy.data_ptr(), members.index(source)
+        comm.broadcast(at, at, num_bytes(copy), self._wire.nccl.NCCL_UINT8, root, self._here)
+        return copy
+
+    def reduce(self, tensor: Tensor, target: int, group: Group) -> Tensor | None:
+        """See `Communicator.reduce`."""
+        if len(group) == 1:
+            return tensor
+        comm, members = self._of(group, self._groups)
+        total = _copy(tensor)
+        at, root = total.data_ptr(), members.index(target)
+        dtype, op = self._wire.dtype(tensor), self._wire.nccl.NCCL_SUM
+        comm.reduce(at, at, total.numel(), dtype, op, root, self._here)
+        if self.rank == target:
+            return total
+        self._count(Collective.REDUCE, num_bytes(tensor), group)
+        return None
+
+    def gather(
+        self, tensor: Tensor, shapes: Sequence[Shape], target: int, group: Group
+    ) -> list[Tensor] | None:
+        """See `Communicator.gather`."""
+        own = position(self.rank, group)
+        self._check_shape(tensor, shapes[own])
+        comm, members = (None, []) if len(group) == 1 else self._of(group, self._groups)
+        if self.rank != target:
+            self.sent[Collective.GATHER.value] += num_bytes(tensor)
+            self._wire.give(
+                comm, tensor.detach().contiguous(), members.index(target), self._compute
+            )
+            return None
+        parts = [
+            tensor if rank == target else self._wire.empty(shape, tensor.dtype)
+            for rank, shape in zip(group, shapes, strict=True)
+        ]
+        with self._wire.together():
+            for rank, part in zip(group, parts, strict=True):
+                if rank != target:
+                    self._wire.get(comm, part, members.index(rank), self._compute)
+        return parts
+
+    def scatter(
+        self,
+        chunks: Sequence[Tensor] | None,
+        shape: Shape,
+        dtype: torch.dtype,
+        source: int,
+        group: Group,
+    ) -> Tensor:
+        """See `Communicator.scatter`."""
+        comm, members = (None, []) if len(group) == 1 else self._of(group, self._groups)
+        if self.rank != source:
+            mine = self._wire.empty(shape, dtype)
+            self._wire.get(comm, mine, members.index(source), self._compute)
+            return mine
+        assert chunks is not None, "the source of a scatter has the chunks"
+        own = chunks[position(source, group)]
+        self._check_shape(own, shape)
+        self.sent[Collective.SCATTER.value] += num_bytes(*chunks) - num_bytes(own)
+        packed = [chunk.detach().contiguous() for chunk in chunks]
+        with self._wire.together():
+            for rank, chunk in zip(group, packed, strict=True):
+                if rank != source:
+                    self._wire.give(comm, chunk, members.index(rank), self._compute)
+        return own
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
+        """See `Communicator.send`; with tag 0 the receiver comes to it at the same point."""
+        self.sent[Collective.SEND.value] += num_bytes(tensor)
+        if tag == 0:
+            self._wire.give(self._world, tensor.detach().contiguous(), target, self._compute)
+            return
+        channel = self._channel(self.rank, target)
+        while channel.held and self._streams.is_over(channel.held[0][0]):
+            channel.held.popleft()
+        packed = _copy(tensor)
+        first = self._join(channel.stream)
+        self._wire.give(channel.comm, packed, 1, channel.stream)
+        last = self._streams.record(channel.stream)
+        self.clock.note(first, last)
+        channel.held.append((last, packed))
+
+    def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
+        """See `Untagged.post`."""
+        channel = self._channel(source, self.rank)
+        tensors = deque(self._wire.empty(shape, dtype) for shape in shapes)
+        first = self._join(channel.stream)
+        for tensor in tensors:
+            self._wire.get(channel.comm, tensor, 0, channel.stream)
+        last = self._streams.record(channel.stream)
+        self._posted[source, tag].append(_Posted(tensors, first, last))
+
+    def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
+        """See `Communicator.recv`; what has a tag must have been posted."""
+        if tag == 0:
+            tensor = self._wire.empty(shape, dtype)
+            self._wire.get(self._world, tensor, source, self._compute)
+            return tensor
+        waiting = self._posted[source, tag]
+        if not waiting:
+            raise RuntimeError(
+                f"rank {self.rank} receives from rank {source} with tag {tag}, but has posted no "
+                f"such receive; messages with a tag are posted first, see postings"
+            )
+        posted = waiting[0]
+        if not posted.waited:
+            posted.waited = True
+            self._streams.wait(self._compute, posted.last)
+            self.clock.note(posted.first, posted.last)
+        tensor = posted.tensors.popleft()
+        if not posted.tensors:
+            waiting.popleft()
+        self._check_shape(tensor, shape)
+        return tensor
+
+    def _channel(self, sender: int, receiver: int) -> _Channel:
+        if (sender, receiver) not in self._channels:
+            raise ValueError(
+                f"there is no channel from rank {sender} to rank {receiver}; open() it at the "
+                f"start, on every rank"
+            )
+        return self._channels[sender, receiver]
+
+    # -- the world ------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`; the event behind it is the zero of the next step."""
+        one = torch.zeros(1, dtype=torch.float32, device=self.device)
+        self._wire.sum(self._world, one, "sum", self._compute)
+        self.clock.common = self._streams.record(self._compute)
+        self._streams.synchronize(self.clock.common)
+
+    def close(self) -> None:
+        """Wait until all that was issued is over everywhere, and leave the world."""
+        sides = [self._side, *(channel.stream for channel in self._channels.values())]
+        for stream in sides:
+            self._streams.synchronize(self._streams.record(stream))
+        self.barrier()
+        self._end("destroy")
+
+    def working(self) -> AbstractContextManager[None]:
+        """A context in which this thread works on the compute stream, as all calls expect."""
+        return self._streams.used()
+
+    def leave(self) -> None:
+        """Leave the world without waiting for anyone."""
+        self._end("abort")
+
+    def _end(self, how: str) -> None:
+        channels = [channel.comm for channel in self._channels.values()]
+        for comm in (*channels, *self._beside.values(), *self._groups.values()):
+            if comm is not None:
+                getattr(comm, how)()
+        self._channels.clear()
+        self._beside.clear()
+        self._groups.clear()
+
+    def __enter__(self) -> NcclCommunicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.leave()
+
+    # -- pieces ---------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> int:
+        return self._streams.address(self._compute)
+
+    def _aside(self, issue: Callable[[], None], result: Callable[[], Tensor]) -> Pending:
+        """Issue a collective beside the compute stream, which waits for it at `finish`.
+
+        Until then the two functions hold all memory that it works on.
+        """
+        held: list[Any] = [issue, result]
+        first = self._join(self._side)
+        issue()
+        del issue, result
+        last = self._streams.record(self._side)
+        self.clock.note(first, last)
+
+        def finish() -> Tensor:
+            self._streams.wait(self._compute, last)
+            made: Tensor = held[1]()
+            held.clear()
+            return made
+
+        return Pending(finish)
+
+    def _join(self, stream: Stream) -> Event:
+        """Let a side stream go on behind what the compute stream was given; its event there."""
+        self._streams.wait(stream, self._streams.record(self._compute))
+        return self._streams.record(stream)
+
+    def _check_shape(self, tensor: Tensor, shape: Shape) -> None:
+        if tuple(tensor.shape) != tuple(shape):
+            raise unequal_shapes(self.rank, self.rank, tuple(shape), tuple(tensor.shape))
+
+    def _count(self, kind: Collective, nbytes: int, group: Group) -> None:
+        self.sent[kind.value] += ring_bytes(kind, nbytes, len(group))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,4 @@
+"""What runs on CUDA devices only: streams and events, kernels, and their sources.
+
+CuPy is imported when something here is first used, never before.
+"""

@@ -1,0 +1,204 @@
+"""What needs CUDA devices: kernels, plans on one GPU and on several, and their timelines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.executor import lower, model_state
+from stratagem.executor.backends.base import Communicator
+from stratagem.executor.backends.local import run_local
+from stratagem.executor.batches import Batches
+from stratagem.executor.gpu.kernels import has_cupy
+from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
+from stratagem.executor.gpu.random_words import words as fused_words
+from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.launch import run_ranks
+from stratagem.executor.optimizers import make_optimizer
+from stratagem.executor.reference import errors_against
+from stratagem.executor.result import ExecutionResult
+from stratagem.executor.training_loop import RunOptions, train
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.torch_ops.randomness import RandomStream, words
+from stratagem.simulator.training import Training
+from tests.gpu_worker import gpt
+from tests.plans import Case, make_case, make_plan, megatron, sharding, whole
+from tests.test_backends import operations
+
+cuda = torch.cuda.is_available()
+needs_cuda = pytest.mark.skipif(not cuda, reason="no CUDA device")
+needs_cupy = pytest.mark.skipif(
+    not (cuda and has_cupy()), reason="no CUDA device, or no CuPy: pip install 'stratagem[gpu]'"
+)
+needs_two = pytest.mark.skipif(
+    not (cuda and has_cupy() and torch.cuda.device_count() > 1),
+    reason="fewer than two CUDA devices, or no CuPy",
+)
+
+PLANS: dict[str, dict[str, Any]] = {
+    "data parallel": {"choose": sharding("sample"), "shapes": [(2,)]},
+    "zero 3": {"choose": sharding("sample", zero=3), "shapes": [(2,)]},
+    "megatron": {"choose": megatron, "shapes": [(2,)]},
+    "1f1b": {"choose": megatron, "shapes": [(1,), (1,)], "num_microbatches": 4},
+    "gpipe": {
+        "choose": sharding("sample"),
+        "shapes": [(1,), (1,)],
+        "num_microbatches": 4,
+        "schedule": "gpipe",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    model, batch = gpt()
+    return make_case(model, **batch)
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def run_over_nccl(
+    plan: Plan, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, float]:
+    """Errors of loss and gradients of a plan run by processes with a GPU each."""
+    plan.save(folder / "plan.json")
+    run_worker([str(folder / "plan.json"), str(folder)], num_ranks, monkeypatch)
+    found: dict[str, float] = torch.load(folder / "result.pt", weights_only=True)
+    return found
+
+
+def run_worker(arguments: list[str], num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parent.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    run_ranks(["tests.gpu_worker", *arguments], num_ranks, folder=root, timeout=300)
+
+
+def plan_of(case: Case, name: str) -> Plan:
+    options = dict(PLANS[name])
+    return make_plan(case, options.pop("choose"), *options.pop("shapes"), **options)
+
+
+# -- kernels ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cupy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_fused_updates_are_those_of_torch(optimizer: str, dtype: torch.dtype) -> None:
+    training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
+    ours = make_optimizer(training, torch.device("cuda"))
+    theirs = make_optimizer(training)
+    assert isinstance(ours, FusedAdam if optimizer == "adam" else FusedSGD)
+    a, b = (torch.linspace(-1, 1, 100_003, device="cuda") for _ in range(2))
+    copies = [torch.empty_like(a, dtype=dtype) for _ in range(2)]
+    for step in range(4):
+        ours.rate = theirs.rate = 0.01 * (step + 1)
+        gradient = torch.randn_like(a).to(dtype)
+        ours("p", a, gradient, copies[0] if dtype != torch.float32 else None)
+        theirs("p", b, gradient, copies[1] if dtype != torch.float32 else None)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    if dtype != torch.float32:
+        torch.testing.assert_close(copies[0], a.to(dtype), rtol=0, atol=0)
+    assert ours.updates("p") == theirs.updates("p") == 4
+
+
+@pytest.mark.gpu
+@needs_cupy
+def test_fused_words_are_those_of_torch() -> None:
+    rows = torch.tensor([0, 3, 2**33], device="cuda")
+    key = RandomStream(1).key("drop")
+    assert torch.equal(fused_words(rows, 5, 1003, 9, key), words(rows, 5, 1003, 9, key))
+
+
+# -- one GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_operations_of_threads_on_one_gpu_are_those_on_a_cpu() -> None:
+    def rank(comm: Communicator) -> dict[str, Any]:
+        return operations(comm, (0, 1, 2), torch.float32)
+
+    def on_gpu(comm: Communicator) -> dict[str, Any]:
+        with torch.device(comm.device):
+            return rank(comm)
+
+    for ours, theirs in zip(run_local(3, on_gpu, device="cuda"), run_local(3, rank), strict=True):
+        torch.testing.assert_close(ours, theirs, check_device=False)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_on_one_gpu_equal_torch(case: Case, name: str) -> None:
+    plan = plan_of(case, name)
+    program, state = lower(plan, case.graph), model_state(case.model)
+    batches = Batches(case.batch, case.graph, buffers=state)
+
+    def run(comm: Communicator) -> ExecutionResult:
+        return train(Interpreter(program, comm, state), batches, RunOptions(gradients=True))
+
+    result = run_local(program.world_size, run, device="cuda")[0]
+    errors = errors_against(case.model, case.batch, result)
+    assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_timeline_is_in_order_and_as_long_as_the_step(case: Case) -> None:
+    program, state = lower(plan_of(case, "1f1b"), case.graph), model_state(case.model)
+
+    def run(comm: Communicator) -> Any:
+        interpreter = Interpreter(program, comm, state)
+        interpreter.step(case.batch)
+        return interpreter.step(case.batch)
+
+    for record in run_local(2, run, device="cuda"):
+        assert all(0 <= start <= end for start, end in record.spans)
+        assert record.duration_ns == max(end for _, end in record.spans) > 0
+
+
+@pytest.mark.gpu
+@needs_cupy
+def test_one_rank_over_nccl_equals_torch(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(case, whole, (1,), num_microbatches=2)
+    errors = run_over_nccl(plan, 1, tmp_path, monkeypatch)
+    assert max(errors.values()) < 1e-4, errors
+
+
+# -- several GPUs -------------------------------------------------------------------------------
+
+
+@pytest.mark.multi_gpu
+@needs_two
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_over_nccl_equal_torch(
+    case: Case, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = run_over_nccl(plan_of(case, name), 2, tmp_path, monkeypatch)
+    assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.multi_gpu
+@needs_two
+def test_operations_over_nccl_are_those_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_worker(["operations", str(tmp_path)], 2, monkeypatch)
+    theirs = run_local(2, lambda comm: operations(comm, (0, 1), torch.float32))
+    for rank, expected in enumerate(theirs):
+        path = tmp_path / f"{rank}.pt"
+        found = torch.load(path, weights_only=True, map_location="cpu")[rank]
+        assert found.pop("sent")
+        torch.testing.assert_close(found, expected)

@@ -1,0 +1,234 @@
+"""The NCCL backend, with NCCL played by threads: what it issues ends, and equals one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.models import MLP, SmallCNN, SmallGPT
+from stratagem.executor import execute, lower, model_state
+from stratagem.executor.backends.base import Communicator
+from stratagem.executor.backends.local import run_local
+from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
+from stratagem.executor.batches import Batches
+from stratagem.executor.gpu.wire import rounds
+from stratagem.executor.instructions import Receive, Send
+from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.reference import gradient_errors
+from stratagem.executor.result import ExecutionResult
+from stratagem.executor.training_loop import RunOptions, train
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.training import Training
+from tests.fake_nccl import StuckError, run_fake
+from tests.plans import (
+    TOLERANCE,
+    Case,
+    backward_of,
+    make_case,
+    make_plan,
+    megatron,
+    random_plan,
+    sharding,
+)
+from tests.test_backends import operations
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Case:
+    torch.manual_seed(0)
+    model = SmallGPT(num_layers=2, hidden=24, num_heads=4, vocabulary=50, sequence=10)
+    labels = torch.randint(0, 50, (4, 10))
+    return make_case(model, input_ids=torch.randint(0, 50, (4, 10)), labels=labels)
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Case:
+    torch.manual_seed(1)
+    model = MLP([10, 13, 9, 7])
+    return make_case(model, x=torch.randn(6, 10), target=torch.randint(0, 7, (6,)))
+
+
+@pytest.fixture(scope="module")
+def cnn() -> Case:
+    torch.manual_seed(2)
+    model = SmallCNN(channels=4, image=8, classes=6)
+    return make_case(model, images=torch.randn(4, 3, 8, 8), labels=torch.randint(0, 6, (4,)))
+
+
+def run_plan(case: Case, plan: Plan, *, steps: int = 1) -> ExecutionResult:
+    program, state = lower(plan, case.graph), model_state(case.model)
+    batches = Batches(case.batch, case.graph, buffers=state)
+
+    def run(comm: Communicator) -> ExecutionResult:
+        options = RunOptions(steps=steps, gradients=True)
+        return train(Interpreter(program, comm, state), batches, options)
+
+    return run_fake(program.world_size, run)[0]
+
+
+def assert_equals_torch(case: Case, plan: Plan) -> None:
+    result = run_plan(case, plan)
+    model = copy.deepcopy(case.model)
+    loss = backward_of(model, case.batch, plan.num_microbatches if case.by_microbatch else 1)
+    assert result.losses[0] == pytest.approx(loss, rel=TOLERANCE)
+    assert result.gradients is not None
+    truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    errors = gradient_errors(result.gradients, truths)
+    assert errors.keys() == truths.keys()
+    assert max(errors.values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("model", ["gpt", "cnn"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_equal_torch(model: str, seed: int, request: pytest.FixtureRequest) -> None:
+    case = request.getfixturevalue(model)
+    assert_equals_torch(case, random_plan(case, seed))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_pipelines_equal_torch(gpt: Case, schedule: str) -> None:
+    plan = make_plan(gpt, megatron, (2,), (1,), (2,), num_microbatches=4, schedule=schedule)
+    assert_equals_torch(gpt, plan)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_uneven_shards_and_zero_equal_torch(mlp: Case, zero: int) -> None:
+    assert_equals_torch(mlp, make_plan(mlp, sharding("sample", zero=zero), (3,)))
+
+
+def test_steps_in_bfloat16_are_those_of_the_local_backend(mlp: Case) -> None:
+    plan = make_plan(
+        mlp, sharding("sample", zero=1), (2,), (1,), training=Training(precision="bfloat16")
+    )
+    ours = run_plan(mlp, plan, steps=3)
+    theirs = execute(plan, mlp.graph, model_state(mlp.model), mlp.batch, steps=3)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+    for name, parameter in theirs.parameters.items():
+        torch.testing.assert_close(ours.parameters[name], parameter)
+
+
+def test_the_timeline_has_a_row_for_every_task(gpt: Case) -> None:
+    plan = make_plan(gpt, sharding("sample"), (2,), (2,), num_microbatches=2)
+    ours = run_plan(gpt, plan).timeline
+    local = execute(plan, gpt.graph, model_state(gpt.model), gpt.batch).timeline
+    assert set(ours.names) == set(local.names)
+    assert ours.lanes == local.lanes
+    assert ours.start.min() >= 0
+    assert ours.duration > 0
+
+
+# -- operations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_every_collective_is_that_of_the_local_backend(dtype: torch.dtype) -> None:
+    def rank(comm: Communicator) -> dict[str, Any]:
+        comm.prepare([(0, 1, 2), (2, 0)])
+        found = operations(comm, (0, 1, 2), dtype)
+        if comm.rank in (0, 2):
+            found |= {f"{k} of two": v for k, v in operations(comm, (2, 0), dtype).items()}
+        pending = comm.start_reduce_scatter([torch.ones(1 + i) for i in range(3)], (0, 1, 2))
+        found["uneven, later"] = pending.finish()
+        comm.barrier()
+        return {**found, "sent": dict(comm.sent)}
+
+    for ours, theirs in zip(run_fake(3, rank), run_local(3, rank), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, result in theirs.items():
+            assert same(ours[name], result), name
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_messages_arrive_in_the_order_of_sends_whatever_their_tags() -> None:
+    def rank(comm: NcclCommunicator) -> list[float]:
+        comm.open([(0, 1)])
+        if comm.rank == 0:
+            for tag in (5, 3):
+                comm.send(torch.full((2,), float(tag)), 1, tag)
+            return []
+        comm.post([(2,)], torch.float32, 0, 5)
+        comm.post([(2,)], torch.float32, 0, 3)
+        return [float(comm.recv((2,), torch.float32, 0, tag)[0]) for tag in (3, 5)]
+
+    assert run_fake(2, rank)[1] == [3.0, 5.0]
+
+
+def test_receives_that_are_not_posted_in_time_hang(gpt: Case, monkeypatch: Any) -> None:
+    """The stand-in is as strict as it says: a pipeline with late receives does not end."""
+    monkeypatch.setattr("tests.fake_nccl.PATIENCE", 1.0)
+
+    def rank(comm: NcclCommunicator) -> None:
+        comm.open([(0, 1), (1, 0)])
+        comm.send(torch.ones(1), 1 - comm.rank, 1)
+        comm.post([(1,)], torch.float32, 1 - comm.rank, 1)
+
+    with pytest.raises(StuckError):
+        run_fake(2, rank)
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    def rank(comm: NcclCommunicator) -> None:
+        pair = (comm.rank, (comm.rank + 1) % 3)
+        with pytest.raises(ValueError, match=r"group \(\d, \d\) was not prepared; pass it to"):
+            comm.all_reduce(torch.ones(1), pair)
+        with pytest.raises(ValueError, match=r"group \(0, 7\) is not made of ranks below 3"):
+            comm.prepare([(0, 7)])
+        with pytest.raises(ValueError, match=r"no channel from rank \d to rank 7; open\(\) it"):
+            comm.send(torch.ones(1), 7, 1)
+        with pytest.raises(RuntimeError, match=r"with tag 4, but has posted no such receive"):
+            comm.recv((1,), torch.float32, 0, 4)
+        with pytest.raises(ValueError, match=r"does not add up torch.bool; it does torch.float64"):
+            comm.all_reduce(torch.ones(1, dtype=torch.bool), (0, 1, 2))
+
+    run_fake(3, rank)
+
+
+def test_without_cuda_the_backend_says_what_is_missing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="backend 'nccl' needs a CUDA device, and torch"):
+        join_nccl()
+
+
+def test_without_cupy_the_backend_names_the_install(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("stratagem.executor.gpu.kernels.has_cupy", lambda: False)
+    with pytest.raises(RuntimeError, match=r"needs CuPy.*pip install 'stratagem\[gpu\]'"):
+        join_nccl()
+
+
+def test_disjoint_groups_are_split_together() -> None:
+    groups = [(0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3)]
+    made = rounds(groups)
+    assert sorted(group for together in made for group in together) == sorted(groups)
+    assert len(made) == 3
+    for together in made:
+        ranks = [rank for group in together for rank in group]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_labels_leave_tag_0_to_messages_inside_conversions(gpt: Case) -> None:
+    program = lower(make_plan(gpt, megatron, (1,), (1,), num_microbatches=2), gpt.graph)
+    labels = {
+        i.label
+        for each in program.ranks
+        for i in each.instructions
+        if isinstance(i, Send | Receive)
+    }
+    assert set(program.tags) == labels
+    assert sorted(program.tags.values()) == list(range(1, len(labels) + 1))
