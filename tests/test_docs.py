@@ -32,6 +32,7 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 ELSEWHERE = {
     "exports.md": "what it shows is run by test_exports.py and test_exports_run.py",
+    "gpu-results.md": "its commands are for machines with GPUs",
 }
 """Pages whose code is not run here, and why."""
 
