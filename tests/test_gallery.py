@@ -79,9 +79,9 @@ def test_committed_plans_are_still_priced_as_they_were(name: str) -> None:
     assert plan.training == Training(job.precision)
     simulation = simulate_plan(plan, graph, default_costs())
     assert simulation.fits
-    assert plan.predicted is not None
-    assert simulation.step_time == pytest.approx(plan.predicted.step_time, rel=1e-6)
-    assert simulation.peak_memory == plan.predicted.peak_memory
+    assert plan.prediction is not None
+    assert simulation.step_time == pytest.approx(plan.prediction.step_time, rel=1e-6)
+    assert tuple(rank.peak for rank in simulation.memory) == plan.prediction.peak_memory
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ class Walker:
     def _path(self, node: Node) -> str:
         stack = node.meta.get("nn_module_stack") or {}
         path = next((path for path, _ in reversed(stack.values())), "")
-        return re.sub(r"@\d+", "", path).removeprefix(self._prefix)
+        return f"{re.sub(r'@[0-9]+', '', path)}.".removeprefix(self._prefix).removesuffix(".")
 
     def _is_leaf(self, node: Node) -> bool:
         path = self._path(node)
