@@ -221,6 +221,7 @@ class ContractionBuilder(GraphBuilderBase):
             ValueError: the shapes do not fit.
         """
         query, key, value = self._written(query), self._computed(key), self._computed(value)
+        mask = None if mask is None else self._computed(mask)
         draft = self._draft("attention", name)
         key, value = (self._share_heads(draft, query, each) for each in (key, value))
         leading = self._leading(draft, query, 2, head=True)
@@ -235,7 +236,6 @@ class ContractionBuilder(GraphBuilderBase):
             label(tensor, [-1], "head_dim", 3)
         if mask is not None:
             every = [*leading, rows, columns]
-            mask = self._computed(mask)
             own = every[len(every) - len(mask.dims) :]
             draft.reads.append(self._bind(draft, mask, own, broadcast=True))
         if len(leading) > 1:

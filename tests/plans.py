@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.executor import execute, model_state
-from stratagem.executor.reference import gradient_errors, relative_error
+from stratagem.executor.reference import first_scalar, gradient_errors, relative_error
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -272,7 +272,8 @@ def backward_of(model: nn.Module, batch: Mapping[str, Tensor], num_microbatches:
     parts = {name: x.chunk(num_microbatches) for name, x in batch.items()}
     total = 0.0
     for m in range(num_microbatches):
-        loss = model(**{name: chunks[m] for name, chunks in parts.items()}) / num_microbatches
+        part = {name: chunks[m] for name, chunks in parts.items()}
+        loss = first_scalar(model(**part)) / num_microbatches
         loss.backward()
         total += float(loss.detach())
     return total

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from stratagem.simulator.draft import Tensor, permute
+from stratagem.simulator.draft import Tensor, expand, permute
 from stratagem.simulator.steps import Steps
 from stratagem.simulator.torch_ops.calls import Call
 from stratagem.simulator.torch_ops.expressions import Expression, is_constant
@@ -89,6 +89,20 @@ def _pointwise(call: Call) -> Tensor:
     return call.builder.elementwise(operands, steps, call.dtype, name=call.label(steps[-1][0]))
 
 
+def _where(call: Call) -> Tensor:
+    """One of both tensors where a constant condition always takes it, as masks of padding do."""
+    condition = call.given("condition")
+    known = None
+    if isinstance(condition, Expression) and is_constant(condition):
+        known = call.constant(condition)
+    if known is None or bool(known.any()) != bool(known.all()):
+        return _pointwise(call)
+    taken = call.given("self" if bool(known.any()) else "other")
+    if not isinstance(taken, Tensor) or taken.dtype != call.dtype:
+        return _pointwise(call)
+    return expand(taken, call.shape)
+
+
 def _copy(call: Call) -> Any:
     return call.given("self")
 
@@ -98,6 +112,7 @@ ELEMENTWISE_HANDLERS: dict[str, Callable[[Call], Any]] = {
     **dict.fromkeys(("clone", "lift_fresh_copy"), _copy),
     **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),
     **dict.fromkeys(("dropout", "feature_dropout"), _dropout),
+    "where": _where,
     "detach": _detach,
     "cross_entropy_loss": _cross_entropy,
     "mse_loss": _mse_loss,

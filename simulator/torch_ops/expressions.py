@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.draft import Tensor, expand, permute, reshape
 from stratagem.simulator.steps import Steps
+from stratagem.simulator.torch_ops.pointwise import POINTWISE
 
 LARGEST_CONSTANT = 2**28
 """Elements of the largest constant mask that capture evaluates."""
@@ -168,7 +170,13 @@ def evaluate(node: Node, constants: Mapping[str, torch.Tensor]) -> torch.Tensor 
             raise _NoValueError
         given = {key: value(item) for key, item in each.kwargs.items()}
         target: Any = each.target
-        values[each] = target(*(value(item) for item in each.args), **given)
+        arguments = [value(item) for item in each.args]
+        if isinstance(shown, torch.Tensor) and target.overloadpacket.__name__ in POINTWISE:
+            # Repeated elements are computed once: a mask for all samples and heads is one square.
+            made = target(*pytree.tree_map_only(torch.Tensor, compact, arguments), **given)
+            values[each] = made.expand(shown.shape)
+        else:
+            values[each] = target(*arguments, **given)
         return values[each]
 
     with torch.no_grad():
@@ -183,8 +191,18 @@ class _NoValueError(Exception):
     """A constant is too large to evaluate, or not known."""
 
 
+def compact(x: torch.Tensor) -> torch.Tensor:
+    """`x` with size 1 where `expand` has repeated its elements."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
 def mask_meaning(mask: torch.Tensor, shape: Sequence[int]) -> str:
     """What a constant attention mask says: ``"all"``, ``"causal"`` or ``"other"``."""
+    square = tuple(mask.shape[-2:])
+    mask = compact(mask)
     seen = mask if mask.dtype == torch.bool else _visible(mask)
     if seen is None:
         return "other"
@@ -192,7 +210,11 @@ def mask_meaning(mask: torch.Tensor, shape: Sequence[int]) -> str:
         return "all"
     rows, columns = shape
     triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
-    if rows == columns and tuple(seen.shape[-2:]) == (rows, columns) and _equals(seen, triangle):
+    if (
+        rows == columns
+        and square == tuple(seen.shape[-2:]) == (rows, columns)
+        and _equals(seen, triangle)
+    ):
         return "causal"
     return "other"
 

@@ -63,6 +63,15 @@ def _softplus(a: Arguments) -> Term:
     return Term("softplus", (a["self"],))
 
 
+def _extreme(function: str) -> Callable[[Arguments], Term]:
+    def make(a: Arguments) -> Term:
+        if "other" not in a:
+            raise ValueError("an extreme over dims is not supported, only that of two tensors")
+        return Term(function, (a["self"], a["other"]))
+
+    return make
+
+
 def _addcmul(a: Arguments) -> Term:
     product = Term("mul", (a["tensor1"], a["tensor2"]))
     return Term("add", (a["self"], _scaled(product, a["value"])))
@@ -122,5 +131,7 @@ POINTWISE: dict[str, Callable[[Arguments], Term]] = {
     "where": lambda a: Term("where", (a["condition"], a["self"], a["other"])),
     "masked_fill": _masked_fill,
     "addcmul": _addcmul,
+    "min": _extreme("minimum"),
+    "max": _extreme("maximum"),
 }
 """aten name → the term of its arguments."""
