@@ -36,6 +36,7 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.run import prepare
 from stratagem.executor.training_loop import RunOptions, train
+from stratagem.executor.where import Place
 from stratagem.measuring import LOOPBACK, executor_dispatch, executor_update
 from stratagem.profiler import (
     CollectiveTiming,
@@ -224,7 +225,7 @@ def run_rank(folder: Path) -> None:
                 timings.append(time_collectives(comm, repeats=LINK_REPEATS))
             for (interpreter, model), done in zip(runners, turns, strict=True):
                 batches = Batches(batch_of(model), graph_of(model))
-                result = train(interpreter, batches, RunOptions(steps=STEPS))
+                result = train(interpreter, batches, RunOptions(steps=STEPS), place=Place())
                 done.append((result.step_times[1:], result.timeline, os.getloadavg()[0]))
         if comm.rank == 0:
             written = [_summary(done) for done in turns]

@@ -1,6 +1,15 @@
 """One rank of a run that torchrun started.
 
 torchrun --nproc-per-node N -m stratagem.executor plan.json --model module:function
+
+On several nodes torchrun's rendezvous brings them together, and every node runs the same line:
+
+torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint first-node:29500 \\
+    -m stratagem.executor plan.json --model module:function --data module:function \\
+    --steps 10000 --checkpoint /shared/checkpoints --every 500
+
+Progress is shown by the rank that knows the loss. A node whose network is cut loses its ranks at
+once, and its torchrun after the read_timeout of --rdzv-conf (60 s unless given).
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.batches import Batches, Data
 from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.judging import Limits
 from stratagem.executor.models import make_data, make_model, make_rate
 from stratagem.executor.reference import errors_against
 from stratagem.executor.report import report_of
@@ -25,13 +35,13 @@ from stratagem.executor.run import (
 )
 from stratagem.executor.states import model_state
 from stratagem.executor.training_loop import RunOptions, Show, check_equal, train
-from stratagem.executor.watch import Limits, Watch
+from stratagem.executor.watch import Watch
 from stratagem.progress import progress_bar, status_file
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
 
 
-def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch, show: Show) -> None:
+def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) -> None:
     """Load, check, run, and on rank 0 write the result file."""
     plan = Plan.load(arguments.plan)
     model, example = make_model(arguments.model, plan.seed)
@@ -59,7 +69,10 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch, sh
         interpreter.reset()
         if comm.rank == 0:
             errors = errors_against(model, {k: first[k] for k in example}, checked)
-    result = train(interpreter, batches, options, place=watch.place, show=show)
+    told = comm.rank == program.loss_rank and arguments.status is None
+    with progress_bar(enabled=told) as bar:
+        show: Show = status_file(arguments.status) if arguments.status else bar
+        result = train(interpreter, batches, options, place=watch.place, show=show)
     if comm.rank == 0 and arguments.out:
         report_of(plan.name, result, errors).save(arguments.out)
 
@@ -110,14 +123,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse the command line and run this process's rank."""
     arguments = parser().parse_args()
-    alone = arguments.status is not None
-    with (
-        progress_bar(enabled=not alone and arguments.steps > 1) as show,
-        process_rank(
-            timeout=arguments.timeout, backend=arguments.backend or default_backend()
-        ) as (comm, watch),
-    ):
-        run_rank(arguments, comm, watch, status_file(arguments.status) if alone else show)
+    backend = arguments.backend or default_backend()
+    with process_rank(timeout=arguments.timeout, backend=backend) as (comm, watch):
+        run_rank(arguments, comm, watch)
 
 
 if __name__ == "__main__":

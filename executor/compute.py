@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from stratagem.executor.instructions import Backward, Forward, Part
 from stratagem.executor.memory import Memory
 from stratagem.executor.seats import Seat
-from stratagem.executor.views import Reader, Select, joined, reader, select_of
+from stratagem.executor.views import Reader, Select, joined, portion_of, reader, select_of
 from stratagem.simulator.graph import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels import run_kernel
 from stratagem.simulator.torch_ops.programs import torch_dtype
@@ -127,7 +127,7 @@ def _enter(tensor: Tensor, read: Reader, tape: Tape) -> Tensor:
 
     What backward needs of the input is kept by the kernel's own graph; the leaf is only a name.
     """
-    tape.sources.append(tensor.shape)
+    tape.sources.append(read.cut_of(tensor).shape)
     leaf = tape.leaf(read.part(tensor))
     seen = read.view(leaf)
     if seen is leaf:
@@ -217,7 +217,11 @@ def backward(
     def give_back(tape: Tape, found: Sequence[Tensor]) -> None:
         for name, numbers, selects in returns:
             parts = [found[number] for number in numbers]
-            values[name] = joined(parts, selects, tape.sources[numbers[0]])
+            made = joined(parts, selects, tape.sources[numbers[0]])
+            if name in instruction.added:
+                memory.add(name, made)
+            else:
+                values[name] = made
 
     def add(found: Sequence[Tensor]) -> None:
         for (name, dtype), gradient in zip(weights, found, strict=True):
@@ -319,10 +323,14 @@ def _total(
     """The sum of the gradients that have come back to an output."""
     names = instruction.gradients[output]
     shape = shape_of(operator.outputs[output].layout, shards.sizes)
-    values = memory.values
+    values, portion = memory.values, instruction.portion
+
+    def term_of(name: str) -> Tensor:
+        tensor: Tensor = values[name]
+        return tensor if portion is None else portion_of(tensor, portion)
 
     def total() -> Tensor:
-        terms: list[Tensor] = [values[name] for name in names]
+        terms = [term_of(name) for name in names]
         result = terms[0]
         for number, term in enumerate(terms[1:]):
             result = result.add_(term) if number else result + term

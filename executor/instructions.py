@@ -18,6 +18,9 @@ from stratagem.simulator.resharding import Step
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.transfers import Transfer
 
+EVERYONE = -1
+"""The stage of a meeting of all ranks."""
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -42,11 +45,36 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Portion:
+    """Number `number` of `count` parts of a local tensor along a factor (`shard_bounds`)."""
+
+    factor: int
+    number: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Number `number` of the `count` pieces in which an operator runs, along its dim `dim`."""
+
+    dim: str
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f", piece {self.number + 1}" if self.number else ""
+
+
+@dataclass(frozen=True)
 class Operand:
-    """A value that an operator reads, in factor form; of a source, only the `cut` is read."""
+    """A value that an operator reads, in factor form; of a source, only the `cut` is read.
+
+    With a `portion` the piece of an operator reads only that part.
+    """
 
     value: str
     cut: Cut | None = None
+    portion: Portion | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +124,12 @@ class Forward:
     gathered: tuple[int, ...] = ()
     remade: tuple[int, ...] = ()
     again: bool = False
+    piece: Piece | None = None
     meetings: tuple[Meeting, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.operator} {'R' if self.again else 'F'}{self.microbatch}"
+        letter = "R" if self.again else "F"
+        return f"{self.operator} {letter}{self.microbatch}{self.piece or ''}"
 
     @property
     def kind(self) -> TaskKind:
@@ -109,7 +139,8 @@ class Forward:
     @property
     def task(self) -> str:
         """Name in the timeline."""
-        return f"{self.operator} {'recompute' if self.again else 'forward'}"
+        what = "recompute" if self.again else "forward"
+        return f"{self.operator} {what}{self.piece or ''}"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -139,7 +170,9 @@ class Backward:
     tensor may share its gradient. Weight gradients are added, in `dtypes`, to what is there.
     `anew` are the values of the inputs `remade`, and then of the weights, that the tape did not
     keep. Where gradients of inputs and of weights are made apart, the first `part` writes the
-    gradients of the outputs to `totals`, from where the second takes them.
+    gradients of the outputs to `totals`, from where the second takes them. A `piece` reads the
+    `portion` of the gradients of the outputs; what it makes of inputs that have no such dim is
+    `added` to what earlier pieces made.
     """
 
     operator: str
@@ -155,17 +188,21 @@ class Backward:
     meetings: tuple[Meeting, ...] = ()
     part: Part = Part.ALL
     totals: tuple[str, ...] = ()
+    piece: Piece | None = None
+    portion: Portion | None = None
+    added: tuple[str, ...] = ()
     kind = TaskKind.BACKWARD
 
     def __str__(self) -> str:
         letter = {Part.ALL: "B", Part.INPUTS: "I", Part.WEIGHTS: "W"}[self.part]
-        return f"{self.operator} {letter}{self.microbatch}"
+        return f"{self.operator} {letter}{self.microbatch}{self.piece or ''}"
 
     @property
     def task(self) -> str:
         """Name in the timeline."""
-        what = "weight gradient" if self.part is Part.WEIGHTS else "backward"
-        return f"{self.operator} {what}"
+        if self.part is Part.WEIGHTS:
+            return f"{self.operator} weight gradient"
+        return f"{self.operator} backward{self.piece or ''}"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -193,7 +230,8 @@ class Convert:
     `source` or `target` is None on a rank that holds nothing before or after. `sizes` are those of
     the whole tensor's factors; a parameter has a `layout`, in whose shape it is stored. With
     `adds` the result is added to what `target` holds. With `later` the next instructions run
-    meanwhile, until one reads the result.
+    meanwhile, until one reads the result. With a `portion` only that part of `source` is
+    converted.
     """
 
     stage: int
@@ -209,6 +247,7 @@ class Convert:
     layout: Layout | None = None
     adds: bool = False
     later: bool = False
+    portion: Portion | None = None
     meetings: tuple[Meeting, ...] = ()
 
     def __str__(self) -> str:
@@ -223,6 +262,32 @@ class Convert:
     def writes(self) -> tuple[str, ...]:
         """Values that are there afterwards."""
         return () if self.target is None else (self.target,)
+
+
+@dataclass(frozen=True)
+class Join:
+    """Put the pieces of a value together along a factor."""
+
+    microbatch: int
+    pieces: tuple[str, ...]
+    value: str
+    factor: int
+
+    kind = TaskKind.OTHER
+    task = "join"
+
+    def __str__(self) -> str:
+        return f"join {self.value}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Values that must be there."""
+        return self.pieces
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Values that are there afterwards."""
+        return (self.value,)
 
 
 @dataclass(frozen=True)
@@ -325,11 +390,45 @@ class Updated:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The norm of all gradients of the model, which every rank comes to know.
+
+    A gradient that several ranks have counts once, where it lies at home as `placements` say on
+    the mesh of a stage: (value, stage, placements) of each that this rank has.
+    """
+
+    gradients: tuple[tuple[str, int, Placements], ...]
+    value: str
+
+    kind = TaskKind.OTHER
+    task = "gradient norm"
+    microbatch = -1
+    meetings = (Meeting(EVERYONE, 0, "gradient norm"),)
+
+    def __str__(self) -> str:
+        return self.task
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Values that must be there."""
+        return tuple(value for value, _, _ in self.gradients)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Values that are there afterwards."""
+        return (self.value,)
+
+
+@dataclass(frozen=True)
 class Update:
-    """Let the optimizer change an operator's parameters in place, at home."""
+    """Let the optimizer change an operator's parameters in place, at home.
+
+    With a `norm`, gradients are made shorter first where it is above that of `Training`.
+    """
 
     operator: str
     parameters: tuple[Updated, ...]
+    norm: str | None = None
     kind = TaskKind.UPDATE
     microbatch = -1
 
@@ -346,7 +445,8 @@ class Update:
     @property
     def reads(self) -> tuple[str, ...]:
         """Values that must be there."""
-        return tuple(v for each in self.parameters for v in (each.value, each.gradient))
+        norm = () if self.norm is None else (self.norm,)
+        return (*(v for each in self.parameters for v in (each.value, each.gradient)), *norm)
 
 
 @dataclass(frozen=True)
@@ -365,11 +465,13 @@ class Free:
         return f"free {', '.join(self.values)}"
 
 
-Instruction = Source | Forward | Backward | Convert | Bundle | Send | Receive | Update | Free
+Instruction = (
+    Source | Forward | Backward | Convert | Join | Bundle | Send | Receive | Norm | Update | Free
+)
 
 
 def meetings_of(instruction: Instruction) -> tuple[Meeting, ...]:
     """The collectives inside an instruction, in order."""
-    if isinstance(instruction, (Forward, Backward, Convert, Bundle)):
+    if isinstance(instruction, (Forward, Backward, Convert, Bundle, Norm)):
         return instruction.meetings
     return ()

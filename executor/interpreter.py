@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from stratagem.executor.instructions import (
     Forward,
     Free,
     Instruction,
+    Join,
+    Norm,
+    Piece,
     Receive,
     Send,
     Source,
@@ -26,13 +30,14 @@ from stratagem.executor.instructions import (
 )
 from stratagem.executor.memory import Memory
 from stratagem.executor.movement import Ports, stored_shape
-from stratagem.executor.optimizers import make_optimizer
+from stratagem.executor.optimizers import clipped, make_optimizer
 from stratagem.executor.program import LOSS, Program, Stored
 from stratagem.executor.seats import Seat, box_shape, mesh_groups
 from stratagem.executor.shards import operator_shards
 from stratagem.executor.states import check_state, collect, local_part, stored_box
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
+from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
 from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Shards
@@ -122,6 +127,12 @@ class Interpreter:
         if part.dtype != dtype and stored in self._trained:
             self._masters[stored.value] = part
 
+    def held(self) -> list[Any]:
+        """All that this rank holds now: tensors and tapes, with what the optimizer remembers."""
+        states = [self.optimizer.state(home.stored.parameter) for home in self.program.homes]
+        remembered = [tensor for state in states for tensor in state.values()]
+        return [*self._memory.everything(), *self._masters.values(), *remembered]
+
     def restore(self, part: Callable[[Stored, Box], Tensor]) -> None:
         """Replace every parameter and buffer by `part` of it, a tensor that fills the box."""
         for stored in self.mine.stored:
@@ -196,10 +207,13 @@ class Interpreter:
                 return self._forward(instruction)
             case Backward():
                 operator = self.program.graph.operator(instruction.operator)
-                shards, seat = self._part(operator.name), self._seat_of(operator.name)
+                shards = self._shards_of(operator.name, instruction.piece)
+                seat = self._seat_of(operator.name)
                 return compute.backward(instruction, operator, shards, seat, memory)
             case Convert():
                 return movement.convert(instruction, self._seats[instruction.stage], comm, memory)
+            case Join():
+                return movement.join(instruction, memory)
             case Bundle():
                 seat = self._seats[instruction.parts[0].stage]
                 return movement.bundle(instruction, seat, comm, memory)
@@ -207,13 +221,24 @@ class Interpreter:
                 return movement.send(instruction, self._ports, memory)
             case Receive():
                 return movement.receive(instruction, self._ports, memory)
+            case Norm():
+                return self._norm(instruction)
             case Update():
                 return self._update(instruction)
             case Free():
                 return lambda: memory.free(instruction.values)
 
+    def _shards_of(self, operator: str, piece: Piece | None) -> Shards:
+        """This rank's shards of an operator, or of a piece of it."""
+        shards = self._part(operator)
+        if piece is None:
+            return shards
+        start, stop = shards.bounds[piece.dim]
+        first, last = shard_bounds(stop - start, [piece.count], [piece.number])
+        mine = start + first, start + last
+        return replace(shards, bounds={**shards.bounds, piece.dim: mine})
+
     def _part(self, operator: str) -> Shards:
-        """This rank's shards of an operator."""
         if operator not in self._shards:
             self._shards[operator] = operator_shards(
                 self.program.graph.operator(operator),
@@ -240,7 +265,7 @@ class Interpreter:
 
     def _forward(self, instruction: Forward) -> Action:
         operator = self.program.graph.operator(instruction.operator)
-        shards = self._part(operator.name)
+        shards = self._shards_of(operator.name, instruction.piece)
         flows = self._flows[operator.name]
         seat = self._seat_of(operator.name)
         run = compute.forward(instruction, operator, shards, flows, seat, self._memory)
@@ -251,12 +276,34 @@ class Interpreter:
 
         return at_its_microbatch
 
+    def _norm(self, instruction: Norm) -> Action:
+        values, comm = self._memory.values, self.comm
+        everyone = tuple(range(comm.world_size))
+        counted = [
+            value
+            for value, stage, placements in instruction.gradients
+            if self._seats[stage].is_first(placements)
+        ]
+
+        def run() -> None:
+            squares = torch.zeros((), dtype=torch.float64, device=comm.device)
+            for value in counted:
+                squares += (
+                    torch.linalg.vector_norm(values[value], dtype=torch.float32).double() ** 2
+                )
+            values[instruction.value] = comm.all_reduce(squares, everyone).sqrt()
+
+        return run
+
     def _update(self, instruction: Update) -> Action:
-        values, masters = self._memory.values, self._masters
+        values, masters, norm = self._memory.values, self._masters, instruction.norm
+        longest = self.program.plan.training.clip_norm
 
         def run() -> None:
             for each in instruction.parameters:
                 gradient, value = values[each.gradient], values[each.value]
+                if norm is not None:
+                    gradient = clipped(gradient, values[norm], longest)
                 master = masters.get(each.value)
                 if master is None:
                     self.optimizer(each.parameter, value, gradient)

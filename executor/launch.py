@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from stratagem.executor.judging import Limits
 from stratagem.executor.report import Report
 from stratagem.executor.training_loop import Show
-from stratagem.executor.watch import Limits, RankError
+from stratagem.executor.watch import RankError
 from stratagem.progress import show_status
 from stratagem.simulator.plan import Plan
 

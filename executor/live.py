@@ -19,13 +19,14 @@ from stratagem.executor.instructions import (
     Forward,
     Free,
     Instruction,
+    Join,
     Part,
     Receive,
     Source,
 )
 from stratagem.executor.program import Program, RankProgram
 from stratagem.simulator.collectives import Collective
-from stratagem.simulator.graph import Operator, factor_sizes
+from stratagem.simulator.graph import Operator, factor_sizes, factors
 from stratagem.simulator.placement import (
     Pin,
     Placements,
@@ -138,11 +139,16 @@ class _Player:
                 shape = transfer.target_mesh.shape
                 elements = local_elements(transfer.sizes, transfer.target_placements, shape)
                 self._add(instruction.value, elements * DTYPE_BYTES[instruction.dtype])
+            case Join():
+                self._make(instruction.value, sum(self._bytes_of(v) for v in instruction.pieces))
             case Free():
                 for value in instruction.values:
                     self._free(value)
             case _:
                 pass
+
+    def _bytes_of(self, value: str) -> int:
+        return sum(self.nbytes[number] for number in self.held[value])
 
     def _forward(self, instruction: Forward) -> None:
         operator = self.program.graph.operator(instruction.operator)
@@ -151,6 +157,7 @@ class _Player:
             zip(instruction.outputs, instruction.dtypes, strict=True)
         ):
             nbytes = self._output_elements(operator, output) * DTYPE_BYTES[dtype]
+            nbytes //= 1 if instruction.piece is None else instruction.piece.count
             self._make(value, nbytes)
             tensors, masks = saved_inside(operator)
             inside += nbytes * tensors + nbytes // DTYPE_BYTES[dtype] * masks
@@ -185,7 +192,10 @@ class _Player:
         if instruction.part is not Part.WEIGHTS:
             for slot, value in enumerate(instruction.inputs):
                 if value is not None and value not in self.held:
-                    self._make(value, self._input_bytes(operator, slot))
+                    names = factors(operator.inputs[slot].layout)
+                    piece = instruction.piece
+                    parts = piece.count if piece is not None and piece.dim in names else 1
+                    self._make(value, self._input_bytes(operator, slot) // parts)
         if instruction.part is Part.INPUTS:
             for output, value in zip(_reached(instruction), instruction.totals, strict=True):
                 itemsize = self.program.plan.training.parameter_bytes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.executor.context import Context
-from stratagem.executor.instructions import Forward, Free, Instruction, Source
-from stratagem.executor.parameters import ParameterWriter
+from stratagem.executor.instructions import Forward, Free, Instruction, Norm, Source
 from stratagem.executor.passes import PassWriter
 from stratagem.executor.program import LOSS, Program, RankProgram, Stored
 from stratagem.executor.weights import Weights
@@ -35,7 +34,6 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
     plan.check(graph)
     _check_precision(plan)
     _check_schedule(plan)
-    _check_options(plan)
     context = Context(plan, graph, graph.microbatch(plan.num_microbatches))
     _check_loss(context)
     weights = Weights(context)
@@ -56,25 +54,6 @@ def _check_precision(plan: Plan) -> None:
             f"plan {plan.name!r} trains in float16, whose gradients need a loss scale that is not "
             f"executed: search with Training(precision='bfloat16')"
         )
-
-
-def _check_options(plan: Plan) -> None:
-    """Refuse what is simulated only: nothing that a plan promises is left out in silence."""
-    for stage in plan.stages:
-        for name, choice in stage.choices.items():
-            for asked, what, remedy in (
-                (
-                    choice.chunks > 1,
-                    f"runs in {choice.chunks} pieces",
-                    "search with Options(chunks=(1,))",
-                ),
-                (choice.fused, "is fused with a collective", "search with Options(fuse=False)"),
-            ):
-                if asked:
-                    raise ValueError(
-                        f"plan {plan.name!r}: operator {name!r} {what}, which is simulated only; "
-                        f"{remedy}"
-                    )
 
 
 def _check_schedule(plan: Plan) -> None:
@@ -126,15 +105,21 @@ def _write(
     for action in context.actions(crew):
         stages[action.stage].write(action)
     parameters = [each.parameters for each in stages.values()]
-    for phase in (
-        ParameterWriter.send_gradients,
-        ParameterWriter.receive_gradients,
-        ParameterWriter.update,
-        ParameterWriter.send_values,
-        ParameterWriter.receive_values,
-    ):
-        for each in parameters:
-            phase(each)
+    for each in parameters:
+        each.send_gradients()
+    for each in parameters:
+        each.receive_gradients()
+    norm = None
+    if context.plan.training.clip_norm:
+        norm = "gradient norm"
+        gradients = [found for each in parameters for found in each.gradients_at_home()]
+        body.append(Norm(tuple(gradients), norm))
+    for each in parameters:
+        each.update(norm)
+    for each in parameters:
+        each.send_values()
+    for each in parameters:
+        each.receive_values()
     for passes in stages.values():
         passes.sum_loss()
     stored = {one.value: one for each in parameters for one in each.stored()}

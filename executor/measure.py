@@ -13,6 +13,7 @@ from stratagem.executor.instructions import (
     Convert,
     Free,
     Instruction,
+    Join,
     Part,
     Receive,
     Send,
@@ -78,7 +79,7 @@ def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> li
     before: tuple[str, int] | None = None
     over: dict[str, int] = {}
     for instruction, (start, end) in zip(program.ranks[rank].instructions, spans, strict=True):
-        if isinstance(instruction, Free) or _is_no_task(instruction):
+        if isinstance(instruction, (Free, Join)) or _is_no_task(instruction):
             continue
         lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
         start = max(start, _begin(program, instruction, rank, begins), over.get(lane, 0))

@@ -65,6 +65,12 @@ class Memory:
         tensor: Tensor = self.values[name]
         return tensor
 
+    def everything(self) -> list[Any]:
+        """All values, once those that are promised have come."""
+        for name in list(self._promised):
+            self._settle(name)
+        return list(self.values.values())
+
     def free(self, names: tuple[str, ...]) -> None:
         """Let go of values."""
         for name in names:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator, Shape, Untagged
-from stratagem.executor.instructions import Bundle, Convert, Receive, Send
+from stratagem.executor.instructions import Bundle, Convert, Join, Receive, Send
 from stratagem.executor.memory import Memory
 from stratagem.executor.postings import Posting, postings
 from stratagem.executor.program import Program
 from stratagem.executor.reshard import Route, start_together
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
+from stratagem.executor.views import portion_of
 from stratagem.simulator.graph import Layout
 from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.transfers import Move
@@ -42,13 +43,15 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory
     given = None if box is None else box_shape(box)
     values, source, target = memory.values, instruction.source, instruction.target
     keep = _keeper(target, instruction.adds, memory)
-    steps, final = instruction.steps, _finisher(instruction)
+    steps, final, portion = instruction.steps, _finisher(instruction), instruction.portion
     route = _route(instruction, seat, comm)
 
     def read() -> Tensor | None:
         if source is None:
             return None
         tensor: Tensor = values[source]
+        if portion is not None:
+            tensor = portion_of(tensor, portion)
         return tensor if given is None else tensor.reshape(given)
 
     def run() -> None:
@@ -66,6 +69,17 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory
         memory.promise(target, lambda: final(pending.finish()))
 
     return begin if instruction.later and steps and target is not None else run
+
+
+def join(instruction: Join, memory: Memory) -> Action:
+    """The action of putting pieces together."""
+    values = memory.values
+
+    def run() -> None:
+        pieces = [values[name] for name in instruction.pieces]
+        values[instruction.value] = torch.cat(pieces, instruction.factor)
+
+    return run
 
 
 def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:

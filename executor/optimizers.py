@@ -62,6 +62,20 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
     return _Adam(training) if training.optimizer == "adam" else _SGD(training)
 
 
+def clipped(gradient: Tensor, norm: Tensor, longest: float) -> Tensor:
+    """A gradient, shorter where the `norm` of all gradients is above `longest`.
+
+    The formula of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013, arXiv 1211.5063); no
+    value is read back, so that a device is not waited for.
+
+    Example:
+        >>> clipped(torch.tensor([3.0, 4.0]), torch.tensor(5.0), 1.0)
+        tensor([0.6000, 0.8000])
+    """
+    scale = (longest / (norm + 1e-6)).clamp(max=1.0)
+    return gradient * scale.to(gradient.dtype)
+
+
 def state_names(training: Training) -> tuple[str, ...]:
     """The names of the tensors that `Optimizer.state` gives for a parameter that was updated.
 

@@ -17,6 +17,7 @@ from stratagem.executor.writer import Writer
 from stratagem.simulator.boundary import summed
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.parameters import Use, gradient_buckets
+from stratagem.simulator.placement import Placements
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.transfers import Transfer
 
@@ -43,7 +44,7 @@ class ParameterWriter:
         self._held: list[Convert] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
-        self._closes = {bucket[-1] for bucket in buckets}
+        self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
 
     def stored(self) -> tuple[Stored, ...]:
         """Every parameter and buffer that this rank keeps for the stage."""
@@ -116,6 +117,7 @@ class ParameterWriter:
         for convert in self._held:
             steps = tuple((step.collective, step.axis) for step in convert.steps)
             alone = any(step.collective not in BUNDLED for step in convert.steps)
+            alone = alone or not convert.steps
             key = (steps, convert.dtype, convert.target if alone else "")
             groups.setdefault(key, []).append(convert)
         for group in groups.values():
@@ -137,10 +139,19 @@ class ParameterWriter:
                 transfer = self._to_home(use)
                 self._receive(use, use.home_gradient, transfer, adds=True)
 
-    def update(self) -> None:
+    def gradients_at_home(self) -> list[tuple[str, int, Placements]]:
+        """The gradients of what this rank updates: value, stage and placements."""
+        return [
+            (use.home_gradient, use.owner_stage, use.home)
+            for i in self._ready
+            for use in self._weights.of[i]
+            if use.use is Use.OWNED and self._writer.holds(use.home)
+        ]
+
+    def update(self, norm: str | None) -> None:
         """Update every parameter that this stage owns, and bring it to its users here."""
         for i in self._ready:
-            self._update(i)
+            self._update(i, norm)
 
     def send_values(self) -> None:
         """Send new values to other stages."""
@@ -214,7 +225,7 @@ class ParameterWriter:
 
     # -- values ---------------------------------------------------------------------------------
 
-    def _update(self, i: int) -> None:
+    def _update(self, i: int, norm: str | None) -> None:
         """Update what operator `i` owns, and bring the new values to their users in this stage."""
         owned = [use for use in self._weights.of[i] if use.use is Use.OWNED]
         here = [use for use in owned if self._writer.holds(use.home)]
@@ -222,7 +233,7 @@ class ParameterWriter:
             parameters = tuple(
                 Updated(use.parameter, use.home_value, use.home_gradient) for use in here
             )
-            self._writer.write(Update(self._name(i), parameters))
+            self._writer.write(Update(self._name(i), parameters, norm))
         done = {use.home_value for use in owned}
         for use in owned:
             if not use.is_gathered:
@@ -246,6 +257,7 @@ class ParameterWriter:
             before=use.home,
             after=use.used,
             layout=use.weight.layout,
+            alias=False,
         )
 
     # -- between stages -------------------------------------------------------------------------

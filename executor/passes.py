@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stratagem.executor.context import Context, Crossing
-from stratagem.executor.instructions import Backward, Cut, Forward, Instruction, Operand, Part
+from stratagem.executor.instructions import (
+    Backward,
+    Cut,
+    Forward,
+    Instruction,
+    Join,
+    Operand,
+    Part,
+    Piece,
+    Portion,
+)
 from stratagem.executor.parameters import ParameterWriter
+from stratagem.executor.pieces import Pieces, named, piece_sizes, pieces_of, portion
 from stratagem.executor.program import LOSS
 from stratagem.executor.weights import Weights
 from stratagem.executor.writer import Writer
@@ -22,7 +34,9 @@ class PassWriter:
     """Writes the blocks of one stage as the schedule asks for them.
 
     `_arrived` has per (producer, output, microbatch) the values whose sum is the gradient, and
-    `_waiting` the gradients of weights that are to be made later.
+    `_waiting` the gradients of weights that are to be made later. `_went` has the edges that were
+    converted piece by piece, with their pieces and the factor that is cut, `_came` those of which
+    the gradient was.
     """
 
     def __init__(
@@ -39,7 +53,10 @@ class PassWriter:
         self._operators = context.operators[stage]
         self._triggers = context.triggers(stage)
         self._arrived: dict[tuple[int, int, int], list[str]] = defaultdict(list)
-        self._waiting: dict[tuple[int, int], Backward] = {}
+        self._waiting: dict[tuple[int, int], list[Backward]] = {}
+        self._pieces = {i: pieces_of(context, i) for i in range(len(context.graph.operators))}
+        self._went: dict[tuple[Edge, int], tuple[Pieces, int]] = {}
+        self._came: dict[tuple[Edge, int], tuple[Pieces, int]] = {}
 
     def write(self, action: Action) -> None:
         """Write one block."""
@@ -100,28 +117,131 @@ class PassWriter:
         )
 
     def _forward(self, i: int, microbatch: int) -> None:
-        context = self._context
-        operator = context.graph.operators[i]
-        weights = self.parameters.bring(i, f"F{microbatch}", microbatch)
-        operands = [self._operand(edge, microbatch) for edge in context.incoming[i]]
+        self._run(i, microbatch, again=False)
+        if i == self._loss and self.writer.holds(self._context.configs[i]):
+            self._add_loss(self._output(i, 0, microbatch), microbatch)
+
+    def _run(self, i: int, microbatch: int, *, again: bool) -> None:
+        """Run an operator, in pieces if it has some; in the backward pass, it runs again."""
+        context, label = self._context, "R" if again else "F"
+        operator, pieces = context.graph.operators[i], self._pieces[i]
+        weights = self.parameters.bring(i, f"{label}{microbatch}", microbatch)
+        operands = [self._operands(edge, microbatch, again=again) for edge in context.incoming[i]]
         if not self.writer.holds(context.configs[i]):
             return
-        taped = context.runs_backward[i] and not context.recomputes[i]
-        forward = Forward(
-            operator=operator.name,
-            microbatch=microbatch,
-            inputs=_there(operands),
-            weights=weights,
-            outputs=tuple(self._output(i, n, microbatch) for n in range(len(operator.outputs))),
-            dtypes=self._dtypes(i),
-            tape=self._tape(i, microbatch) if taped else None,
-            gathered=self.parameters.gathered(i) if taped else (),
-            remade=self._remade(i) if taped else (),
-            meetings=self.writer.inner_meetings(i, f"{operator.name} F{microbatch}"),
+        outputs = [
+            self._output(i, n, microbatch, again=again) for n in range(len(operator.outputs))
+        ]
+        keeps = context.runs_backward[i] and not context.recomputes[i]
+        taped = keeps or (again and context.runs_backward[i])
+        for number, piece in enumerate(pieces or (None,)):
+            what = f"{operator.name} {label}{microbatch}{piece or ''}"
+            self.writer.write(
+                Forward(
+                    operator=operator.name,
+                    microbatch=microbatch,
+                    inputs=_there([each[number] for each in operands]),
+                    weights=weights,
+                    outputs=tuple(named(value, piece) for value in outputs),
+                    dtypes=self._dtypes(i),
+                    tape=named(self._tape(i, microbatch), piece) if taped else None,
+                    gathered=self.parameters.gathered(i) if keeps else (),
+                    remade=self._remade(i) if keeps else (),
+                    again=again,
+                    piece=piece,
+                    meetings=self.writer.inner_meetings(i, what),
+                )
+            )
+            if piece is not None and not again:
+                for edge in context.outgoing[i]:
+                    self._convert_piece(edge, microbatch, piece)
+        if pieces is not None and self._is_read_whole(i, microbatch, again=again):
+            self._join(outputs[0], pieces, pieces.of_output(operator), microbatch)
+
+    # -- pieces ---------------------------------------------------------------------------------
+
+    def _join(self, value: str, pieces: Pieces, factor: int, microbatch: int) -> None:
+        names = tuple(named(value, piece) for piece in pieces)
+        self.writer.write(Join(microbatch, names, value, factor))
+
+    def _is_read_whole(self, i: int, microbatch: int, *, again: bool) -> bool:
+        """Whether anybody reads the result of an operator in pieces as it is made."""
+        outgoing = self._context.outgoing[i]
+        return again or any(
+            (edge, microbatch) not in self._went
+            or self._context.is_made_again(edge)
+            or self._context.recomputes[edge.consumer]
+            for edge in outgoing
         )
-        self.writer.write(forward)
-        if i == self._loss:
-            self._add_loss(forward.outputs[0], microbatch)
+
+    def _convert_piece(self, edge: Edge, microbatch: int, piece: Piece) -> None:
+        """Convert a piece of a result for its reader, if it can go by itself."""
+        context = self._context
+        producer, pieces = context.graph.operators[edge.producer], self._pieces[edge.producer]
+        assert pieces is not None
+        before, after = context.made(edge), context.wanted(edge)
+        factor = pieces.of_output(producer)
+        if context.stage_of[edge.consumer] == self.writer.stage:
+            sizes = piece_sizes(self.writer, edge, factor, pieces.count, before, after)
+            if sizes is not None:
+                source = named(self._made(edge, microbatch), piece)
+                self._send_piece(edge, "→", microbatch, piece, source, sizes, before, after)
+                self._went[edge, microbatch] = pieces, factor
+
+    def _send_piece(
+        self,
+        edge: Edge,
+        arrow: str,
+        microbatch: int,
+        piece: Piece,
+        source: str,
+        sizes: tuple[int, ...],
+        before: Placements,
+        after: Placements,
+        part: Portion | None = None,
+    ) -> str | None:
+        """Convert a piece on an edge while the next instructions run."""
+        context = self._context
+        return self.writer.convert(
+            f"{self._task(edge, arrow)}{piece}",
+            TaskKind.COMMUNICATION,
+            microbatch,
+            source=source,
+            target=named(f"{context.name(edge, arrow)} m{microbatch}", piece),
+            sizes=sizes,
+            dtype=context.dtype(edge),
+            before=before,
+            after=after,
+            later=True,
+            portion=part,
+        )
+
+    def _operands(self, edge: Edge, microbatch: int, *, again: bool) -> Sequence[Operand | None]:
+        """What each piece of an edge's consumer reads; one operand where it runs as a whole."""
+        context = self._context
+        consumer, pieces = context.graph.operators[edge.consumer], self._pieces[edge.consumer]
+        if pieces is None:
+            return (self._operand(edge, microbatch, again=again),)
+        factor = pieces.of_input(consumer.inputs[edge.slot])
+        before, after = context.made(edge), context.wanted(edge)
+        sizes = None
+        if not again and (edge, microbatch) not in self._went:
+            sizes = piece_sizes(self.writer, edge, factor, pieces.count, before, after)
+        if sizes is None:
+            whole = self._operand(edge, microbatch, again=again)
+            parts = (portion(factor, piece) for piece in pieces)
+            return [None if whole is None else replace(whole, portion=part) for part in parts]
+        source = self._made(edge, microbatch)
+        values = [
+            self._send_piece(
+                *(edge, "→", microbatch, piece, source, sizes, before, after),
+                portion(factor, piece),
+            )
+            for piece in pieces
+        ]
+        return [None if value is None else Operand(value) for value in values]
+
+    # -- what is read ---------------------------------------------------------------------------
 
     def _remade(self, i: int) -> tuple[int, ...]:
         """The inputs of an operator that backward needs, but that are dropped until then."""
@@ -153,7 +273,7 @@ class PassWriter:
         In the backward pass, what was dropped is there `again`, and what was converted is
         converted once more.
         """
-        context = self._context
+        context, wanted = self._context, self._context.wanted(edge)
         if context.is_source[edge.producer]:
             return self._slice(edge, microbatch)
         if context.crosses(edge):
@@ -161,6 +281,11 @@ class PassWriter:
             held = self.writer.holds(crossing.after)
             return Operand(f"{crossing.value} m{microbatch}") if held else None
         name, suffix = context.name(edge, "→"), " again" if again else ""
+        if not again and (edge, microbatch) in self._went:
+            if not self.writer.holds(wanted):
+                return None
+            self._join(f"{name} m{microbatch}", *self._went[edge, microbatch], microbatch)
+            return Operand(f"{name} m{microbatch}")
         dropped = again and context.is_dropped(edge)
         value = self.writer.convert(
             self._task(edge, "→") + suffix,
@@ -171,7 +296,7 @@ class PassWriter:
             sizes=context.sizes(edge),
             dtype=context.dtype(edge),
             before=context.made(edge),
-            after=context.wanted(edge),
+            after=wanted,
         )
         return None if value is None else Operand(value)
 
@@ -235,7 +360,7 @@ class PassWriter:
         self._receive_all(context.returns, microbatch)
         for place, i in enumerate(reversed(self._operators)):
             for j in self._triggers.at.get(place, ()):
-                self._run_again(j, microbatch)
+                self._run(j, microbatch, again=True)
             if not context.runs_backward[i]:
                 continue
             apart = (split or context.plan.inputs_first) and context.weighs(i)
@@ -255,78 +380,114 @@ class PassWriter:
 
     def _weight_gradient(self, i: int, microbatch: int) -> None:
         """Make the gradients of weights, if that was left for later."""
-        backward = self._waiting.pop((i, microbatch), None)
-        if backward is not None:
+        for backward in self._waiting.pop((i, microbatch), ()):
             self.writer.write(backward)
 
-    def _run_again(self, i: int, microbatch: int) -> None:
-        """Run an operator again whose results were dropped."""
-        context = self._context
-        operator = context.graph.operators[i]
-        weights = self.parameters.bring(i, f"R{microbatch}", microbatch)
-        operands = [self._operand(edge, microbatch, again=True) for edge in context.incoming[i]]
-        if not self.writer.holds(context.configs[i]):
-            return
-        self.writer.write(
-            Forward(
-                operator=operator.name,
-                microbatch=microbatch,
-                inputs=_there(operands),
-                weights=weights,
-                outputs=tuple(
-                    self._output(i, n, microbatch, again=True)
-                    for n in range(len(operator.outputs))
-                ),
-                dtypes=self._dtypes(i),
-                tape=self._tape(i, microbatch) if context.runs_backward[i] else None,
-                again=True,
-                meetings=self.writer.inner_meetings(i, f"{operator.name} R{microbatch}"),
-            )
-        )
-
     def _backward(self, i: int, microbatch: int, part: Part) -> None:
-        context = self._context
-        operator = context.graph.operators[i]
+        """Make the gradients of an operator, in pieces if it has some."""
+        context, operator = self._context, self._context.graph.operators[i]
         anew = self._anew(i, microbatch)
         if not self.writer.holds(context.configs[i]):
             return
         gradients = tuple(
             tuple(self._arrived.pop((i, n, microbatch), ())) for n in range(len(operator.outputs))
         )
+        pieces = self._pieces[i]
+        for piece in pieces or (None,):
+            made = self._backward_piece(i, microbatch, part, gradients, anew, piece)
+            self.writer.write(made)
+            if part is Part.INPUTS:
+                later = replace(made, part=Part.WEIGHTS, meetings=())
+                self._waiting.setdefault((i, microbatch), []).append(later)
+            if piece is not None:
+                for edge in context.incoming[i]:
+                    self._return_piece(edge, microbatch, piece)
+        if pieces is not None:
+            self._join_gradients(i, microbatch, pieces)
+
+    def _backward_piece(
+        self,
+        i: int,
+        microbatch: int,
+        part: Part,
+        gradients: tuple[tuple[str, ...], ...],
+        anew: tuple[Operand, ...],
+        piece: Piece | None,
+    ) -> Backward:
+        """A backward pass, or a piece of it."""
+        context, operator = self._context, self._context.graph.operators[i]
+        factors_cut = [self._factor(edge) for edge in context.incoming[i]]
+        inputs = tuple(
+            None
+            if not context.flows_back(edge)
+            else named(self._gradient(edge, microbatch), piece if factor is not None else None)
+            for edge, factor in zip(context.incoming[i], factors_cut, strict=True)
+        )
+        later = piece is not None and piece.number > 0
+        added = [
+            value
+            for value, factor in zip(inputs, factors_cut, strict=True)
+            if later and value is not None and factor is None
+        ]
         totals = tuple(
-            f"∂{self._output(i, n, microbatch)} total"
+            named(f"∂{self._output(i, n, microbatch)} total", piece)
             for n, values in enumerate(gradients)
             if part is not Part.ALL and (values or i == self._loss)
         )
+        pieces = self._pieces[i]
+        cut = None if pieces is None else pieces.of_output(operator)
+        remade = () if context.recomputes[i] else self._remade(i)
+        return Backward(
+            operator=operator.name,
+            microbatch=microbatch,
+            tape=named(self._tape(i, microbatch), piece),
+            gradients=gradients,
+            seed=i == self._loss,
+            inputs=inputs,
+            weights=self.parameters.gradients(i, microbatch),
+            dtypes=self.parameters.gradient_dtypes(i),
+            anew=tuple(
+                replace(operand, portion=portion(factors_cut[remade[n]], piece))
+                if n < len(remade)
+                else operand
+                for n, operand in enumerate(anew)
+            ),
+            remade=remade,
+            meetings=self.writer.inner_meetings(i, f"{operator.name} B{microbatch}{piece or ''}"),
+            part=part,
+            totals=totals,
+            piece=piece,
+            portion=portion(cut, piece),
+            added=tuple(added),
+        )
 
-        def write(part: Part) -> Backward:
-            whole = part is not Part.WEIGHTS
-            return Backward(
-                operator=operator.name,
-                microbatch=microbatch,
-                tape=self._tape(i, microbatch),
-                gradients=gradients,
-                seed=i == self._loss,
-                inputs=tuple(
-                    self._gradient(edge, microbatch) if context.flows_back(edge) else None
-                    for edge in context.incoming[i]
-                ),
-                weights=self.parameters.gradients(i, microbatch),
-                dtypes=self.parameters.gradient_dtypes(i),
-                anew=anew,
-                remade=() if context.recomputes[i] else self._remade(i),
-                meetings=(
-                    self.writer.inner_meetings(i, f"{operator.name} B{microbatch}")
-                    if whole
-                    else ()
-                ),
-                part=part,
-                totals=totals,
-            )
+    def _factor(self, edge: Edge) -> int | None:
+        """The factor of what an edge brings that its consumer cuts in pieces."""
+        pieces = self._pieces[edge.consumer]
+        consumer = self._context.graph.operators[edge.consumer]
+        return None if pieces is None else pieces.of_input(consumer.inputs[edge.slot])
 
-        self.writer.write(write(part))
-        if part is Part.INPUTS:
-            self._waiting[i, microbatch] = write(Part.WEIGHTS)
+    def _return_piece(self, edge: Edge, microbatch: int, piece: Piece) -> None:
+        """Bring a piece of a gradient back to its producer, if it can go by itself."""
+        context, pieces, factor = self._context, self._pieces[edge.consumer], self._factor(edge)
+        assert pieces is not None
+        if not context.flows_back(edge) or factor is None:
+            return
+        before, after = context.gradient_made(edge), context.gradient_wanted(edge)
+        sizes = piece_sizes(self.writer, edge, factor, pieces.count, before, after)
+        if sizes is not None:
+            source = named(self._gradient(edge, microbatch), piece)
+            self._send_piece(edge, "←", microbatch, piece, source, sizes, before, after)
+            self._came[edge, microbatch] = pieces, factor
+
+    def _join_gradients(self, i: int, microbatch: int, pieces: Pieces) -> None:
+        """Put gradients of inputs together that did not go in pieces."""
+        for edge in self._context.incoming[i]:
+            factor = self._factor(edge)
+            if factor is None or not self._context.flows_back(edge):
+                continue
+            if (edge, microbatch) not in self._came:
+                self._join(self._gradient(edge, microbatch), pieces, factor, microbatch)
 
     def _anew(self, i: int, microbatch: int) -> tuple[Operand, ...]:
         """What the tape of an operator did not keep, brought back: inputs, then weights."""
@@ -364,6 +525,13 @@ class PassWriter:
         if context.crosses(edge):
             crossing = next(c for c in context.returns if c.edge == edge)
             self.writer.send(crossing, microbatch, made)
+            return
+        if (edge, microbatch) in self._came:
+            if not self.writer.holds(context.gradient_wanted(edge)):
+                return
+            target = f"{context.name(edge, '←')} m{microbatch}"
+            self._join(target, *self._came[edge, microbatch], microbatch)
+            self._arrived[edge.producer, edge.output, microbatch].append(target)
             return
         value = self.writer.convert(
             self._task(edge, "←"),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stratagem.executor.instructions import Free, Instruction, Meeting, Receive, Send
+from stratagem.executor.instructions import EVERYONE, Free, Instruction, Meeting, Receive, Send
 from stratagem.simulator.graph import Layout, OperatorGraph, Parameter
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import Placements
@@ -136,6 +136,8 @@ class Program:
 
     def group(self, meeting: Meeting, rank: int) -> tuple[int, ...]:
         """The ranks that meet `rank` in a collective, in axis order."""
+        if meeting.stage == EVERYONE:
+            return tuple(range(self.world_size))
         device = self.ranks[rank].device
         group = self.mesh(meeting.stage).group_of(device, meeting.axis)
         if meeting.pair is not None:

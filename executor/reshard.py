@@ -143,7 +143,7 @@ def _start_step(
         case Collective.ALL_REDUCE:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             shapes = [tensor.shape for tensor in tensors]
-            return first.comm.start_all_reduce(flat, first.group), shapes
+            return first.comm.start_all_reduce(flat, first.group, overwrite=True), shapes
         case Collective.REDUCE_SCATTER:
             chunks = [line.chunks(tensor) for line, tensor in zip(lines, tensors, strict=True)]
             each = [torch.cat([c.reshape(-1) for c in row]) for row in zip(*chunks, strict=True)]

@@ -18,6 +18,7 @@ from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches, Data
 from stratagem.executor.gpu.kernels import has_cupy
 from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.judging import Limits
 from stratagem.executor.lowering import lower
 from stratagem.executor.program import Program
 from stratagem.executor.rates import Rate, RateSchedule
@@ -25,8 +26,10 @@ from stratagem.executor.result import ExecutionResult
 from stratagem.executor.states import check_state
 from stratagem.executor.training_loop import RunOptions, Show, train
 from stratagem.executor.verify import verify
-from stratagem.executor.watch import Limits, Watch
+from stratagem.executor.watch import Watch
+from stratagem.executor.where import Place
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 
 ProcessBackend = Literal["gloo", "nccl"]
@@ -98,13 +101,18 @@ def execute(
 
     def run(comm: Communicator, watch: Watch | None = None) -> ExecutionResult:
         interpreter = Interpreter(program, comm, model_state)
-        place = None if watch is None else watch.place
-        return train(interpreter, batches, options, place=place, show=show)
+        place = Place() if watch is None else watch.place
+        try:
+            return train(interpreter, batches, options, place=place, show=show)
+        except Exception as error:
+            if watch is None:
+                error.add_note(f"rank {comm.rank} was at {place.now}")
+            raise
 
     if backend == "local":
         return run_local(program.world_size, run, timeout=timeout)[0]
     if backend not in PROCESS_BACKENDS:
-        raise ValueError(f"no backend {backend!r}; there are local, {', '.join(PROCESS_BACKENDS)}")
+        raise unknown("backend", backend, ("local", *PROCESS_BACKENDS))
     with process_rank(timeout=timeout, backend=backend) as (comm, watch):
         check_world(program, comm.world_size)
         return run(comm, watch)

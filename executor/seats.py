@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stratagem.executor.backends.base import Group, Shape
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.placement import Placements
+from stratagem.simulator.placement import REPLICATE, Placements
 from stratagem.simulator.resharding import Step
 from stratagem.simulator.transfers import Box, bounds_at
 
@@ -28,6 +28,14 @@ class Seat:
     def coordinates(self) -> tuple[int, ...]:
         """Index along each axis."""
         return self.mesh.coordinates(self.device)
+
+    def is_first(self, placements: Placements) -> bool:
+        """Whether this is the first of the ranks that hold the same part of a tensor."""
+        return all(
+            index == 0
+            for placement, index in zip(placements, self.coordinates, strict=True)
+            if placement == REPLICATE
+        )
 
     def group(self, axis: int) -> Group:
         """The ranks along `axis`, in axis order."""

@@ -80,7 +80,7 @@ def train(
     batches: Batches,
     options: RunOptions,
     *,
-    place: Place | None = None,
+    place: Place,
     show: Show | None = None,
 ) -> ExecutionResult:
     """Run steps on one rank and share what was measured; every rank calls this.
@@ -97,7 +97,6 @@ def train(
             damaged; before any step whose batch does not fit.
     """
     comm = interpreter.comm
-    place = place or Place()
     place.follow(interpreter)
     start = _begin(interpreter, batches, options, place)
     losses: list[float | None] = []

@@ -61,7 +61,8 @@ def _check_writes(
 def _added(instruction: object) -> tuple[str, ...]:
     """Values that an instruction adds to, rather than makes."""
     if isinstance(instruction, Backward):
-        return tuple(value for value in instruction.weights if value is not None)
+        weights = tuple(value for value in instruction.weights if value is not None)
+        return (*weights, *instruction.added)
     if isinstance(instruction, (Convert, Receive)) and instruction.adds:
         return instruction.writes
     if isinstance(instruction, Bundle):

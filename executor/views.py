@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stratagem.executor.instructions import Cut, Operand
+from stratagem.executor.instructions import Cut, Operand, Portion
 from stratagem.executor.seats import Seat
 from stratagem.simulator.graph import Input, shape_of
+from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.torch_ops.shards import Shards
 from stratagem.simulator.transfers import bounds_at
 
@@ -30,15 +31,20 @@ class Reader:
     """Makes an operator's input of a value in the factors of its source."""
 
     cut: tuple[tuple[int, int, int], ...]
+    portion: Portion | None
     select: Select
     order: tuple[int, ...] | None
     shape: tuple[int, ...] | None
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """What is read of the value."""
+    def cut_of(self, tensor: Tensor) -> Tensor:
+        """The part of the value in which everything lies that is read."""
         for dim, start, length in self.cut:
             tensor = tensor.narrow(dim, start, length)
-        return selected(tensor, self.select)
+        return tensor if self.portion is None else portion_of(tensor, self.portion)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What is read of the value."""
+        return selected(self.cut_of(tensor), self.select)
 
     def view(self, part: Tensor) -> Tensor:
         """That in the shape of the operator's layout."""
@@ -56,6 +62,7 @@ def reader(read: Input, operand: Operand, shards: Shards, seat: Seat) -> Reader:
     flat = all(len(group) == 1 for group in read.layout)
     return Reader(
         cut=cut,
+        portion=operand.portion,
         select=select_of(read),
         order=None if order == tuple(range(len(order))) else order,
         shape=None if flat else shape_of(read.layout, shards.sizes),
@@ -70,6 +77,19 @@ def _bounds(cut: Cut, seat: Seat) -> tuple[tuple[int, int, int], ...]:
         (dim, start + by, stop - start)
         for dim, ((start, stop), by) in enumerate(zip(box, cut.offset, strict=True))
     )
+
+
+def portion_of(tensor: Tensor, portion: Portion) -> Tensor:
+    """A part of a tensor along a factor; a view.
+
+    Example:
+        >>> import torch
+        >>> portion_of(torch.arange(6), Portion(0, 2, 3))
+        tensor([4, 5])
+    """
+    size = tensor.shape[portion.factor]
+    start, stop = shard_bounds(size, [portion.count], [portion.number])
+    return tensor.narrow(portion.factor, start, stop - start)
 
 
 def select_of(read: Input) -> Select:

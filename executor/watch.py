@@ -13,28 +13,24 @@ the error for torchrun, writes it to standard error and exits.
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from stratagem.executor.judging import PERIOD, Beat, Follower, Judge, Limits
+from stratagem.executor.termination import TerminationSignal
 from stratagem.executor.where import Place, Where
-
-PERIOD = 1.0
-"""Seconds between two messages of a rank."""
 
 JUDGE_SECONDS = 0.25
 """How often a rank looks whether it must stop."""
@@ -45,35 +41,6 @@ CLOSING_SECONDS = 10.0
 
 class RankError(RuntimeError):
     """Another rank died, stopped answering or failed; says which, and where it was."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long ranks wait for one another.
-
-    Attributes:
-        silent: seconds after which a rank that says nothing counts as lost.
-        stalled: seconds after which a step in which no rank goes on counts as stuck.
-    """
-
-    silent: float = 10.0
-    stalled: float = 20.0
-
-    @property
-    def backend(self) -> float:
-        """Seconds for an operation of the backend, which is to give up after the watch does."""
-        return max(120.0, 4 * (self.silent + self.stalled))
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank tells: where it is, how often it has told, and the process that it is."""
-
-    count: int
-    where: Where
-    host: str
-    pid: int
-    done: bool = False
 
 
 class Watch:
@@ -95,6 +62,7 @@ class Watch:
         self._rank, self._world_size, self._limits = rank, world_size, limits
         self._store = _connect(limits)
         self._host = _host()
+        self._work = _MainThread()
         self._parent = os.getppid()
         self._stop = threading.Event()
         self._closing: float | None = None
@@ -102,7 +70,7 @@ class Watch:
         self._unheard = 0
         self._ending = threading.Lock()
         self._count = 0
-        self._signals = _Signals()
+        self._signals = TerminationSignal()
         self._threads = [
             threading.Thread(target=run, daemon=True, name=f"stratagem {name}")
             for name, run in (("beats", self._beat), ("judge", self._judge))
@@ -154,7 +122,7 @@ class Watch:
 
     def _beat(self) -> None:
         """Tell and read once a period, until the end or until the store is gone."""
-        judge = _Judge(self._world_size, self._limits) if self._rank == 0 else _Follower()
+        judge = Judge(self._world_size, self._limits) if self._rank == 0 else Follower()
         limit = max(2, round(self._limits.silent / PERIOD))
         while not self._stop.wait(PERIOD):
             try:
@@ -163,7 +131,8 @@ class Watch:
                 beats = self._beats(range(self._world_size) if self._rank == 0 else [0])
                 finding = judge(beats, limit)
                 if finding is not None:
-                    self._accuse(finding)
+                    self._accuse(finding.text)
+                    self._kill(beats.get(finding.silent))
                 fault = self._fault()
                 self._unheard = 0
             except RuntimeError:
@@ -173,7 +142,8 @@ class Watch:
 
     def _tell(self, *, done: bool = False) -> None:
         self._count += 1
-        beat = Beat(self._count, self.place.now, self._host, os.getpid(), done)
+        busy = self._work.is_busy()
+        beat = Beat(self._count, self.place.now, self._host, os.getpid(), done, busy)
         self._store.set(_beat_key(self._rank), msgspec.json.encode(beat).decode())
 
     def _beats(self, ranks: Any) -> dict[int, Beat]:
@@ -189,6 +159,13 @@ class Watch:
         """Let every rank know of a fault, unless one is known."""
         with suppress(RuntimeError):
             self._store.compare_set("fault", "", text)
+
+    def _kill(self, frozen: Beat | None) -> None:
+        """End a stopped process of this machine, which torchrun cannot ask to end."""
+        ours = frozen is not None and self._host and frozen.host == self._host
+        if frozen is not None and ours and _state(frozen.pid) in "Tt":
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(frozen.pid, signal.SIGKILL)
 
     def _fault(self) -> str | None:
         return self._store.get("fault").decode() if self._store.check(["fault"]) else None
@@ -237,8 +214,8 @@ class Watch:
                 return fault
             for rank, beat in self._beats(range(self._world_size)).items():
                 ours = rank != self._rank and self._host and beat.host == self._host
-                if ours and not beat.done and _is_dead(beat.pid):
-                    text = f"rank {rank} (process {beat.pid}) died at {beat.where} or soon after"
+                if ours and not beat.done and _state(beat.pid) in "ZX":
+                    text = f"rank {rank} (process {beat.pid}) died; it was last at {beat.where}"
                     self._accuse(text)
                     return text
         except RuntimeError:
@@ -257,110 +234,23 @@ class Watch:
             os._exit(1)
 
 
-class _Judge:
-    """Rank 0's eye on all ranks: who is silent, and whether anyone goes on."""
-
-    def __init__(self, world_size: int, limits: Limits) -> None:
-        self._limits = limits
-        self._counts = [0] * world_size
-        self._quiet = [0] * world_size
-        self._places: dict[int, Where] = {}
-        self._still = 0
-
-    def __call__(self, beats: dict[int, Beat], limit: int) -> str | None:
-        """What is wrong, if anything; is called once a period."""
-        for rank, beat in beats.items():
-            same = self._counts[rank] == beat.count and not beat.done
-            self._quiet[rank] = self._quiet[rank] + 1 if same else 0
-            self._counts[rank] = beat.count
-            if self._quiet[rank] >= limit:
-                return (
-                    f"rank {rank} has been silent for {self._limits.silent:g} s (killed, frozen "
-                    f"or cut off); it was last at {beat.where}"
-                )
-        places = {rank: beat.where for rank, beat in beats.items() if not beat.done}
-        stuck = places == self._places and not all(w.slow for w in places.values())
-        self._places = places
-        self._still = self._still + 1 if stuck else 0
-        if self._still * PERIOD >= self._limits.stalled:
-            return _stalled(places, self._limits.stalled)
-        return None
-
-
-class _Follower:
-    """The other ranks' eye on rank 0."""
+class _MainThread:
+    """Whether the main thread computes, by its processor time; never, where that is not known."""
 
     def __init__(self) -> None:
-        self._count, self._quiet = 0, 0
+        main = threading.main_thread().ident or 0
+        known = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(main) if known else None
+        self._worked, self._asked = 0.0, time.monotonic()
 
-    def __call__(self, beats: dict[int, Beat], limit: int) -> str | None:
-        """What is wrong with rank 0, if anything; is called once a period."""
-        leader = beats.get(0)
-        if leader is None or leader.done:
-            return None
-        self._quiet = self._quiet + 1 if leader.count == self._count else 0
-        self._count = leader.count
-        if self._quiet < limit + 2:
-            return None
-        return f"rank 0 has been silent for {limit + 2:g} s; it was last at {leader.where}"
-
-
-def _stalled(places: dict[int, Where], seconds: float) -> str:
-    """Who keeps the others waiting: ranks that wait for nobody, or else all of them."""
-    busy = {rank: where for rank, where in places.items() if not where.waits}
-    told = "; ".join(f"rank {rank} is at {where}" for rank, where in (busy or places).items())
-    rest = "while the others wait for it" if busy else "and each waits for another"
-    return (
-        f"no rank has gone on for {seconds:g} s: {told}, {rest} (a step that takes so long for "
-        f"one instruction needs a longer timeout)"
-    )
-
-
-class _Signals:
-    """SIGTERM, seen by a thread while the main thread is inside a collective."""
-
-    _current: _Signals | None = None
-
-    def __init__(self) -> None:
-        self._ours, self._theirs = socket.socketpair()
-        self._ours.setblocking(False)
-        self._theirs.setblocking(False)
-        self._before: Callable[[int, FrameType | None], Any] | int | None = None
-        self._caught = False
-
-    def catch(self) -> None:
-        """Begin, where Python lets us: in the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-            signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
-            self._caught = True
-            _Signals._current = self
-
-    def wait(self, seconds: float) -> bool:
-        """Whether SIGTERM comes within some seconds."""
-        if not select.select([self._ours], [], [], seconds)[0]:
+    def is_busy(self) -> bool:
+        """Whether it computed for more than half of the time since the last call."""
+        if self._clock is None:
             return False
-        return signal.SIGTERM in self._ours.recv(64)
-
-    def release(self) -> None:
-        """Leave signals as they were."""
-        if self._caught:
-            self._caught, _Signals._current = False, None
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-        self._ours.close()
-        self._theirs.close()
-
-    @classmethod
-    def forget(cls) -> None:
-        """Let a forked process, such as a worker of a DataLoader, end by SIGTERM as usual."""
-        if cls._current is not None:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            cls._current = None
-
-
-os.register_at_fork(after_in_child=_Signals.forget)
+        worked, now = time.clock_gettime(self._clock), time.monotonic()
+        busy = worked - self._worked > (now - self._asked) / 2
+        self._worked, self._asked = worked, now
+        return busy
 
 
 def _connect(limits: Limits) -> Any:
@@ -393,9 +283,9 @@ def _host() -> str:
         return ""
 
 
-def _is_dead(pid: int) -> bool:
-    """Whether a process of this machine has ended, if only in part (a zombie)."""
+def _state(pid: int) -> str:
+    """The state of a process of this machine, by its letter in /proc; X where it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "X"

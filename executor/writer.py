@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.executor.context import Context, Crossing
-from stratagem.executor.instructions import Convert, Instruction, Meeting, Receive, Send
+from stratagem.executor.instructions import (
+    Convert,
+    Instruction,
+    Meeting,
+    Portion,
+    Receive,
+    Send,
+)
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.graph import Layout
 from stratagem.simulator.placement import Config, Pin, Placements, Shard
@@ -44,6 +51,13 @@ class Writer:
         """Whether nothing is pinned elsewhere."""
         return self.box((), placements) is not None
 
+    def steps(
+        self, sizes: tuple[int, ...], dtype: str, before: Placements, after: Placements
+    ) -> tuple[Step, ...]:
+        """The steps of a conversion, but for axes of one device."""
+        path = self.context.path(self.stage, sizes, dtype, before, after)
+        return tuple(step for step in path if self.mesh.shape[step.axis] > 1)
+
     def convert(
         self,
         task: str,
@@ -59,19 +73,24 @@ class Writer:
         layout: Layout | None = None,
         adds: bool = False,
         later: bool = False,
+        alias: bool = True,
+        portion: Portion | None = None,
         into: list[Instruction] | None = None,
     ) -> str | None:
         """Bring `source` from one placement to another on this rank's mesh.
 
-        The instruction is appended, or goes `into` another list.
+        The instruction is appended, or goes `into` another list. With `alias` no target is made
+        where there is nothing to do.
 
         Returns:
             The value that has the result, `source` itself when there is nothing to do, None when
             this rank holds nothing of it.
         """
-        if before == after and not adds:
+        if before == after and not adds and portion is None:
             return source if self.holds(before) else None
-        steps = self.context.path(self.stage, sizes, dtype, before, after)
+        steps = self.steps(sizes, dtype, before, after)
+        if alias and not steps and not adds and portion is None:
+            return source if self.holds(before) else None
         given = source if self.holds(before) else None
         got = target if self.holds(after) else None
         meetings = self._meetings(f"{task} m{microbatch} of {target}", before, steps)
@@ -90,6 +109,7 @@ class Writer:
                 layout,
                 adds,
                 later,
+                portion,
                 meetings,
             )
             (self.instructions if into is None else into).append(made)

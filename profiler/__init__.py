@@ -4,6 +4,7 @@ from stratagem.profiler.cache import CACHE_VARIABLE, TimingCache, cache_path
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
 from stratagem.profiler.dispatch import profile_dispatch
+from stratagem.profiler.feedback import learn
 from stratagem.profiler.keys import (
     CollectiveEntry,
     CollectiveKey,
@@ -48,6 +49,7 @@ __all__ = [
     "fit_collectives",
     "fit_link",
     "keep_collectives",
+    "learn",
     "local_operators",
     "plan_operators",
     "profile_dispatch",

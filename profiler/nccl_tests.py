@@ -19,7 +19,6 @@ kind and ranks, must agree with it.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import statistics
@@ -37,6 +36,7 @@ from stratagem.profiler.keys import (
 )
 from stratagem.profiler.versions import dotted
 from stratagem.simulator.collectives import Collective
+from stratagem.simulator.names import unknown
 
 ORIGIN = "nccl-tests"
 PROGRAMS = {
@@ -139,9 +139,7 @@ def looks_like_nccl_tests(text: str) -> bool:
 def _kind(name: str, where: str) -> Collective:
     plain = name.removesuffix("_perf")
     if plain not in PROGRAMS:
-        near = difflib.get_close_matches(plain, PROGRAMS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"{where}: no kind {name!r}; {hint}There are {', '.join(PROGRAMS)}")
+        raise unknown("kind", name, PROGRAMS, where=where)
     return PROGRAMS[plain]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stratagem.search.partition import balanced_stages
-from stratagem.search.space import VIRTUAL_STAGES
+from stratagem.search.space import VIRTUAL_STAGES, Options, Skeleton
 from stratagem.search.strategies import (
     Choices,
     data_parallel,
@@ -21,7 +21,7 @@ from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.training import Training
 
@@ -37,6 +37,28 @@ class Situation:
     training: Training
     costs: CostModel
     memory: RowMemory = field(default_factory=RowMemory)
+
+    def plan(
+        self,
+        skeleton: Skeleton,
+        choices: Mapping[str, Choice],
+        *,
+        name: str,
+        options: Options = Options(),  # noqa: B008 (frozen)
+    ) -> Plan:
+        """The plan that makes some choices, by operator, on a skeleton."""
+        return Plan(
+            name=name,
+            model=self.graph.name,
+            fingerprint=self.graph.fingerprint,
+            cluster=self.cluster,
+            training=self.training,
+            stages=skeleton.staged(choices),
+            num_microbatches=skeleton.num_microbatches,
+            schedule=skeleton.schedule,
+            bucket_bytes=options.bucket_bytes,
+            inputs_first=options.inputs_first,
+        )
 
     def simulate(self, plan: Plan) -> Simulation:
         """Predict a plan with this situation's costs."""
@@ -190,16 +212,6 @@ def _plan(
     graph = situation.graph.microbatch(num_microbatches)
     stages = balanced_stages(situation.graph, situation.cluster, len(meshes))
     made = [strategy(graph, mesh.shape) for mesh in meshes]
-    return Plan(
-        name=name,
-        model=graph.name,
-        fingerprint=situation.graph.fingerprint,
-        cluster=situation.cluster,
-        training=situation.training,
-        stages=tuple(
-            Stage(names, mesh, {n: choices[n] for n in names})
-            for names, mesh, choices in zip(stages, meshes, made, strict=True)
-        ),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-    )
+    skeleton = Skeleton(stages, tuple(meshes), num_microbatches, schedule)
+    chosen = {n: made[s][n] for s, names in enumerate(stages) for n in names}
+    return situation.plan(skeleton, chosen, name=name)

@@ -21,7 +21,9 @@ minimum over *all* choices can be bounded by a dynamic program along a spanning 
 for any multipliers. The best multipliers are found by cutting planes (Kelley 1960): each round
 adds the choices found to a linear program, and with them what binds there: the paths that are
 longest under them and the moments at which they are over the memory. Every round yields a valid
-bound, the best one counts. Choices met on the way are plans too, and often good ones.
+bound, the best one counts. Cuts are per rank (Birge and Louveaux 1988): what each rank takes is
+at most what its part of any choices met makes of it, so a plan need not be met as a whole. Choices
+met on the way are plans too, and often good ones.
 """
 
 from __future__ import annotations
@@ -30,12 +32,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy import sparse
 from scipy.optimize import linprog
 
 from stratagem.search import _kernels
 from stratagem.search.anneal import arguments_of
 from stratagem.search.forest import Pair, minimise_forest, spanning_forest
-from stratagem.search.lookups import PLAIN, BlockLookups, Lookups, Measure, Tables, longest_path
+from stratagem.search.lookups import (
+    PLAIN,
+    BlockLookups,
+    Lookups,
+    Measure,
+    Tables,
+    crossing_lookups,
+    longest_path,
+)
 from stratagem.search.problem import Problem
 from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.pipeline import SEND
@@ -43,6 +54,8 @@ from stratagem.simulator.resharding import FloatArray, IntArray
 
 MAX_PATHS = 6
 """Paths that are kept of a block, and of the macro graph."""
+FIT_ROUNDS = 8
+"""Cutting planes that are spent on proving that no plan fits."""
 STEP = 0.5
 """How far a round's multipliers go from the best ones towards the linear program's."""
 
@@ -103,7 +116,9 @@ def lower_bound(
     relaxation.learn(choice)
     relaxation.span()
     number = 0
-    while number < rounds:
+    if relaxation.is_full and not relaxation.may_fit():
+        relaxation.seconds = np.inf
+    while number < rounds and np.isfinite(relaxation.seconds):
         number += 1
         relaxation.round()
         best = min(relaxation.score, target)
@@ -125,23 +140,30 @@ def lower_bound(
 class _BlockMeasure:
     """What a block takes at least: the tasks of a path, or (no `rows`) the load of a resource."""
 
-    block: BlockLookups
+    ns: Measure
     rows: IntArray | None
-    resource: int
 
-    def value(self, choice: IntArray) -> float:
-        """ns under some choices."""
-        values = self.block.lookups(self.resource).values(choice)
-        return float(values.sum() if self.rows is None else values[self.rows].sum())
+    @property
+    def resource(self) -> int:
+        """Whose load it is; `PLAIN` for tasks along a path."""
+        return self.ns.lookups.resource
 
 
-@dataclass(eq=False)
-class _Column:
-    """What a choice measures, by the name of the multiplier."""
+def _block_measure(
+    block: BlockLookups, rows: IntArray | None = None, resource: int = PLAIN
+) -> _BlockMeasure:
+    found = block.lookups(resource)
+    found = found if rows is None else found.some(rows)
+    return _BlockMeasure(Measure(found, np.ones(len(found.base))), rows)
 
-    block: dict[tuple[int, int, int], float]
-    path: list[float]
-    memory: list[float]
+
+@dataclass(frozen=True, eq=False)
+class _Moment:
+    """The share of a rank's memory that tensors (rows of look-ups) take in a situation."""
+
+    name: tuple[int, int, int]
+    rows: IntArray
+    share: Measure
 
 
 @dataclass(eq=False)
@@ -191,15 +213,17 @@ class _Relaxation:
         played = {(int(s), int(k)) for s, k in problem.plays[:, :2]}
         self._blocks = {key: BlockLookups(problem, *key) for key in sorted(played)}
         self._measures = {
-            key: [_BlockMeasure(block, None, r) for r in range(NUM_RESOURCES) if block.is_used(r)]
+            key: [
+                _block_measure(block, resource=r) for r in range(NUM_RESOURCES) if block.is_used(r)
+            ]
             for key, block in self._blocks.items()
         }
         self._paths: list[_MacroPath] = []
-        self._moments: list[tuple[tuple[int, int, int], Measure]] = []
-        self._columns: list[_Column] = []
+        self._moments: list[_Moment] = []
         self._met: list[IntArray] = []
-        self._crossings = _crossing_lookups(problem)
+        self._crossings = _sure_crossings(problem)
         self._tensors = _tensor_lookups(problem)
+        self._rank_of = problem.ranks[0].argmax(axis=0).tolist()
         self._best: _Multipliers | None = None
         self._forest: tuple[Pair, ...] = ()
         stages = problem.num_stages
@@ -213,8 +237,8 @@ class _Relaxation:
 
     # -- what a plan shows ---------------------------------------------------------------------
 
-    def learn(self, choice: IntArray) -> None:
-        """Simulate a plan; remember the paths and moments that bind under it."""
+    def learn(self, choice: IntArray, *, paths: bool = True) -> None:
+        """Simulate a plan; remember the moments that bind under it and, if asked, the paths."""
         problem = self.problem
         score = float(
             _kernels.score_plan(
@@ -227,10 +251,10 @@ class _Relaxation:
         )
         if score < self.score:
             self.score, self.choice = score, choice.copy()
-        self._learn_macro()
-        on_paths = {key for path in self._paths for key in path.times}
-        for key in sorted(on_paths):
-            self._learn_path(key, choice)
+        if paths:
+            self._learn_macro()
+            for key in sorted({key for path in self._paths for key in path.times}):
+                self._learn_path(key, choice)
         if self._memory:
             self._learn_moments(choice)
         self._met.append(choice.copy())
@@ -250,7 +274,7 @@ class _Relaxation:
             else:
                 joins[k, i] += 1
         lookups, kinds, items = self._crossings
-        sends = Measure("transfers", lookups, joins[kinds, items])
+        sends = Measure(lookups, joins[kinds, items])
         self._paths.append(_MacroPath(tasks.tobytes(), times, sends))
 
     def _learn_path(self, key: tuple[int, int], choice: IntArray) -> None:
@@ -258,7 +282,7 @@ class _Relaxation:
         rows = block.longest_path(choice)
         paths = [measure.rows for measure in known if measure.rows is not None]
         if len(paths) < MAX_PATHS and not any(np.array_equal(rows, p) for p in paths):
-            known.append(_BlockMeasure(block, rows, PLAIN))
+            known.append(_block_measure(block, rows))
 
     def _learn_moments(self, choice: IntArray) -> None:
         """The moments at which ranks are over their memory."""
@@ -279,13 +303,12 @@ class _Relaxation:
             worst = int(starts[rank] + int(np.argmax(totals)))
             place = self._fullest_place(choice, *(int(v) for v in situations[worst]))
             name = (rank, worst, place)
-            if any(known == name for known, _ in self._moments):
+            if any(moment.name == name for moment in self._moments):
                 continue
-            weights = self._moment_weights(rank, worst, place)
-            scaled = weights / float(problem.capacities[rank])
-            used = np.flatnonzero(scaled)
-            measure = Measure("memory", self._tensors.some(used), scaled[used])
-            self._moments.append((name, measure))
+            copies = self._copies(rank, worst, place)
+            rows = np.flatnonzero(copies)
+            shares = copies[rows] / float(problem.capacities[rank])
+            self._moments.append(_Moment(name, rows, Measure(self._tensors.some(rows), shares)))
 
     def _fullest_place(self, choice: IntArray, stage: int, which: int) -> int:
         starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
@@ -300,7 +323,7 @@ class _Relaxation:
         alive = np.cumsum(change)[which * n : (which + 1) * n]
         return which * n + int(np.argmax(alive))
 
-    def _moment_weights(self, rank: int, situation: int, place: int) -> FloatArray:
+    def _copies(self, rank: int, situation: int, place: int) -> FloatArray:
         """How many copies of each tensor a rank holds at a moment."""
         rank_stages, _, situations, held_starts, held = self.problem.ranks
         starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
@@ -316,6 +339,54 @@ class _Relaxation:
             weights[mine & (birth < n) & (n <= death)] += waiting
             weights[mine & (birth < 2 * n) & (2 * n <= death)] += late
         return weights
+
+    # -- whether anything fits -----------------------------------------------------------------
+
+    def may_fit(self) -> bool:
+        """Whether some plan may fit; False is proved, by one rank that is over whatever it does.
+
+        A rank that fits is at most at its capacity at every moment, hence in every mean of
+        moments. So nothing fits if the least of such a mean, over all choices, is above.
+        """
+        for _ in range(FIT_ROUNDS):
+            ranks = sorted({moment.name[0] for moment in self._moments})
+            means = {rank: self._hardest_mean(rank) for rank in ranks}
+            self._least_memory({k: v for mean in means.values() for k, v in mean.items()})
+            if max(map(self._fullness, range(self.problem.capacities.size))) <= 1.0:
+                return True
+            worst = max(ranks, key=lambda rank: self._mean_met_last(means[rank]))
+            if self._mean_met_last(means[worst]) > 1.0 and self._least_memory(means[worst]) > 1.0:
+                return False
+        return True
+
+    def _fullness(self, rank: int) -> float:
+        """What share of its memory a rank takes under the choices met last."""
+        peak = int(_kernels.rank_peak(rank, self._profiles, *self.problem.ranks))
+        return peak / float(self.problem.capacities[rank])
+
+    def _mean_met_last(self, weights: dict[int, float]) -> float:
+        last = self._met[-1]
+        return sum(v * self._moments[k].share.value(last) for k, v in weights.items())
+
+    def _hardest_mean(self, rank: int) -> dict[int, float]:
+        """Weights of a rank's moments under which it is fullest for the best of choices met."""
+        mine = [k for k, moment in enumerate(self._moments) if moment.name[0] == rank]
+        shares = np.column_stack([self._moments[k].share.under(self._met) for k in mine])
+        above = np.column_stack([-shares, np.ones(len(shares))])
+        goal, total = np.zeros(len(mine) + 1), np.ones((1, len(mine) + 1))
+        goal[-1], total[0, -1] = -1.0, 0.0
+        most = [*[(0, None)] * len(mine), (None, None)]
+        solved = linprog(goal, above, np.zeros(len(shares)), total, [1.0], most, method="highs-ds")
+        assert solved.status == 0, solved.message
+        found = np.maximum(solved.x[:-1], 0.0)
+        return dict(zip(mine, (found / found.sum()).tolist(), strict=True))
+
+    def _least_memory(self, weights: dict[int, float]) -> float:
+        """At most the least of a sum of moments, over all choices; learns those that reach it."""
+        at = _Multipliers(memory=[weights.get(k, 0.0) for k in range(len(self._moments))])
+        value, choice = minimise_forest(*self._tables.combine(self._weights(at)), self._forest)
+        self.learn(choice, paths=False)
+        return value
 
     # -- the dual ------------------------------------------------------------------------------
 
@@ -345,12 +416,12 @@ class _Relaxation:
         """What the best bound is made of."""
         if self._best is None or self.seconds <= 0 or not np.isfinite(self.seconds):
             return ()
-        column = self._column(self._met[-1])
         shares: dict[str, float] = {}
         names = {0: "computing", 1: "link in node", 2: "link between nodes", 3: "host"}
         for key, weight in self._best.block.items():
-            name = names.get(self._measures[key[:2]][key[2]].resource, "chain of tasks")
-            shares[name] = shares.get(name, 0.0) + weight * column.block.get(key, 0.0)
+            measure = self._measures[key[:2]][key[2]]
+            name = names.get(measure.resource, "chain of tasks")
+            shares[name] = shares.get(name, 0.0) + weight * measure.ns.value(self._met[-1])
         total = sum(shares.values()) or 1.0
         ordered = sorted(shares.items(), key=lambda pair: -pair[1])
         return tuple((name, value / total) for name, value in ordered if value > 0)
@@ -384,10 +455,8 @@ class _Relaxation:
         for mu, path in zip(at.path, self._paths, strict=False):
             sends += mu * path.sends.weights
         nbytes = np.zeros(len(self._tensors.base))
-        for nu, ((rank, situation, place), _) in zip(at.memory, self._moments, strict=False):
-            if nu > 0:
-                copies = self._moment_weights(rank, situation, place)
-                nbytes += nu / float(self.problem.capacities[rank]) * copies
+        for nu, moment in zip(at.memory, self._moments, strict=False):
+            nbytes[moment.rows] += nu * moment.share.weights
         return [*weights, sends, nbytes]
 
     def _try(self, at: _Multipliers) -> None:
@@ -399,57 +468,55 @@ class _Relaxation:
             self.seconds, self._best = max(seconds, self.seconds), at
         self.learn(choice)
 
-    def _column(self, choice: IntArray) -> _Column:
-        block = {
-            (*key, q): measure.value(choice)
-            for key, measures in self._measures.items()
-            for q, measure in enumerate(measures)
-        }
-        return _Column(
-            block,
-            [path.sends.value(choice) for path in self._paths],
-            [measure.value(choice) - 1.0 for _, measure in self._moments],
-        )
-
     def _solve_master(self) -> _Multipliers:
         """Multipliers that are best against all choices met so far."""
-        columns = [self._column(choice) for choice in self._met]
         on_paths = sorted({key for path in self._paths for key in path.times})
         names = [(*key, q) for key in on_paths for q in range(len(self._measures[key]))]
-        num_paths, num_moments = len(self._paths), len(self._moments)
         scale = max(self.score * 1e9, 1.0) if np.isfinite(self.score) else 1e9
-        width = 1 + len(names) + num_paths + num_moments
-        above = np.zeros((len(columns), width))
-        for row, column in enumerate(columns):
-            above[row, 0] = 1.0
-            above[row, 1 : 1 + len(names)] = [-column.block[name] / scale for name in names]
-            above[row, 1 + len(names) : 1 + len(names) + num_paths] = [
-                -value / scale for value in column.path
-            ]
-            above[row, 1 + len(names) + num_paths :] = [-value for value in column.memory]
+        met, rank_of = self._met, self._rank_of
+        values = [-self._measures[i, k][q].ns.under(met) / scale for i, k, q in names]
+        values += [-path.sends.under(met) / scale for path in self._paths]
+        values += [1.0 - moment.share.under(met) for moment in self._moments]
+        groups = [rank_of[i] for i, _, _ in names]
+        groups += [len(self.problem.capacities)] * len(self._paths)
+        groups += [moment.name[0] for moment in self._moments]
+        parts = sorted(set(groups))
+        above = sparse.vstack([_cuts(values, groups, parts, part) for part in parts])
+        width, paths = len(values) + len(parts), range(len(names), len(names) + len(self._paths))
         equal = np.zeros((1 + len(on_paths), width))
-        equal[0, 1 + len(names) : 1 + len(names) + num_paths] = 1.0
+        equal[0, paths] = 1.0
         for row, key in enumerate(on_paths, start=1):
-            for k, name in enumerate(names):
-                if name[:2] == key:
-                    equal[row, 1 + k] = 1.0
-            for p, path in enumerate(self._paths):
-                equal[row, 1 + len(names) + p] = -float(path.times.get(key, 0))
+            equal[row, [k for k, name in enumerate(names) if name[:2] == key]] = 1.0
+            equal[row, paths] = [-float(path.times.get(key, 0)) for path in self._paths]
         right = np.zeros(1 + len(on_paths))
         right[0] = 1.0
         goal = np.zeros(width)
-        goal[0] = -1.0
-        most = [(None, 1e6), *[(0, None)] * (len(names) + num_paths), *[(0, 1e4)] * num_moments]
+        goal[len(values) :] = -1.0
+        most = [
+            *[(0, None)] * paths.stop,
+            *[(0, 1e4)] * len(self._moments),
+            *[(None, 1e6)] * len(parts),
+        ]
         solved = linprog(
-            goal, above, np.zeros(len(columns)), equal, right, most, method="highs-ds"
+            goal, above, np.zeros(above.shape[0]), equal, right, most, method="highs-ds"
         )
         assert solved.status == 0, solved.message
-        x = solved.x
-        self._master_value = float(x[0]) * scale * 1e-9
-        y = np.maximum(x[1 : 1 + len(names)], 0.0)
-        mu = np.maximum(x[1 + len(names) : 1 + len(names) + num_paths], 0.0)
-        nu = np.maximum(x[1 + len(names) + num_paths :], 0.0) * scale
+        x = np.maximum(solved.x[: len(values)], 0.0)
+        self._master_value = -float(solved.fun) * scale * 1e-9
+        y, mu, nu = x[: len(names)], x[paths], x[paths.stop :] * scale
         return _scaled(dict(zip(names, y.tolist(), strict=True)), mu, nu, self._paths)
+
+
+def _cuts(
+    values: Sequence[FloatArray], groups: Sequence[int], parts: Sequence[int], part: int
+) -> sparse.csr_array:
+    """Rows by which what a part of the plan takes is at most what choices met make of it."""
+    mine = [k for k, group in enumerate(groups) if group == part]
+    rows = np.unique(np.column_stack([values[k] for k in mine]), axis=0)
+    cuts = sparse.lil_array((len(rows), len(values) + len(parts)))
+    cuts[:, mine] = rows
+    cuts[:, len(values) + parts.index(part)] = 1.0
+    return cuts.tocsr()
 
 
 def _scaled(
@@ -474,16 +541,11 @@ def _scaled(
     return _Multipliers(block, mu.tolist(), nu.tolist())
 
 
-def _crossing_lookups(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
+def _sure_crossings(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
     """What surely crosses between stages: of tensors that may arrive together, the first."""
     rows = problem.crossings
-    first = rows[:, 6] == np.arange(len(rows))
-    kept = rows[first]
-    lookups = Lookups(
-        problem.blocks[0], kept[:, 5], kept[:, 2], kept[:, 3], kept[:, 4],
-        np.ones(len(kept), dtype=np.int64),
-    )  # fmt: skip
-    return lookups, kept[:, 0], kept[:, 1]
+    first = np.flatnonzero(rows[:, 6] == np.arange(len(rows)))
+    return crossing_lookups(problem).some(first), rows[first, 0], rows[first, 1]
 
 
 def _tensor_lookups(problem: Problem) -> Lookups:

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from stratagem.simulator.files import decode, encode, read_text, write_text
 from stratagem.simulator.plan import Plan
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class _Searched:
     plan: str
     evaluations: int
-    bound: float
+    bound: float | None  # None where no plan fits: JSON knows no infinity
+    shared_bound: float
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,15 @@ class _File:
 
 @dataclass(frozen=True)
 class Searched:
-    """A skeleton that was searched: its best plan, what was spent, its lower bound (s)."""
+    """A skeleton that was searched: its best plan, what was spent, its lower bound (s).
+
+    `shared_bound` is one of the same skeleton under policies that recompute more, 0 if unknown.
+    """
 
     plan: Plan
     evaluations: int
     bound: float
+    shared_bound: float
 
 
 @dataclass(eq=False)
@@ -79,14 +85,17 @@ class Checkpoint:
         found = self._done.get(key)
         if found is None:
             return None
-        return Searched(Plan.from_json(found.plan), found.evaluations, found.bound)
+        plan = Plan.from_json(found.plan)
+        bound = float("inf") if found.bound is None else found.bound
+        return Searched(plan, found.evaluations, bound, found.shared_bound)
 
     def put(self, key: str, searched: Searched) -> None:
         """Note a skeleton that was searched, and write the file."""
         if self.path is None:
             return
         text = searched.plan.to_json()
-        self._done[key] = _Searched(text, searched.evaluations, searched.bound)
+        bound = searched.bound if isfinite(searched.bound) else None
+        self._done[key] = _Searched(text, searched.evaluations, bound, searched.shared_bound)
         write_text(self.path, encode(_File(VERSION, self.arguments, self._done)))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from stratagem.search.baselines import Situation
 from stratagem.search.space import Options, Skeleton, operator_choices
-from stratagem.simulator.cost_table import TableBuilder
+from stratagem.simulator.cost_table import TableBuilder, price_key
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import local_sizes
@@ -90,9 +90,7 @@ class ComputingBounds:
     def _stage(self, names: tuple[str, ...], k: int, skeleton: Skeleton) -> float:
         s, mesh = self._situation, skeleton.meshes[k]
         parts, policy = skeleton.num_microbatches, skeleton.policies[k]
-        types = tuple({s.cluster.device_type(d).name for d in mesh.devices})
-        links = tuple(mesh.link(a, s.cluster) for a in range(len(mesh.axes)))
-        alike = s.memory.number((mesh.shape, links, types))
+        alike = s.memory.number(price_key(mesh, s.cluster))
         key = (s.memory.number(names), alike, parts, policy)
         if key in self._stages:
             return self._stages[key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from stratagem.search.literature.dims import logical_dims
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.names import unknown
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import (
     Config,
@@ -96,11 +96,6 @@ class Constraints:
         """
         return BoundConstraints(self, graph)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether they ask for nothing."""
-        return self == Constraints()
-
 
 class BoundConstraints:
     """Constraints on plans for one model."""
@@ -112,11 +107,7 @@ class BoundConstraints:
         for pattern, config in constraints.pin.items():
             matched = fnmatch.filter(names, pattern)
             if not matched:
-                near = difflib.get_close_matches(pattern, names, 3, 0.3)
-                raise ValueError(
-                    f"constraints: no operator of {graph.name!r} is called {pattern!r}; near are "
-                    f"{', '.join(near) or ', '.join(names[:3])}"
-                )
+                raise unknown(f"operator of {graph.name!r} to constrain called", pattern, names)
             self._pins.update(dict.fromkeys(matched, config))
         self._forbid = _by_operator(constraints.forbid, graph)
         self._require = _by_operator(constraints.require, graph)
@@ -162,18 +153,18 @@ class BoundConstraints:
         """The constraints on the graph that a plan's substitutions make of the model's."""
         return BoundConstraints(self.constraints, plan.rewrite(self._graph).graph)
 
-    def violations(self, simulation: Simulation, num_ranks: int) -> list[str]:
+    def violations(self, simulation: Simulation) -> list[str]:
         """In words, what a simulated plan does that the constraints do not allow."""
         plan, found = simulation.plan, []
         if plan.substitutions:
             return self._rewritten(plan).violations(
-                replace(simulation, plan=replace(plan, substitutions=())), num_ranks
+                replace(simulation, plan=replace(plan, substitutions=()))
             )
         c = self.constraints
         meshes = [stage.mesh for stage in plan.stages]
-        if not self.allows_skeleton(num_ranks, plan.num_microbatches, plan.schedule, meshes):
+        if not self.allows_skeleton(plan.num_ranks, plan.num_microbatches, plan.schedule, meshes):
             found.append(
-                f"{num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
+                f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
             )
         for stage in plan.stages:
             for name, choice in stage.choices.items():
@@ -239,11 +230,7 @@ def _by_operator(
             }
         if not splits:
             known = sorted({*logical, *(d.name for op in graph.operators for d in op.dims)})
-            near = difflib.get_close_matches(name, known, 3) or known[:8]
-            raise ValueError(
-                f"constraints: {graph.name!r} has no dim {name!r} that can be sharded; there are "
-                f"{', '.join(near)}"
-            )
+            raise unknown(f"dim of {graph.name!r} that can be sharded called", name, known)
         for operator, dim in splits.items():
             found.setdefault(operator, []).append((dim, axis))
     return found

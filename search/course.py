@@ -17,7 +17,7 @@ from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
-from stratagem.search.intra import IntraProgram
+from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.result import (
     Budget,
@@ -25,6 +25,7 @@ from stratagem.search.result import (
     FrontPoint,
     StopReason,
     TracePoint,
+    front_of,
 )
 from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
@@ -40,14 +41,15 @@ MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
-MOST_PARTS = 8
-"""Relaxations that an integer program may take, over a skeleton or over a window."""
 ENUMERATED = 100_000
 """Skeletons with so many plans at most are enumerated."""
 PROBES = 50
 """A skeleton that is bounded only gets this part of the budget for a chain."""
-CERTIFIED_OPERATORS, LEAST_CERTIFIED, MOST_CERTIFIED = 3_000, 4, 200
+CERTIFIED_OPERATORS, FEW_CERTIFIED, MOST_CERTIFIED = 3_000, 24, 200
 """Bounds are sharpened on so many skeletons times operators, within limits, unless told."""
+LEAST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 4, 3_000_000_000, 40_000
+"""After so many skeletons it ends where the tables are large: the sum over operators of pairs of
+choices, and as many more as an operator takes beside them, is limited, unless told."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 
@@ -115,7 +117,7 @@ class Course:
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
-        order = sorted([*planned, *ranked], key=_by_simulation)
+        order = sorted([*planned, *ranked], key=lambda entry: entry.rank)
         chosen = self._open(order)[:num_skeletons]
         if start is not None:
             chosen = [self._entry_of(start), *chosen]
@@ -124,8 +126,11 @@ class Course:
             self._search_entry(entry, share + (number < rest), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
-        wanted = min(max(CERTIFIED_OPERATORS // operators, LEAST_CERTIFIED), MOST_CERTIFIED)
-        self._certify(wanted if num_bounded is None else num_bounded)
+        if num_bounded is None:
+            wanted = min(max(CERTIFIED_OPERATORS // operators, FEW_CERTIFIED), MOST_CERTIFIED)
+            self._certify(wanted, CERTIFIED_WORK)
+        else:
+            self._certify(num_bounded, np.inf)
         if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
             return StopReason.PROVED
         if self._time_is_up():
@@ -151,27 +156,17 @@ class Course:
             self.notes[f"inter-operator program: {reason}"] = str(count)
         if found.shortage is not None:
             self.notes["inter-operator program: nothing fits"] = str(found.shortage)
-        options = self.space.options
-        simulated = []
-        for candidate in found.plans:
-            plan = replace(
-                candidate.plan(self.space.situation),
-                bucket_bytes=options.bucket_bytes,
-                inputs_first=options.inputs_first,
-            )
-            simulated.append((self.space.situation.simulate(plan), candidate))
+        s, options = self.space.situation, self.space.options
+        simulated = [(s.simulate(c.plan(s, options=options)), c) for c in found.plans]
         allowed = [(s, c) for s, c in simulated if self.offer(s)]
         return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
 
     def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
-        """Skeletons with something to choose; of several policies that do not fit the last."""
-        last: dict[Skeleton, Entry] = {}
+        """Skeletons with something to choose, each under the policy that does best on it."""
+        best: dict[Skeleton, Entry] = {}
         for entry in ranked:
-            base = replace(entry.skeleton, recompute="none")
-            fits = entry.simulation is not None and entry.simulation.fits
-            if base not in last or fits:
-                last.setdefault(base, entry)
-        return [e for e in last.values() if any(m.num_devices > 1 for m in e.skeleton.meshes)]
+            best.setdefault(replace(entry.skeleton, recompute="none"), entry)
+        return [e for e in best.values() if any(m.num_devices > 1 for m in e.skeleton.meshes)]
 
     def _entry_of(self, start: Plan) -> Entry:
         """The skeleton of a plan that somebody gave, with the plan as its start."""
@@ -197,9 +192,7 @@ class Course:
         key = digest(entry.skeleton, entry.starts[:1])
         known = self._checkpoint.get(key)
         if known is not None:
-            self.offer(self.space.situation.simulate(known.plan))
-            self.evaluations += known.evaluations
-            entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
+            self._recall(entry, known)
             return
         try:
             problem = self._problem(entry)
@@ -211,49 +204,52 @@ class Course:
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
         first = starts[0] if starts else np.zeros(len(problem.choices), dtype=np.int64)
-        bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
+        bound, shared = self._sharpen(entry, problem, first)
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
-        starts += self._programmed(problem)
+        program = IntraProgram(problem)
+        starts += self._programmed(program)
         best = self._chains(problem, starts, evaluations, number)
         if not self._time_is_up():
-            best = improve_by_windows(problem, best, max_windows=WINDOWS, stop=self._time_is_up)
+            best = improve_by_windows(program, best, max_windows=WINDOWS, stop=self._time_is_up)
         simulation = self._simulate(problem, best)
         self.offer(simulation)
-        if simulation.fits and (
-            entry.simulation is None or rank(simulation) < rank(entry.simulation)
-        ):
-            entry.simulation = simulation
+        entry.know(simulation)
         if not self._time_is_up():
             spent = self.evaluations - before
-            self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound))
+            self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
 
-    def _sharpen(self, entry: Entry, problem: Problem, first: IntArray, rounds: int) -> Bound:
-        bound = lower_bound(problem, first, rounds=rounds, target=self.best_time)
+    def _recall(self, entry: Entry, known: Searched) -> None:
+        """Take a skeleton as searched that was searched before this search was stopped."""
+        simulation = self.space.situation.simulate(known.plan)
+        self.offer(simulation)
+        entry.know(simulation)
+        self.evaluations += known.evaluations
+        entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
+        self.space.share_bound(entry, known.shared_bound)
+
+    def _sharpen(self, entry: Entry, problem: Problem, first: IntArray) -> tuple[Bound, float]:
+        """A skeleton's bound, and what it says of policies that recompute more (0: nothing)."""
+        rounds, target = BOUND_ROUNDS, self.best_time
+        bound = lower_bound(problem, first, rounds=rounds, target=target)
         entry.bound = max(entry.bound, bound.seconds)
-        self._spread(entry, bound, problem, first, rounds)
-        return bound
-
-    def _spread(
-        self, entry: Entry, bound: Bound, problem: Problem, first: IntArray, rounds: int
-    ) -> None:
-        """What a bound says of the same skeleton under policies that recompute more."""
-        policies = self.space.policies
-        if entry.skeleton.recompute != policies[0] or len(policies) == 1:
-            return
-        seconds = bound.seconds
+        if not np.isfinite(bound.seconds):
+            entry.why = "no plan of it fits the memory"
+        if entry.skeleton.recompute != self.space.policies[0] or len(self.space.policies) == 1:
+            return bound, 0.0
+        shared = bound.seconds
         if bound.is_full:
-            free = lower_bound(problem, first, rounds=rounds, target=self.best_time, memory=False)
-            seconds = free.seconds
-        for other in self.space.entries:
-            if replace(other.skeleton, recompute=policies[0]) == entry.skeleton:
-                other.bound = max(other.bound, seconds)
+            shared = lower_bound(
+                problem, first, rounds=rounds, target=target, memory=False
+            ).seconds
+        self.space.share_bound(entry, shared)
+        return bound, shared
 
-    def _programmed(self, problem: Problem) -> list[IntArray]:
+    def _programmed(self, program: IntraProgram) -> list[IntArray]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
-        program = IntraProgram(problem)
-        if len(problem.choices) * max(map(len, problem.choices)) > LARGE_PROGRAM:
+        choices = program.problem.choices
+        if len(choices) * max(map(len, choices)) > LARGE_PROGRAM:
             return []
         solution = program.solve(
             program.sum_weights(), memory=True, alike=True, max_parts=MOST_PARTS, tolerance=1e-3
@@ -300,9 +296,11 @@ class Course:
         self.report(name, low + (high - low) * done / total, min(best, self.best_time))
         return self._time_is_up()
 
-    def _certify(self, most: int) -> None:
+    def _certify(self, most: int, work_left: float) -> None:
         """Sharpen the bounds that limit the certificate, weakest first."""
         for number in range(most):
+            if work_left <= 0 and number >= LEAST_CERTIFIED:
+                return
             weak = [
                 entry
                 for entry in self.space.entries
@@ -317,13 +315,15 @@ class Course:
             except NoChoiceError as error:
                 entry.fate, entry.why = Fate.FORBIDDEN, str(error)
                 continue
+            widest = max(map(len, problem.choices))
+            work_left -= len(problem.choices) * (widest**2 + WORK_OF_CHOICES)
             entry.fate = Fate.BOUNDED
             first = np.zeros(len(problem.choices), dtype=np.int64)
             if entry.starts:
                 first = problem.encode(entry.starts[0])
             if self._enumerate(entry, problem):
                 continue
-            bound = self._sharpen(entry, problem, first, BOUND_ROUNDS)
+            bound, _ = self._sharpen(entry, problem, first)
             if entry.bound < self.best_time and np.isfinite(bound.score):
                 self._probe(problem, bound.choice, number)
 
@@ -355,10 +355,7 @@ class Course:
 
     def offer(self, simulation: Simulation) -> bool:
         """Take a simulated plan; whether the constraints allow it."""
-        ranks = len({frozenset(stage.mesh.devices) for stage in simulation.plan.stages})
-        if self.space.constraints.violations(simulation, ranks) or not self._is_option(
-            simulation.plan
-        ):
+        if self.space.constraints.violations(simulation) or not self._is_option(simulation.plan):
             return False
         if self.best is None or rank(simulation) < rank(self.best):
             self.best = simulation
@@ -377,11 +374,7 @@ class Course:
     def _extend_front(self, simulation: Simulation) -> None:
         devices = simulation.plan.num_devices
         point = FrontPoint(simulation.step_time, simulation.peak_memory, devices, simulation.plan)
-        if any(_is_as_good(other, point) for other in self.front):
-            return
-        self.front = [other for other in self.front if not _is_as_good(point, other)]
-        self.front.append(point)
-        self.front.sort(key=lambda p: p.step_time)
+        self.front = front_of([*self.front, point])
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
@@ -421,10 +414,6 @@ class Course:
         return problem
 
 
-def _by_simulation(entry: Entry) -> tuple[float, float]:
-    return rank(entry.simulation) if entry.simulation is not None else (float("inf"), 0.0)
-
-
 def _limits(wishes: Constraints, space: Space) -> Limits:
     """Constraints as the inter-operator program knows them; the rest is checked on its plans."""
     return Limits(
@@ -435,12 +424,4 @@ def _limits(wishes: Constraints, space: Space) -> Limits:
         microbatches=wishes.microbatches or (),
         recompute=space.policies,
         headroom=wishes.headroom,
-    )
-
-
-def _is_as_good(one: FrontPoint, other: FrontPoint) -> bool:
-    return (
-        one.step_time <= other.step_time
-        and one.peak_memory <= other.peak_memory
-        and one.num_devices <= other.num_devices
     )

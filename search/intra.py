@@ -15,7 +15,7 @@ import numpy as np
 
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use
 from stratagem.search.ilp.solve import Solution, solve
-from stratagem.search.lookups import PLAIN, BlockLookups, Lookups, Tables
+from stratagem.search.lookups import BlockLookups, Tables, crossing_lookups
 from stratagem.search.problem import Problem
 from stratagem.simulator.critical_path import critical_path
 from stratagem.simulator.engine import simulate
@@ -24,6 +24,10 @@ from stratagem.simulator.resharding import FloatArray, IntArray
 
 OFF_PATH = 0.05
 """Weight in a window of a task that the step does not wait for, where one that it does has 1."""
+
+MOST_PARTS = 8
+"""Relaxations that a program may take where it is one step of many, over a skeleton or a window:
+a limit that is the same on every machine."""
 
 
 @dataclass(eq=False)
@@ -52,15 +56,8 @@ class IntraProgram:
         self.blocks = [BlockLookups(self.problem, *key) for key in played]
         self._tables = Tables(
             [len(c) for c in self.problem.choices],
-            [*(block.lookups(PLAIN) for block in self.blocks), self._crossings()],
+            [*(block.lookups() for block in self.blocks), crossing_lookups(self.problem)],
         )
-
-    def _crossings(self) -> Lookups:
-        """What travels between stages, tensor by tensor."""
-        p, rows = self.problem, self.problem.crossings
-        ones = np.ones(len(rows), dtype=np.int64)
-        pool = p.blocks[0]
-        return Lookups(pool, rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
 
     def sum_weights(self) -> list[FloatArray]:
         """Every task as often as a step runs it: nothing overlaps, no stage waits."""
@@ -89,10 +86,8 @@ class IntraProgram:
         *,
         fixed: IntArray | None = None,
         window: Sequence[int] = (),
-        allowed: Sequence[IntArray] | None = None,
         memory: bool = False,
         alike: bool = False,
-        seconds: float | None = None,
         max_parts: int | None = None,
         tolerance: float = 1e-6,
     ) -> Solution:
@@ -102,11 +97,9 @@ class IntraProgram:
             weights: of the rows of tasks, from `sum_weights` or `path_weights`.
             fixed: choices of the operators that are not in the window.
             window: indices of the operators to choose for; all if nothing is fixed.
-            allowed: per operator the numbers of the choices it may have; all when left out.
             memory: whether what is kept from forward to backward, and state, must fit.
             alike: whether operators of repeated layers choose alike, which makes large models
                 small; the optimum among such choices.
-            seconds: time limit.
             max_parts: limit of the branch and bound (see `ilp.solve`).
             tolerance: relative gap that is good enough.
 
@@ -114,8 +107,7 @@ class IntraProgram:
             The solution; its choices are numbers in `problem.choices` of all operators.
         """
         nodes, pairs = self._tables.combine(weights)
-        every = [np.arange(len(c)) for c in self.problem.choices]
-        kept = [np.asarray(a) for a in allowed] if allowed is not None else every
+        kept = [np.arange(len(c)) for c in self.problem.choices]
         if fixed is not None:
             inside = set(window)
             kept = [k if i in inside else fixed[i : i + 1] for i, k in enumerate(kept)]
@@ -133,7 +125,6 @@ class IntraProgram:
         instance = Instance(costs, tuple(edges), uses, devices, names)
         found = solve(
             instance,
-            seconds=seconds,
             tolerance=tolerance,
             max_parts=max_parts,
             tied=self._classes() if alike else (),

@@ -13,7 +13,7 @@ over the choices c, which dynamic programs and integer programs can minimise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numba
@@ -25,7 +25,7 @@ from stratagem.simulator.resharding import FloatArray, IntArray
 from stratagem.simulator.rows import BoolArray
 
 PLAIN = NUM_RESOURCES
-"""The pool of `Pools` whose values count whatever they occupy."""
+"""Stands for a resource where values count whatever they occupy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +73,22 @@ class Lookups:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Measure:
-    """Look-ups with a weight each: a linear function of the choices, and a name for it."""
+    """Look-ups with a weight each: a linear function of the choices."""
 
-    name: str
     lookups: Lookups
     weights: FloatArray
+    _known: list[float] = field(init=False, default_factory=list)
 
     def value(self, choice: IntArray) -> float:
         """What the choices measure."""
         return float(self.weights @ self.lookups.values(choice))
+
+    def under(self, met: Sequence[IntArray]) -> FloatArray:
+        """What each of some choices measures; the next call may only have more at the end."""
+        self._known += [self.value(choice) for choice in met[len(self._known) :]]
+        return np.array(self._known)
 
 
 @dataclass(eq=False)
@@ -103,12 +108,16 @@ class BlockLookups:
         """The tasks that have anything to do under some choice."""
         return np.flatnonzero(self._base > 0)
 
-    @property
+    @cached_property
     def _base(self) -> IntArray:
         return self.block.base if self.last else self.block.inner_base
 
     def lookups(self, resource: int = PLAIN) -> Lookups:
         """Durations in ns of `tasks`; with a resource, 0 for those that do not occupy it."""
+        return self._plain if resource == PLAIN else replace(self._plain, resource=resource)
+
+    @cached_property
+    def _plain(self) -> Lookups:
         blocks = self.problem.stage_blocks[self.stage]
         return Lookups(
             blocks.pool_ns,
@@ -118,7 +127,6 @@ class BlockLookups:
             self.block.second[self.tasks],
             self.block.second_stride[self.tasks],
             blocks.pool_mask,
-            resource,
         )
 
     def is_used(self, resource: int) -> bool:
@@ -132,6 +140,13 @@ class BlockLookups:
         durations[self.tasks] = self.lookups().values(choice)
         path = longest_path(self.block.successor_offsets, self.block.successors, durations)
         return np.flatnonzero(np.isin(self.tasks, path))
+
+
+def crossing_lookups(problem: Problem) -> Lookups:
+    """What travels between stages in ns, tensor by tensor: a row each of `Problem.crossings`."""
+    rows = problem.crossings
+    ones = np.ones(len(rows), dtype=np.int64)
+    return Lookups(problem.blocks[0], rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
 
 
 @numba.njit(cache=True)

@@ -17,14 +17,14 @@ from stratagem.search.baselines import Method, Situation
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
-from stratagem.search.intra import IntraProgram
-from stratagem.search.literature import LITERATURE
+from stratagem.search.intra import MOST_PARTS, IntraProgram
+from stratagem.search.literature import LITERATURE, one_stage_plan
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.rewriting import rewritings
 from stratagem.search.space import Options, Skeleton, stage_meshes
-from stratagem.search.strategies import data_parallel, tensor_dims, tensor_parallel
+from stratagem.search.strategies import data_parallel, known_strategies
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 
 FLEXFLOW_EVALUATIONS = 20_000
@@ -66,7 +66,9 @@ def _alpa(situation: Situation) -> Iterator[Plan]:
             situation.memory,
         )
         program = IntraProgram(problem)
-        solution = program.solve(program.sum_weights(), memory=True, tolerance=1e-3, seconds=20.0)
+        solution = program.solve(
+            program.sum_weights(), memory=True, tolerance=1e-3, max_parts=MOST_PARTS
+        )
         if solution.choice is not None:
             yield _plan("Alpa", situation, problem, solution.choice)
 
@@ -145,36 +147,13 @@ def _unity(situation: Situation) -> Iterator[Plan]:
 
 
 def _strategies(situation: Situation, meshes: list[Skeleton]) -> Iterator[Plan]:
-    """Data and tensor parallelism on one stage."""
-    graph = situation.graph
-    names = tuple(op.name for op in graph.operators)
+    """Known strategies on one stage."""
     for flat in meshes:
-        shape = flat.meshes[0].shape
-        made = [data_parallel(graph, shape, zero=zero) for zero in (0, 3)]
-        if shape[-1] > 1 and tensor_dims(graph, shape[-1]):
-            made += [
-                tensor_parallel(graph, shape, len(shape) - 1, sequence_parallel=sequence)
-                for sequence in (False, True)
-            ]
-        skeleton = replace(flat, stages=(names,))
-        problem_like = _as_plan(situation, skeleton)
-        for choices in made:
-            stage = replace(problem_like.stages[0], choices=choices)
-            yield replace(problem_like, stages=(stage,))
-
-
-def _as_plan(situation: Situation, skeleton: Skeleton) -> Plan:
-    """A plan of one stage whose choices are still to come."""
-    return Plan(
-        name="strategy",
-        model=situation.graph.name,
-        fingerprint=situation.graph.fingerprint,
-        cluster=situation.cluster,
-        training=situation.training,
-        stages=(Stage(skeleton.stages[0], skeleton.meshes[0], {}),),
-        num_microbatches=1,
-        schedule="1f1b",
-    )
+        mesh = flat.meshes[0]
+        for choices in known_strategies(
+            situation.graph, mesh.shape, zero_stages=(0, 3), model_zero_stages=(0,)
+        ):
+            yield one_stage_plan("strategy", situation, mesh, choices)
 
 
 def _flat_meshes(situation: Situation, max_axes: int) -> list[Skeleton]:

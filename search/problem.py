@@ -38,7 +38,7 @@ from stratagem.simulator.pipeline import (
     transfer_kinds,
 )
 from stratagem.simulator.placement import Placements
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.plan_model import crossing_edges, crossing_ties, stage_pairs
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
@@ -122,17 +122,13 @@ class Problem:
         chosen = {
             operators[i].name: self.choices[i][int(number[i])] for i in range(len(operators))
         }
-        stages = tuple(
-            Stage(names, mesh, {n: chosen[n] for n in names})
-            for names, mesh in zip(self.skeleton.stages, self.skeleton.meshes, strict=True)
-        )
         return Plan(
             name=name,
             model=self.graph.name,
             fingerprint=fingerprint,
             cluster=self.cluster,
             training=self.training,
-            stages=stages,
+            stages=self.skeleton.staged(chosen),
             num_microbatches=self.skeleton.num_microbatches,
             schedule=self.skeleton.schedule,
             bucket_bytes=self.bucket_bytes,
@@ -167,7 +163,7 @@ def make_problem(
         skeleton.schedule,
         len(skeleton.stages),
         skeleton.num_microbatches,
-        num_ranks=len({frozenset(mesh.devices) for mesh in skeleton.meshes}),
+        num_ranks=skeleton.num_ranks,
     )
     check_priced(schedule)
     builders = [

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import enum
+import html
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stratagem.search.space import Skeleton
+from stratagem.search.space import Options, Skeleton
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.show.curve import convergence_curve
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.table import Table, Unit
 from stratagem.simulator.timeline import format_duration
 
+if TYPE_CHECKING:
+    from stratagem.search.constraints import Constraints
+    from stratagem.simulator.costs import CostModel
+
 
 class StopReason(enum.Enum):
-    """Why a search ended, in a sentence for its user."""
+    """Why a search ended, in a sentence for its user.
 
-    EVALUATIONS = "all evaluations of the budget were spent"
-    SECONDS = "the time of the budget was spent"
+    Where several graphs were searched, the first reason that holds for one holds for all.
+    """
+
     INTERRUPTED = "it was interrupted; this is the best plan found until then"
+    SECONDS = "the time of the budget was spent"
+    EVALUATIONS = "all evaluations of the budget were spent"
     ONE_PLAN = "the space holds one plan only"
     PROVED = "the lower bound proves that no plan of the space is better"
 
@@ -44,6 +55,21 @@ class Budget:
                 f"budget of {self.evaluations} evaluations and {self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
             )
+
+    def share(self, count: int, number: int, spent: float) -> Budget:
+        """The budget of one of `count` searches, after those before it took `spent` seconds.
+
+        A share of the evaluations, and of the seconds that are left; where none are, so few that
+        only what every search does first is done.
+
+        Example:
+            >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
+            Budget(evaluations=333, seconds=25.0)
+        """
+        seconds = self.seconds
+        if seconds is not None:
+            seconds = max((seconds - spent) / (count - number), 1e-9)
+        return Budget(self.evaluations // count, seconds)
 
 
 @dataclass(frozen=True)
@@ -89,6 +115,24 @@ class FrontPoint:
     peak_memory: int
     num_devices: int
     plan: Plan
+
+    def is_as_good_as(self, other: FrontPoint) -> bool:
+        """Whether it is at most as long, as full and as wide."""
+        return (
+            self.step_time <= other.step_time
+            and self.peak_memory <= other.peak_memory
+            and self.num_devices <= other.num_devices
+        )
+
+
+def front_of(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """Points that no other is as good as, the fastest first; of equal ones the first."""
+    kept: list[FrontPoint] = []
+    for point in points:
+        if not any(other.is_as_good_as(point) for other in kept):
+            kept = [other for other in kept if not point.is_as_good_as(other)]
+            kept.append(point)
+    return sorted(kept, key=lambda p: p.step_time)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,14 +231,64 @@ class SearchResult:
             f"this one is at most {100 * gap:.1f} % from the best"
         )
 
-    def _repr_html_(self) -> str:
-        body = "".join(
-            f"<tr><td>{name}</td><td>{format_duration(time)}</td><td>{peak / 2**30:.2f}</td>"
-            f"<td>{'yes' if fits else 'no'}</td></tr>"
+    @property
+    def table(self) -> Table:
+        """The plan found and the known strategies, the fastest that fits first."""
+        columns = {
+            "strategy": Unit.TEXT,
+            "step": Unit.SECONDS,
+            "more than the plan": Unit.SHARE,
+            "memory per device": Unit.BYTES,
+            "fits": Unit.TEXT,
+        }
+        ours = self.simulation.step_time
+        found, *known = (
+            (name, time, time / ours - 1.0, peak, "yes" if fits else "no")
             for name, time, peak, fits in self.rows
         )
-        return (
-            "<table><tr><th>strategy</th><th>step</th><th>GiB per device</th><th>fits</th></tr>"
-            f"{body}</table>{self.certificate}. {self.evaluations:,} plans evaluated in "
-            f"{self.seconds:.1f} s; {self.stop_reason.value}."
+        known.sort(key=lambda row: (row[4] == "no", row[1]))
+        title = f"{self.graph.name} on {self.plan.cluster.name}"
+        return Table(title, columns, (found, *known))
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        costs: CostModel | None = None,
+        options: Options | None = None,
+        constraints: Constraints | None = None,
+    ) -> None:
+        """Write it as one HTML page, with what faster links and one node more would do.
+
+        Example:
+            >>> result.report("report.html")  # doctest: +SKIP
+
+        Args:
+            path: of the page.
+            costs: those of the search; the device model when left out.
+            options: those of the search, for the search on one node more.
+            constraints: likewise.
+        """
+        from stratagem.search.report.page import report
+
+        report(self, path, costs=costs, options=options, constraints=constraints)
+
+    @property
+    def curve(self) -> str:
+        """A picture of how the best step fell, from that of the known strategies on, as HTML."""
+        start = min((s.step_time for s in self.baselines.values() if s.fits), default=math.inf)
+        if start < self.simulation.step_time:
+            start = math.inf  # of a strategy that the constraints do not allow
+        points, before = [(0, start)], 0
+        for point, last in zip(self.trace, (None, *self.trace), strict=False):
+            if last is not None and point.evaluations < last.evaluations:
+                before += last.evaluations  # another graph's search, after that of the first
+            points.append((before + point.evaluations, min(points[-1][1], point.best)))
+        return convergence_curve(points, self.bound)
+
+    def _repr_html_(self) -> str:
+        words = (
+            f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
+            f"{self.stop_reason.value}."
         )
+        return f"{self.table._repr_html_()}<p>{html.escape(words)}</p>{self.curve}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +19,13 @@ from stratagem.search.result import (
     StopReason,
 )
 from stratagem.search.rewriting import rewritings
-from stratagem.search.space import ZERO_STAGES, Options, skeletons
+from stratagem.search.space import ZERO_STAGES, Options, all_skeletons
 from stratagem.search.space_search import Space
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan, Prediction
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.substitutions import Rewritten
@@ -97,7 +97,8 @@ def search(
         num_threads: how many chains run at once; the cores of the process when left out. The plan
             does not depend on it.
         num_rewritten: how many graphs that compute the same are searched as well, those that
-            algebraic substitutions make best of (see `rewriting`); the budget is shared.
+            algebraic substitutions make best of (see `rewriting`); evaluations and seconds of the
+            budget are shared.
         progress: called often with a `Progress`.
 
     Returns:
@@ -107,29 +108,39 @@ def search(
     Raises:
         ValueError: the constraints leave no plan, the checkpoint is another search's, or `start`
             is a plan for another model or cluster.
+        KeyboardInterrupt: it was interrupted before it knew any plan.
     """
     spend, base = budget or Budget(), Training() if training is None else training
+    begin = time.monotonic()
     situation = Situation(graph, cluster, base, costs or default_costs())
     graphs = [Rewritten(graph), *_rewritten(situation, num_rewritten)]
-    parts = [
-        _search_graph(
-            replace(situation, graph=each.graph),
-            budget=replace(spend, evaluations=spend.evaluations // len(graphs)),
-            seed=seed,
-            schedule=schedule,
-            zero_stages=zero_stages,
-            num_skeletons=num_skeletons,
-            num_bounded=num_bounded,
-            options=options or Options(),
-            wishes=constraints or Constraints(),
-            baselines=QUICK_METHODS if baselines is None else baselines,
-            start=start if not each.steps else None,
-            checkpoint=checkpoint if not each.steps else None,
-            num_threads=num_threads,
-            progress=progress or (lambda _: None),
-        )
-        for each in graphs
-    ]
+    parts: list[SearchResult] = []
+    for number, each in enumerate(graphs):
+        try:
+            part = _search_graph(
+                replace(situation, graph=each.graph),
+                budget=spend.share(len(graphs), number, time.monotonic() - begin),
+                seed=seed,
+                schedule=schedule,
+                zero_stages=zero_stages,
+                num_skeletons=num_skeletons,
+                num_bounded=num_bounded,
+                options=options or Options(),
+                wishes=constraints or Constraints(),
+                baselines=QUICK_METHODS if baselines is None else baselines,
+                start=start if not each.steps else None,
+                checkpoint=checkpoint if not each.steps else None,
+                num_threads=num_threads,
+                progress=progress or (lambda _: None),
+            )
+        except KeyboardInterrupt:
+            if not parts:
+                raise
+            parts[-1] = replace(parts[-1], stop_reason=StopReason.INTERRUPTED)
+            break
+        parts.append(part)
+        if part.stop_reason is StopReason.INTERRUPTED:
+            break
     return _joined(graph, graphs, parts) if num_rewritten else parts[0]
 
 
@@ -150,7 +161,7 @@ def _rewritten(situation: Situation, count: int) -> list[Rewritten]:
 def _joined(
     graph: OperatorGraph, graphs: Sequence[Rewritten], parts: Sequence[SearchResult]
 ) -> SearchResult:
-    """The best of searches on graphs that compute the same."""
+    """The best of searches on graphs that compute the same, as many as there was time for."""
     best = min(range(len(parts)), key=lambda k: (rank(parts[k].simulation), k))
     steps, winner = graphs[best].steps, parts[best]
     plan = replace(winner.plan, substitutions=steps) if steps else winner.plan
@@ -162,9 +173,10 @@ def _joined(
         plan=plan,
         simulation=replace(winner.simulation, plan=plan),
         baselines=parts[0].baselines,
-        bound=min(known) if len(known) == len(bounds) else None,
+        bound=min(known) if len(known) == len(graphs) else None,
         space=tuple(record for part in parts for record in part.space),
         trace=tuple(point for part in parts for point in part.trace),
+        stop_reason=next(r for r in StopReason if any(p.stop_reason is r for p in parts)),
         evaluations=sum(part.evaluations for part in parts),
         seconds=sum(part.seconds for part in parts),
     )
@@ -218,12 +230,14 @@ def _search_graph(
         found = baseline_plans(situation, schedules[0], methods)
         for simulation in found.values():
             run.offer(simulation)
-        every = (s for name in schedules for s in skeletons(graph, cluster, schedule=name))
+        every = all_skeletons(graph, cluster, schedules)
         reason = run.go(every, schedules, start, num_skeletons, num_bounded)
         bound = run.space.bound(run.best_time)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
     best = run.best
+    if best is None and reason is StopReason.INTERRUPTED:
+        raise KeyboardInterrupt
     if best is None:
         raise ValueError(_no_plan(run, wishes))
     plan = replace(
@@ -252,11 +266,7 @@ def _search_graph(
 
 def _method(name: str) -> Method:
     if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(
-            f"no method {name!r} to compare with{hint}; there are {', '.join(METHODS)}"
-        )
+        raise unknown("method to compare with called", name, METHODS)
     return METHODS[name]
 
 

@@ -15,6 +15,7 @@ from stratagem.search.strategies import (
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.segments import check_policy
 from stratagem.simulator.training import Training
@@ -84,10 +85,7 @@ class TrainingSetup:
             if getattr(self, name) < 1:
                 raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")
         if self.partition not in PARTITIONS:
-            raise ValueError(
-                f"training setup: no partition {self.partition!r}; there are "
-                f"{', '.join(PARTITIONS)}"
-            )
+            raise unknown("partition", self.partition, PARTITIONS, where="training setup")
         check_policy(self.recompute)
 
     def data(self, cluster: Cluster) -> int:

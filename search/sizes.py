@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.search.result import FrontPoint, SearchResult
+from stratagem.search.result import FrontPoint, SearchResult, front_of
 from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import unknown
 from stratagem.simulator.table import Table, Unit
 
 OBJECTIVES = ("time", "money")
@@ -43,9 +44,7 @@ class SizesResult:
     @property
     def front(self) -> tuple[FrontPoint, ...]:
         """Plans of all sizes that none other beats in time, memory and devices at once."""
-        points = [point for result in self.results.values() for point in result.front]
-        kept = [p for p in points if not any(_beats(other, p) for other in points)]
-        return tuple(sorted(kept, key=lambda p: p.step_time))
+        return tuple(front_of(p for result in self.results.values() for p in result.front))
 
     @property
     def table(self) -> Table:
@@ -110,7 +109,7 @@ def search_sizes(
         ValueError: an unknown objective, no size, or money on a cluster without a price.
     """
     if objective not in OBJECTIVES:
-        raise ValueError(f"no objective {objective!r}; there are {', '.join(OBJECTIVES)}")
+        raise unknown("objective", objective, OBJECTIVES)
     if not num_nodes:
         raise ValueError("num_nodes is empty: name at least one number of nodes")
     if objective == "money" and not cluster.node_price_per_hour:
@@ -122,9 +121,3 @@ def search_sizes(
         nodes: search(graph, cluster.resized(num_nodes=nodes), **arguments) for nodes in num_nodes
     }
     return SizesResult(results, objective)
-
-
-def _beats(one: FrontPoint, other: FrontPoint) -> bool:
-    ours = (one.step_time, one.peak_memory, one.num_devices)
-    theirs = (other.step_time, other.peak_memory, other.num_devices)
-    return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))

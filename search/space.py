@@ -6,13 +6,15 @@ A *skeleton* is a plan without its choices: stages, meshes, microbatches and sch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.search.partition import balanced_stages
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.names import unknown
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import (
@@ -28,7 +30,7 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     windows_fit,
 )
-from stratagem.simulator.plan import Choice
+from stratagem.simulator.plan import Choice, Stage
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 
 VIRTUAL_STAGES = 2
@@ -128,6 +130,18 @@ class Skeleton:
             return (self.recompute,) * len(self.stages)
         return self.recompute
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of different sets of devices that stages run on."""
+        return len({frozenset(mesh.devices) for mesh in self.meshes})
+
+    def staged(self, choices: Mapping[str, Choice]) -> tuple[Stage, ...]:
+        """The stages of a plan that makes some choices, by operator."""
+        return tuple(
+            Stage(names, mesh, {n: choices[n] for n in names})
+            for names, mesh in zip(self.stages, self.meshes, strict=True)
+        )
+
     def __str__(self) -> str:
         shapes = dict.fromkeys("×".join(str(n) for n in mesh.shape) for mesh in self.meshes)
         shape = " and ".join(shapes)
@@ -205,13 +219,14 @@ def _is_balanced(size: int, splits: Sequence[int]) -> bool:
 
 
 def stage_meshes(
-    devices: Sequence[int], cluster: Cluster, *, max_axes: int = 3
+    devices: Sequence[int], cluster: Cluster, *, max_axes: int = 3, by_node: bool = True
 ) -> list[DeviceMesh]:
     """Logical shapes for a stage's consecutive devices: nodes apart, a node whole or cut in two.
 
     Where there are several nodes all devices may be one axis too. With two axes only, nodes that
     would be cut in two have their cuts in the first axis as well: data parallel ways over all
-    nodes, tensor parallel ways inside one.
+    nodes, tensor parallel ways inside one. Devices of which nodes have unequal shares are shaped
+    as those of one node, and so are all if not `by_node`.
 
     Example:
         >>> cluster = Cluster.preset("dgx-a100")
@@ -220,9 +235,8 @@ def stage_meshes(
         >>> [m.shape for m in stage_meshes(range(16), cluster, max_axes=2)]
         [(2, 8), (16,), (8, 2), (4, 4)]
     """
-    nodes = len({cluster.node_of(device) for device in devices})
-    if len(devices) % nodes:
-        nodes = 1
+    counts = Counter(cluster.node_of(device) for device in devices)
+    nodes = len(counts) if by_node and len(set(counts.values())) == 1 else 1
     inside = len(devices) // nodes
     outer = [MeshAxis("node", nodes)] if nodes > 1 else []
     shapes = [[MeshAxis("device", inside)] if inside > 1 or not outer else []]
@@ -240,6 +254,16 @@ def stage_meshes(
             for ways in cuts
         ]
     return meshes
+
+
+def _alike_meshes(
+    groups: Sequence[Sequence[int]], cluster: Cluster, max_axes: int
+) -> list[list[DeviceMesh]]:
+    """The meshes of each stage, of the same shapes, though some may straddle nodes."""
+    options = [stage_meshes(group, cluster, max_axes=max_axes) for group in groups]
+    if len({tuple(mesh.shape for mesh in meshes) for meshes in options}) == 1:
+        return options
+    return [stage_meshes(group, cluster, max_axes=max_axes, by_node=False) for group in groups]
 
 
 def skeletons(
@@ -269,9 +293,8 @@ def skeletons(
         ValueError: if the schedule is none of `SCHEDULES`.
     """
     if schedule not in SCHEDULES:
-        raise ValueError(
-            f"the search has no schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}; a "
-            "plan of your own may have others"
+        raise unknown(
+            "schedule for a search", schedule, SCHEDULES, hint="A plan of your own may have others"
         )
     total = cluster.num_devices
     axes = max_axes or (3 if total <= SMALL_CLUSTER else 2)
@@ -292,10 +315,27 @@ def skeletons(
             continue
         stages = balanced_stages(graph, cluster, num_ranks * rounds)
         groups = [range(r * share, (r + 1) * share) for r in range(num_ranks)]
-        options = [stage_meshes(group, cluster, max_axes=axes) for group in groups]
+        options = _alike_meshes(groups, cluster, axes)
         for meshes in zip(*options, strict=True):
             for parts in counts:
                 yield Skeleton(stages, meshes * rounds, parts, schedule)
+
+
+def all_skeletons(
+    graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str]
+) -> Iterator[Skeleton]:
+    """The skeletons of the space under several schedules.
+
+    What runs as one stage is listed once: interleaved it is the same as under 1F1B.
+
+    Raises:
+        ValueError: as `skeletons`.
+    """
+    for name in schedules:
+        for skeleton in skeletons(graph, cluster, schedule=name):
+            same = name == "interleaved" and "1f1b" in schedules
+            if skeleton.num_ranks > 1 or not same:
+                yield skeleton
 
 
 def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:

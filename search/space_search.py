@@ -10,17 +10,8 @@ from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.result import Fate, SkeletonRecord
 from stratagem.search.space import Options, Skeleton, distinct_stages
-from stratagem.search.strategies import (
-    Choices,
-    data_parallel,
-    expert_dims,
-    expert_parallel,
-    tensor_dims,
-    tensor_parallel,
-    with_recompute,
-)
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan, Stage
+from stratagem.search.strategies import Choices, known_strategies, with_recompute
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
 
 
@@ -29,8 +20,7 @@ class Entry:
     """A skeleton of the space and what is known of it.
 
     `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
-    `simulation` the best one's. The choices of the first start are
-    among those searched.
+    `simulation` the best one's. The choices of the first start are among those searched.
     """
 
     skeleton: Skeleton
@@ -41,17 +31,26 @@ class Entry:
     why: str = ""
 
     @property
+    def fits(self) -> bool:
+        """Whether the best plan known fits."""
+        return self.simulation is not None and self.simulation.fits
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sorts entries by their best plan (see `baselines.rank`); those without come last."""
+        return rank(self.simulation) if self.simulation is not None else (float("inf"), 0.0)
+
+    def know(self, simulation: Simulation) -> None:
+        """Take a plan of the skeleton; the best one is remembered."""
+        if rank(simulation) < self.rank:
+            self.simulation = simulation
+
+    @property
     def record(self) -> SkeletonRecord:
         """What the result says of it."""
         best = self.simulation
-        fits = best is not None and best.fits
-        return SkeletonRecord(
-            self.skeleton,
-            self.fate,
-            self.bound,
-            best.step_time if best is not None and fits else None,
-            self.why,
-        )
+        known = best.step_time if best is not None and best.fits else None
+        return SkeletonRecord(self.skeleton, self.fate, self.bound, known, self.why)
 
 
 class Space:
@@ -81,25 +80,26 @@ class Space:
                 f"options try {', '.join(options.recompute)}: name one of these"
             )
         self.entries: list[Entry] = []
-        self._graphs: dict[int, OperatorGraph] = {}
+        self._computing = ComputingBounds(situation, options)
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:
         """Take skeletons in, bounded by what they compute."""
-        computing = ComputingBounds(self.situation, self.options)
         known = {entry.skeleton for entry in self.entries}
         for number, skeleton in enumerate(skeletons):
             tick(number)
-            ranks = len({frozenset(mesh.devices) for mesh in skeleton.meshes})
             fine = self.constraints.allows_skeleton(
-                ranks, skeleton.num_microbatches, skeleton.schedule, skeleton.meshes
+                skeleton.num_ranks,
+                skeleton.num_microbatches,
+                skeleton.schedule,
+                skeleton.meshes,
             )
             for policy in self.policies:
                 entry = Entry(replace(skeleton, recompute=policy), float("inf"))
                 if entry.skeleton in known:
                     continue
                 if fine:
-                    entry.bound = computing.seconds(entry.skeleton)
+                    entry.bound = self._computing.seconds(entry.skeleton)
                 else:
                     entry.fate = Fate.FORBIDDEN
                 self.entries.append(entry)
@@ -110,11 +110,10 @@ class Space:
         for entry in self.entries:
             if entry.skeleton == skeleton:
                 entry.starts.insert(0, choices)
-                if entry.simulation is None or rank(simulation) < rank(entry.simulation):
-                    entry.simulation = simulation
+                entry.know(simulation)
                 break
         else:
-            bound = ComputingBounds(self.situation, self.options).seconds(skeleton)
+            bound = self._computing.seconds(skeleton)
             entry = Entry(skeleton, bound, Fate.RANKED, [choices], simulation)
             self.entries.append(entry)
         entry.fate = Fate.RANKED if entry.fate is Fate.OPEN else entry.fate
@@ -152,12 +151,9 @@ class Space:
             tick(len(ranked))
             self._try_strategies(entry, offer)
             ranked.append(entry)
-            if entry.simulation is not None and entry.simulation.fits:
+            if entry.fits:
                 fitting.add(base)
-        worst = (float("inf"), 0.0)
-        return sorted(
-            ranked, key=lambda e: rank(e.simulation) if e.simulation is not None else worst
-        )
+        return sorted(ranked, key=lambda e: e.rank)
 
     def _try_strategies(self, entry: Entry, offer: Callable[[Simulation], bool]) -> None:
         entry.fate = Fate.RANKED
@@ -167,7 +163,10 @@ class Space:
         if base in self._promising:
             strategies = [strategies[k] for k in self._promising[base]]
         for choices in strategies:
-            simulation = self.situation.simulate(self.plan(entry.skeleton, choices))
+            plan = self.situation.plan(
+                entry.skeleton, choices, name="strategy", options=self.options
+            )
+            simulation = self.situation.simulate(plan)
             if offer(simulation):
                 tried.append((simulation, choices))
         order = sorted(range(len(tried)), key=lambda k: rank(tried[k][0]))
@@ -181,49 +180,22 @@ class Space:
         else:
             entry.why = "no known strategy meets the constraints"
 
-    def small_graph(self, num_microbatches: int) -> OperatorGraph:
-        """The model at the batch of one microbatch."""
-        if num_microbatches not in self._graphs:
-            self._graphs[num_microbatches] = self.situation.graph.microbatch(num_microbatches)
-        return self._graphs[num_microbatches]
-
     def _strategies(self, skeleton: Skeleton) -> list[Choices]:
-        """Data parallel with each ZeRO stage; tensor and expert parallel along the last axis."""
-        small = self.small_graph(skeleton.num_microbatches)
+        """Known strategies with the ZeRO stages of the search; none on meshes that differ."""
+        small = self.situation.graph.microbatch(skeleton.num_microbatches)
         shape = skeleton.meshes[0].shape
         if any(mesh.shape != shape for mesh in skeleton.meshes):
             return []
         zeros = distinct_stages(self.zero_stages, skeleton.num_microbatches)
-        made = [data_parallel(small, shape, zero=zero) for zero in zeros]
-        axis = len(shape) - 1
-        if shape[axis] > 1 and tensor_dims(small, shape[axis]):
-            made += [
-                tensor_parallel(small, shape, axis, sequence_parallel=sequence, zero=zero)
-                for sequence in (False, True)
-                for zero in zeros[:2]
-            ]
-        if expert_dims(small):
-            made += [expert_parallel(small, shape, zero=zero) for zero in zeros[:2]]
+        made = known_strategies(small, shape, zero_stages=zeros, model_zero_stages=zeros[:2])
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
-    def plan(self, skeleton: Skeleton, choices: Choices) -> Plan:
-        """A strategy on a skeleton."""
-        s = self.situation
-        return Plan(
-            name="strategy",
-            model=s.graph.name,
-            fingerprint=s.graph.fingerprint,
-            cluster=s.cluster,
-            training=s.training,
-            stages=tuple(
-                Stage(names, mesh, {n: choices[n] for n in names})
-                for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True)
-            ),
-            num_microbatches=skeleton.num_microbatches,
-            schedule=skeleton.schedule,
-            bucket_bytes=self.options.bucket_bytes,
-            inputs_first=self.options.inputs_first,
-        )
+    def share_bound(self, entry: Entry, seconds: float) -> None:
+        """Take a bound of an entry as one of its skeleton under every policy."""
+        base = replace(entry.skeleton, recompute=self.policies[0])
+        for other in self.entries:
+            if replace(other.skeleton, recompute=self.policies[0]) == base:
+                other.bound = max(other.bound, seconds)
 
     def bound(self, best: float) -> float:
         """What no plan of the space is under; what a bound excludes by now is pruned."""

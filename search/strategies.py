@@ -91,6 +91,34 @@ def with_recompute(graph: OperatorGraph, choices: Choices, policy: str) -> Choic
     return {name: replace(choice, recompute=name in again) for name, choice in choices.items()}
 
 
+def known_strategies(
+    graph: OperatorGraph,
+    shape: Sequence[int],
+    *,
+    zero_stages: Sequence[int],
+    model_zero_stages: Sequence[int],
+) -> list[Choices]:
+    """Data parallelism with every axis; tensor and expert parallelism along the last one.
+
+    Args:
+        graph: of a microbatch.
+        shape: of the mesh.
+        zero_stages: those of data parallelism.
+        model_zero_stages: those of tensor and expert parallelism.
+    """
+    made = [data_parallel(graph, shape, zero=zero) for zero in zero_stages]
+    axis = len(shape) - 1
+    if shape[axis] > 1 and tensor_dims(graph, shape[axis]):
+        made += [
+            tensor_parallel(graph, shape, axis, sequence_parallel=sequence, zero=zero)
+            for sequence in (False, True)
+            for zero in model_zero_stages
+        ]
+    if expert_dims(graph):
+        made += [expert_parallel(graph, shape, zero=zero) for zero in model_zero_stages]
+    return made
+
+
 def replicated(graph: OperatorGraph, shape: Sequence[int]) -> Choices:
     """Every device does everything."""
     config: Config = (REPLICATE,) * len(shape)

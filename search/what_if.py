@@ -21,6 +21,7 @@ from stratagem.simulator.costs import CostModel
 from stratagem.simulator.delta import DeltaEngine
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.names import unknown
 from stratagem.simulator.placement import Pin
 from stratagem.simulator.plan import CUSTOM, Choice, Plan
 from stratagem.simulator.resharding import IntArray
@@ -208,7 +209,7 @@ class WhatIf:
     def _index(self, operator: str) -> int:
         index = self._problem.graph.index
         if operator not in index:
-            raise ValueError(f"graph {self._graph.name!r} has no operator {operator!r}")
+            raise unknown(f"operator of graph {self._graph.name!r}", operator, index)
         return index[operator]
 
 

@@ -11,18 +11,16 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from stratagem.search.anneal import Chain
-from stratagem.search.intra import IntraProgram
+from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.problem import Problem
 from stratagem.simulator.resharding import IntArray
 
 SIZES = (24, 8)
 """Operators in a window, pass after pass."""
-MOST_PARTS = 8
-"""Relaxations that the integer program of a window may take."""
 
 
 def improve_by_windows(
-    problem: Problem,
+    program: IntraProgram,
     choice: IntArray,
     *,
     max_windows: int = 40,
@@ -33,7 +31,7 @@ def improve_by_windows(
     The solution of a window is tried for all stretches of equal operators too: layers repeat.
 
     Args:
-        problem: what to choose for.
+        program: of the problem to choose for.
         choice: where to start.
         max_windows: how many windows to solve at most.
         stop: asked between windows.
@@ -41,9 +39,9 @@ def improve_by_windows(
     Returns:
         The best choices met.
     """
+    problem = program.problem
     judge = Chain(problem, choice, total=1, seed=0)
     best, score, solved = choice.copy(), float(judge.scores[0]), 0
-    program = IntraProgram(problem)
     for size in SIZES:
         for window in _windows(problem, size):
             if solved >= max_windows or stop():

@@ -14,6 +14,7 @@ import msgspec
 
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.files import decode, read_text
+from stratagem.simulator.names import unknown
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Cluster:
         """
         known = preset_names()
         if name not in known:
-            raise ValueError(f"no cluster preset {name!r}; there are {', '.join(known)}")
+            raise unknown("cluster preset", name, known)
         text = (resources.files(__package__) / "presets" / f"{name}.json").read_text("utf-8")
         cluster = decode(_with_bundled_devices(text, name), cls, f"preset {name}")
         return cluster.resized(num_nodes=num_nodes, devices_per_node=devices_per_node)
@@ -286,13 +287,9 @@ class Cluster:
         )
 
     def _repr_html_(self) -> str:
-        kinds = ", ".join(sorted(set(self.node_devices)))
-        links = "; ".join(
-            f"{where} {link.name} {link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs"
-            for where, link in (("in a node", self.intra_node), ("between nodes", self.inter_node))
-        )
-        size = f"{self.num_nodes} nodes × {self.devices_per_node} {kinds}"
-        return f"<b>{self.name}</b>: {size}; {links}"
+        from stratagem.simulator.show.cluster_picture import cluster_picture
+
+        return cluster_picture(self)
 
 
 def _with_bundled_devices(text: str, what: str) -> str:

@@ -148,8 +148,7 @@ class TableBuilder:
             cluster.calibration,
         )
         self._memory = rows = memory or RowMemory()
-        types = tuple(device.name for device in self.devices)
-        alike = (mesh.shape, self.links, types)
+        alike = price_key(mesh, cluster)
         self._rows = rows.operators.setdefault(alike, {})
         self._edge_rows = rows.edges.setdefault(alike, {})
 
@@ -389,6 +388,12 @@ class TableBuilder:
             return timed([(0.0, 0)], (1, 1))
         seconds, mask = self.resharder.matrix(sizes, itemsize, sources, targets)
         return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))
+
+
+def price_key(mesh: DeviceMesh, cluster: Cluster) -> tuple[object, ...]:
+    """What prices depend on of a mesh: its shape, its links and the types of its devices."""
+    links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
+    return mesh.shape, links, tuple(device.name for device in _device_types(mesh, cluster))
 
 
 def _device_types(mesh: DeviceMesh, cluster: Cluster) -> tuple[DeviceType, ...]:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.memory import DeviceMemory
@@ -41,6 +42,39 @@ _ZERO = {
 }
 
 
+@dataclass(frozen=True)
+class StageWords:
+    """What a stage does: its devices, its operators, how they are split, its memory."""
+
+    devices: str
+    operators: str
+    splits: tuple[str, ...]
+    memory: str
+
+
+@dataclass(frozen=True)
+class PlanWords:
+    """What a plan does in sentences: the whole step, each stage, where the time goes."""
+
+    headline: str
+    stages: tuple[StageWords, ...]
+    time: str
+
+
+def plan_words(simulation: Simulation, graph: OperatorGraph) -> PlanWords:
+    """The sentences of `describe`, for a page that breaks lines by itself."""
+    plan = simulation.plan
+    graph = plan.rewrite(graph).graph
+    return PlanWords(
+        _headline(simulation, graph),
+        tuple(
+            _stage_words(simulation, number, stage, graph)
+            for number, stage in enumerate(plan.stages)
+        ),
+        _time_sentence(simulation),
+    )
+
+
 def describe(simulation: Simulation, graph: OperatorGraph) -> str:
     """Say what a simulated plan does, for a person who has not seen the code.
 
@@ -51,12 +85,14 @@ def describe(simulation: Simulation, graph: OperatorGraph) -> str:
     Returns:
         Several lines: the whole step, then each stage with its devices, splits and memory.
     """
-    plan = simulation.plan
-    graph = plan.rewrite(graph).graph
-    paragraphs = [_wrapped(_headline(simulation, graph))]
-    for number, stage in enumerate(plan.stages):
-        paragraphs.append("\n".join(_stage_lines(simulation, number, stage, graph)))
-    return "\n\n".join([*paragraphs, _wrapped(_time_sentence(simulation))])
+    words = plan_words(simulation, graph)
+    paragraphs = [_wrapped(words.headline)]
+    for stage in words.stages:
+        lines = [_wrapped(stage.devices, hanging="  "), f"  {stage.operators}"]
+        lines += [_wrapped(f"• {each}", indent="  ", hanging="    ") for each in stage.splits]
+        lines.append(_wrapped(stage.memory, indent="  ", hanging="  "))
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join([*paragraphs, _wrapped(words.time)])
 
 
 def _wrapped(text: str, indent: str = "", hanging: str = "") -> str:
@@ -97,15 +133,11 @@ def _substituted(plan: Plan) -> str:
     return f" Its graph was rewritten first: {listed}."
 
 
-def _stage_lines(
+def _stage_words(
     simulation: Simulation, number: int, stage: Stage, graph: OperatorGraph
-) -> list[str]:
+) -> StageWords:
     operators = [op for op in map(graph.operator, stage.operators) if op.kind != "source"]
-    lines = [
-        _wrapped(f"Stage {number}: {_devices_phrase(simulation.plan, stage)}", hanging="  "),
-        f"  {len(operators)} operators, from {operators[0].name} to {operators[-1].name}:",
-    ]
-    seconds = _operator_seconds(simulation.timeline, simulation.plan.group(number))
+    seconds = operator_seconds(simulation.timeline, simulation.plan.group(number))
     groups: dict[str, list[str]] = {}
     for operator in operators:
         phrase = choice_phrase(operator, stage.choices[operator.name], stage.mesh.shape)
@@ -115,14 +147,19 @@ def _stage_lines(
     }
     whole = sum(spent.values()) or 1.0
     ordered = sorted(groups.items(), key=lambda pair: -spent[pair[0]])
-    for phrase, names in ordered[:MAX_GROUPS]:
-        bullet = f"• {_share(spent[phrase] / whole)} {phrase}: {collapse(names)}"
-        lines.append(_wrapped(bullet, indent="  ", hanging="    "))
+    splits = [
+        f"{_share(spent[phrase] / whole)} {phrase}: {collapse(names)}"
+        for phrase, names in ordered[:MAX_GROUPS]
+    ]
     if len(ordered) > MAX_GROUPS:
         rest = sum(len(names) for _, names in ordered[MAX_GROUPS:])
-        lines.append(f"  • {rest} more operators in {len(ordered) - MAX_GROUPS} other ways")
-    memory = _memory_phrase(simulation.memory[simulation.plan.rank_of[number]])
-    return [*lines, _wrapped(memory, indent="  ", hanging="  ")]
+        splits.append(f"{rest} more operators in {len(ordered) - MAX_GROUPS} other ways")
+    return StageWords(
+        f"Stage {number}: {_devices_phrase(simulation.plan, stage)}",
+        f"{len(operators)} operators, from {operators[0].name} to {operators[-1].name}:",
+        tuple(splits),
+        _memory_phrase(simulation.memory[simulation.plan.rank_of[number]]),
+    )
 
 
 def _devices_phrase(plan: Plan, stage: Stage) -> str:
@@ -138,7 +175,7 @@ def _devices_phrase(plan: Plan, stage: Stage) -> str:
     return f"{len(devices)} × {kinds} (devices {min(devices)}–{max(devices)}){arranged}"
 
 
-def _operator_seconds(timeline: Timeline, group: str) -> dict[str, float]:
+def operator_seconds(timeline: Timeline, group: str) -> dict[str, float]:
     """Time of each operator on a stage's compute lane, both passes of all microbatches."""
     wanted = lane_name(group, "compute")
     suffixes = {

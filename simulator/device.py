@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.simulator.files import decode
+from stratagem.simulator.names import unknown
 
 GIB = 2**30
 
@@ -233,7 +234,7 @@ class DeviceType:
         """
         known = device_names()
         if name not in known:
-            raise ValueError(f"no bundled device {name!r}; there are {', '.join(known)}")
+            raise unknown("bundled device", name, known)
         file = resources.files(__package__) / DEVICE_FOLDER / f"{name}.json"
         return decode(file.read_text("utf-8"), cls, f"bundled device {name}")
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from stratagem.simulator.names import unknown
+
 Layout = tuple[tuple[str, ...], ...]
 """Per tensor dimension the operator dims whose product it is, outermost first; () is size 1."""
 
@@ -248,7 +250,7 @@ class OperatorGraph:
     def operator(self, name: str) -> Operator:
         """The operator called `name`."""
         if name not in self.index:
-            raise ValueError(f"graph {self.name!r} has no operator {name!r}")
+            raise unknown(f"operator of graph {self.name!r}", name, self.index)
         return self.operators[self.index[name]]
 
     @property
@@ -332,14 +334,9 @@ class OperatorGraph:
         return {}
 
     def _repr_html_(self) -> str:
-        counts = Counter(operator.kind for operator in self.operators)
-        rows = "".join(f"<tr><td>{kind}</td><td>{n}</td></tr>" for kind, n in counts.most_common())
-        blocks = "; ".join(f"{b.count} × {b.length} operators" for b in repeated_blocks(self))
-        return (
-            f"<b>{self.name}</b>: {len(self.operators)} operators, {self.num_parameters:,} "
-            f"parameters, batch {self.batch}; repeated: {blocks or 'none'}"
-            f"<table><tr><th>kind</th><th>operators</th></tr>{rows}</table>"
-        )
+        from stratagem.simulator.show.graph_picture import graph_picture
+
+        return graph_picture(self)
 
 
 def factors(layout: Layout) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def _top(timeline: MemoryTimeline) -> float:
 
 
 def _draw(panel: Axes, timeline: MemoryTimeline, per_ns: float) -> None:
-    chosen = _points(timeline)
+    chosen = drawn_points(timeline)
     times = timeline.times[chosen] * per_ns
     layers = [(use, timeline.nbytes[row][chosen] / GIB) for row, use in enumerate(Purpose)]
     below = np.zeros(times.size)
@@ -112,8 +112,8 @@ def _draw(panel: Axes, timeline: MemoryTimeline, per_ns: float) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _points(timeline: MemoryTimeline) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Which points to draw: all, or of equal stretches the last and the fullest."""
+def drawn_points(timeline: MemoryTimeline) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Which points of a curve to draw: all, or of equal stretches the last and the fullest."""
     size = timeline.times.size
     if size <= MAX_POINTS:
         return np.arange(size)

@@ -306,6 +306,11 @@ class Plan:
         """The text of the plan file; equal plans have equal text."""
         return encode(_to_file(self))
 
+    def _repr_html_(self) -> str:
+        from stratagem.simulator.show.plan_picture import plan_picture
+
+        return plan_picture(self)
+
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file.

@@ -69,6 +69,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
+from stratagem.simulator.names import unknown
 from stratagem.simulator.spatial import Window, window_of
 
 Sizes = Mapping[str, int]
@@ -271,8 +272,5 @@ def rule_of(operator: Operator) -> Rule:
         ValueError: when the kind is not in the table.
     """
     if operator.kind not in RULES:
-        known = ", ".join(RULES)
-        raise ValueError(
-            f"operator {operator.name!r} has unknown kind {operator.kind!r}; there are {known}"
-        )
+        raise unknown(f"rule for operator {operator.name!r} of kind", operator.kind, RULES)
     return RULES[operator.kind]

@@ -7,10 +7,10 @@ a stage's forward, backward, input gradient and weight gradient.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from stratagem.simulator.names import unknown
 from stratagem.simulator.schedule import Action, ActionKind, Schedule, check_sizes
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -241,11 +241,8 @@ def schedule_by_name(
             of ranks, or it does not slice tokens.
     """
     if name not in SCHEDULES:
-        close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"no schedule is called {name!r}: choose one of {', '.join(SCHEDULES)}, or in a plan "
-            f"custom{hint}"
+        raise unknown(
+            "schedule", name, SCHEDULES, hint="A plan may list orders of its own: custom"
         )
     ranks = num_stages if num_ranks is None else num_ranks
     if num_slices != 1 and name != "terapipe":

@@ -11,10 +11,10 @@ there:
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import unknown
 from stratagem.simulator.saved import saved_inside
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")
@@ -24,11 +24,7 @@ RECOMPUTE_POLICIES = ("none", "selective", "full")
 def check_policy(policy: str) -> None:
     """Raise ValueError if there is no recompute policy of that name."""
     if policy not in RECOMPUTE_POLICIES:
-        near = difflib.get_close_matches(policy, RECOMPUTE_POLICIES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"no recompute policy {policy!r}: {hint}there are {', '.join(RECOMPUTE_POLICIES)}"
-        )
+        raise unknown("recompute policy", policy, RECOMPUTE_POLICIES)
 
 
 def recomputed_operators(graph: OperatorGraph, policy: str) -> frozenset[str]:

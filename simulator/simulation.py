@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,7 +97,7 @@ class Simulation:
         gib = self.peak_memory / 2**30
         fits = "fits" if self.fits else "does not fit"
         return (
-            f"<b>{self.plan.name}</b>: {self.step_time * 1e3:.2f} ms "
+            f"<b>{html.escape(self.plan.name)}</b>: {self.step_time * 1e3:.2f} ms "
             f"± {100 * self.relative_error:.0f} % a step, {gib:.2f} GiB per device ({fits})"
         )
 

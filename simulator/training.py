@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stratagem.simulator.names import unknown
 from stratagem.simulator.rules import DTYPE_BYTES
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -22,6 +23,8 @@ class Training:
         betas: decay of Adam's means of the gradient and of its square.
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
             itself by Adam (AdamW, Loshchilov and Hutter 2019).
+        clip_norm: gradients are made shorter where the norm of all of them is above it (Pascanu et
+            al. 2013); 0 for never. It is executed, and not priced: one sum of one number.
         gradient_precision: in which gradients are added up and reduced; empty: as `precision`.
             Megatron-LM adds bfloat16 gradients up in float32.
         flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
@@ -39,7 +42,7 @@ class Training:
 
     Raises:
         ValueError: on an unknown precision or optimizer, a beta that is not in [0, 1), or a
-            weight decay below 0.
+            weight decay or a norm below 0.
     """
 
     precision: str = "float32"
@@ -51,6 +54,7 @@ class Training:
     fused_loss: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
+    clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -59,14 +63,15 @@ class Training:
             ("optimizer", self.optimizer, OPTIMIZER_STATES),
         ):
             if value not in known:
-                raise ValueError(f"no {what} {value!r}; there are {', '.join(known)}")
+                raise unknown(what, value, known)
         if self.flash_version not in FLASH_VERSIONS:
             versions = ", ".join(map(str, FLASH_VERSIONS))
             raise ValueError(f"no flash_version {self.flash_version}; there are {versions}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; each must be at least 0 and below 1")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        for name, number in (("weight_decay", self.weight_decay), ("clip_norm", self.clip_norm)):
+            if number < 0:
+                raise ValueError(f"{name} is {number}; it must be 0 or more")
 
     def bytes_of(self, dtype: str) -> int:
         """Bytes of one scalar: floating tensors take the training precision."""

@@ -17,6 +17,7 @@ from stratagem.executor.reference import gradient_errors, relative_error
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.overlap import check_pieces
 from stratagem.simulator.placement import (
     REPLICATE,
     Config,
@@ -247,12 +248,18 @@ def random_plan(case: Case, seed: int, training: Training | None = None) -> Plan
 
 
 def optional(choose: Chooser, seed: int) -> Chooser:
-    """Choices that also recompute or convert again, at random."""
+    """Choices that also recompute, convert again or run in pieces, at random."""
     rng = random.Random(seed)
 
     def chosen(operator: Operator, shape: tuple[int, ...]) -> Choice:
         made = choose(operator, shape)
-        return replace(made, recompute=rng.random() < 0.3, regather=rng.random() < 0.3)
+        made = replace(made, recompute=rng.random() < 0.3, regather=rng.random() < 0.3)
+        chunks = rng.choice([1, 2, 3])
+        try:
+            check_pieces(operator, made.config, shape, chunks)
+        except ValueError:
+            return made
+        return replace(made, chunks=chunks)
 
     return chosen
 

@@ -106,6 +106,43 @@ def test_memory_counts_in_the_bound(gib: float) -> None:
         assert bounds[1] > bounds[0]
 
 
+@settings(max_examples=10, deadline=None)
+@given(
+    widths=st.lists(st.sampled_from([256, 512, 1024]), min_size=2, max_size=3),
+    mib=st.sampled_from([2, 4, 6, 8, 12, 20]),
+    which=st.integers(0, 7),
+)
+def test_under_tight_memory_nothing_is_excluded_that_fits(
+    widths: list[int], mib: int, which: int
+) -> None:
+    graph = mlp(widths, batch=64)
+    cluster = tiny_cluster(4, nodes=1, gb_s=2.0, gib=mib / 1024)
+    found = [s for s in skeletons(graph, cluster) if len(s.stages) == 2]
+    skeleton = found[which % len(found)]
+    problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 3))
+    if problem.num_plans > 40_000:
+        return
+    best = best_by_enumeration(problem)
+    bound = lower_bound(problem, start_of(problem), rounds=12)
+    assert bound.seconds <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(0.2, True), (0.05, False)])
+def test_the_bound_is_infinite_where_nothing_fits(gib: float, fits: bool) -> None:
+    """It was any large number, and in deep pipelines too small to tell."""
+    graph = gpt(num_layers=8, hidden=512, num_heads=8, sequence=256, vocabulary=512, batch=64)
+    cluster = tiny_cluster(16, nodes=2, gb_s=100.0, gib=gib)
+    skeleton = next(
+        s for s in skeletons(graph, cluster) if len(s.stages) == 8 and s.num_microbatches == 16
+    )
+    problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2, 3))
+    bound = lower_bound(problem, start_of(problem))
+    assert bound.is_full
+    assert np.isfinite(bound.seconds) == fits
+    if fits:
+        assert 0.9 * bound.score < bound.seconds <= bound.score
+
+
 def test_the_bound_is_close_on_a_transformer_under_pipelining() -> None:
     graph = gpt(num_layers=4, hidden=256, num_heads=4, sequence=128, vocabulary=512, batch=32)
     cluster = Cluster.preset("dgx-a100", num_nodes=1)

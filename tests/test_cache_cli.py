@@ -316,10 +316,10 @@ class TestWrongWords:
         [
             (("prnue",), "prune"),
             (("ls", "--jsno"), "--json"),
-            (("ls", "--kind", "linaer"), "no kind 'linaer'; did you mean 'linear'?"),
+            (("ls", "--kind", "linaer"), "no kind 'linaer' (did you mean 'linear'?)"),
             (("ls", "-e", "NVIDA H200"), "did you mean 'NVIDIA H200'?"),
             (("ls", "--older-than", "3y"), "--older-than is '3y'; give a number and m, h, d or w"),
-            (("import", "x", "--format", "kinto"), "no format 'kinto'; did you mean 'kineto'?"),
+            (("import", "x", "--format", "kinto"), "no format 'kinto' (did you mean 'kineto'?)"),
             (("import", "x", "--here", "gpu"), "no device for --here 'gpu'"),
         ],
         ids=lambda value: value if isinstance(value, str) else " ".join(value),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.search.checkpoint import Checkpoint, Searched
 from stratagem.search.constraints import Constraints, most_tensor_ways
 from stratagem.search.course import Progress
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
@@ -100,7 +102,7 @@ def test_constraints_are_never_ignored(
     graph = tiny_gpt()
     result = quick(graph, constraints=wishes, budget=Budget(evaluations=200))
     plan = result.plan
-    assert wishes.bind(graph).violations(result.simulation, plan.num_ranks) == []
+    assert wishes.bind(graph).violations(result.simulation) == []
     if tensor is not None:
         assert most_tensor_ways(plan, graph) <= tensor
     if pipeline is not None:
@@ -130,8 +132,11 @@ def test_pinned_operators_have_the_config_asked_for() -> None:
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"pin": {"layer.0": (REPLICATE,)}}, "no operator of 'mlp' is called 'layer.0'; near are"),
-        ({"forbid": (("head", "device"),)}, "has no dim 'head' that can be sharded"),
+        (
+            {"pin": {"layer.0": (REPLICATE,)}},
+            "no operator of 'mlp' to constrain called 'layer.0' .did you mean 'layers.0",
+        ),
+        ({"forbid": (("head", "device"),)}, "no dim of 'mlp' that can be sharded called 'head'"),
         ({"pipeline": 7}, "no plan meets the constraints"),
         ({"pipeline": 4, "max_pipeline": 2}, "pipeline is 4, but max_pipeline is 2"),
         ({"headroom": 1.5}, "headroom is 1.5"),
@@ -165,11 +170,23 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     second = quick(graph, checkpoint=path)
     assert second.plan.to_json() == whole.plan.to_json()
     assert second.evaluations == whole.evaluations
+    assert second.bound == whole.bound
+    assert second.space == whole.space
     with pytest.raises(ValueError, match="is of a search with other arguments"):
         quick(graph, checkpoint=path, seed=1)
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"search\.json"):
         quick(graph, checkpoint=path)
+
+
+def test_a_skeleton_on_which_nothing_fits_is_remembered(tmp_path: Path) -> None:
+    """JSON knows no infinite bound."""
+    graph, path = tiny_gpt(), tmp_path / "search.json"
+    plan = quick(graph, budget=Budget(evaluations=0), num_bounded=0).plan
+    first = Checkpoint(path, "arguments")
+    first.put("here", Searched(plan, 5, float("inf"), 0.25))
+    found = Checkpoint(path, "arguments").get("here")
+    assert found == Searched(plan, 5, float("inf"), 0.25)
 
 
 def test_a_search_goes_on_from_an_edited_plan() -> None:
@@ -188,7 +205,7 @@ def test_methods_of_the_literature_are_rows() -> None:
     best = min(s.step_time for s in result.baselines.values() if s.fits)
     assert result.simulation.step_time <= best
     with pytest.raises(
-        ValueError, match=r"no method 'Tofoo' to compare with .did you mean 'Tofu'"
+        ValueError, match=r"no method to compare with called 'Tofoo' .did you mean 'Tofu'"
     ):
         quick(tiny_gpt(), baselines=["Tofoo"])
 
@@ -246,3 +263,52 @@ def test_rewritten_graphs_are_searched_too() -> None:
     if wide.plan.substitutions:
         again = simulate_plan(wide.plan, wide.plan.rewrite(graph).graph, default_costs())
         assert again.step_time == wide.simulation.step_time
+
+
+def rewritten(**changed: object) -> SearchResult:
+    graph = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, batch=8)
+    return quick(graph, num_rewritten=1, num_bounded=0, num_skeletons=1, **changed)
+
+
+@pytest.mark.parametrize("phase", ["simulating baselines", "searching"])
+@pytest.mark.parametrize("graphs_done", [0, 1])
+def test_ctrl_c_ends_the_search_of_all_graphs(graphs_done: int, phase: str) -> None:
+    """An interrupt once stopped one graph's search, and the next one's began."""
+    begun: list[str] = []
+
+    def interrupt(progress: Progress) -> None:
+        if progress.phase == "simulating baselines":
+            begun.append(progress.phase)
+        if len(begun) > graphs_done and progress.phase.startswith(phase):
+            raise KeyboardInterrupt
+
+    if (graphs_done, phase) == (0, "simulating baselines"):
+        with pytest.raises(KeyboardInterrupt):
+            rewritten(progress=interrupt)
+    else:
+        result = rewritten(progress=interrupt)
+        assert result.stop_reason is StopReason.INTERRUPTED
+        assert result.bound is None
+    assert len(begun) == graphs_done + 1
+
+
+def test_graphs_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph once had all the seconds."""
+    module = sys.modules["stratagem.search.search"]
+    given: list[Budget] = []
+    search_graph = module._search_graph
+
+    def record(*args: object, budget: Budget, **rest: object) -> SearchResult:
+        given.append(budget)
+        found: SearchResult = search_graph(*args, budget=budget, **rest)
+        return found
+
+    monkeypatch.setattr(module, "_search_graph", record)
+    result = rewritten(budget=Budget(evaluations=10**9, seconds=3.0))
+    assert result.stop_reason is StopReason.SECONDS
+    first, second = (budget.seconds for budget in given)
+    assert first is not None
+    assert second is not None
+    assert first < 1.5
+    assert second < 3.0 - first
+    assert [budget.evaluations for budget in given] == [5 * 10**8] * 2

@@ -243,16 +243,20 @@ def test_a_checkpoint_is_the_same_after_any_plan_has_loaded_it(
     assert updates == [2, 2]
 
 
-@pytest.mark.parametrize("name", ["zero 1", "two stages", "drawn and rewritten"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["two stages", "drawn and rewritten"])
 def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(
     name: str,
+    precision: str,
     graph: OperatorGraph,
     state: dict[str, Tensor],
     data: list[dict[str, Tensor]],
     tmp_path: Path,
 ) -> None:
     """Bit for bit: losses, parameters and optimizer states, also into another pass over data."""
-    plan, rate = plan_called(name, graph), RateSchedule("cosine", 2, 7)
+    training = Training(precision, learning_rate=0.01)
+    plan = replace(plan_called(name, graph), training=training)
+    rate = RateSchedule("cosine", 2, 7)
 
     def run(steps: int, folder: str, resume: str | None = None) -> ExecutionResult:
         return execute(

@@ -296,7 +296,10 @@ def test_rewritten_models_are_said_as_they_are() -> None:
 def test_unknown_formats_are_refused() -> None:
     graph = graph_of("mlp")
     plan = TrainingSetup().plan(graph, CLUSTER)
-    with pytest.raises(ValueError, match="no export 'megatron-lm'; there are dtensor, fsdp2"):
+    with pytest.raises(
+        ValueError,
+        match=r"no export 'megatron-lm' .did you mean 'megatron'.*; there are dtensor, fsdp2",
+    ):
         export(plan, graph, "megatron-lm")
 
 
@@ -329,4 +332,4 @@ def test_command_line_exports_a_plan(tmp_path: Path) -> None:
     assert "--tensor-model-parallel-size 2" in out.read_text()
     refused = CliRunner().invoke(app, [*words, "horovod"])
     assert refused.exit_code == 2
-    assert "error: there is no export 'horovod'" in refused.output
+    assert "error: no export 'horovod'" in refused.output

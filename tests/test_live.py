@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from torch import Tensor
 
 from stratagem.executor import lower, model_state
 from stratagem.executor.backends.local import run_local
-from stratagem.executor.compute import Tape
+from stratagem.executor.held import held_bytes
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.live import peak_bytes
 from stratagem.simulator.plan import Plan
@@ -18,40 +17,6 @@ from tests.plans import Case, make_plan, megatron, sharding, whole
 from tests.test_models_executed import case_of
 
 SGD = Training(optimizer="sgd")
-
-
-def alive(interpreter: Interpreter) -> int:
-    """Bytes of all distinct storages that values hold, and the graphs of tapes."""
-    storages: dict[int, int] = {}
-    memory = interpreter._memory
-    for name in list(memory._promised):
-        assert memory.values[name] is not None  # what a collective gave lies here too
-    for value in memory.values.values():
-        tensors = [value] if isinstance(value, Tensor) else _saved(value)
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _saved(tape: Tape) -> list[Tensor]:
-    found: list[Tensor] = []
-    if not tape.leaves:  # used up by its backward pass
-        return found
-    nodes = [edge.node for edge in tape.edges if edge is not None]
-    seen: set[object] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [each for each, _ in node.next_functions]
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                kept = getattr(node, name)
-                found += [kept] if isinstance(kept, Tensor) else []
-        found += list(getattr(node, "saved_tensors", ()))
-    return found
 
 
 def measured_peaks(plan: Plan, case: Case) -> list[int]:
@@ -63,10 +28,10 @@ def measured_peaks(plan: Plan, case: Case) -> list[int]:
 
         def look() -> None:
             nonlocal most
-            most = max(most, alive(interpreter))
+            most = max(most, held_bytes(interpreter))
 
         interpreter.step(case.batch, between=look)
-        return max(most, alive(interpreter))
+        return max(most, held_bytes(interpreter))
 
     return run_local(plan.num_devices, run)
 

@@ -21,6 +21,7 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.reference import gradient_errors
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
+from stratagem.executor.where import Place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.training import Training
 from tests.fake_nccl import StuckError, run_fake
@@ -67,7 +68,7 @@ def run_plan(case: Case, plan: Plan, *, steps: int = 1) -> ExecutionResult:
 
     def run(comm: Communicator) -> ExecutionResult:
         options = RunOptions(steps=steps, gradients=True)
-        return train(Interpreter(program, comm, state), batches, options)
+        return train(Interpreter(program, comm, state), batches, options, place=Place())
 
     return run_fake(program.world_size, run)[0]
 

@@ -91,7 +91,7 @@ class TestSegments:
         assert kinds == {"attention"}
 
     def test_an_unknown_policy_suggests_the_nearest(self) -> None:
-        with pytest.raises(ValueError, match="no recompute policy 'ful': did you mean 'full'"):
+        with pytest.raises(ValueError, match=r"no recompute policy 'ful' .did you mean 'full'"):
             recomputed_operators(layers(2), "ful")
 
 

@@ -58,7 +58,7 @@ def test_a_plan_file_reads_back_equal(tmp_path: Path) -> None:
         (("training", "optimiser"), "adam", r"unknown field `\$.training.optimiser`"),
         (("num_microbatches",), "two", r"Expected `int`, got `str` - at `\$.num_microbatches`"),
         (("num_microbatches",), 0, "0 microbatches"),
-        (("schedule",), "1f2b", "no schedule is called '1f2b'.* did you mean '1f1b'"),
+        (("schedule",), "1f2b", "no schedule '1f2b' .did you mean '1f1b'"),
         (("schedule",), "custom", "at least one action"),
         (("schedule",), "chimera", "1 stages is odd"),
         (("orders",), ["rank 0: 0F0 0B0"], "its schedule is 'gpipe': call the schedule 'custom'"),
@@ -194,7 +194,10 @@ def test_presets_are_cluster_files(name: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_preset_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"no cluster preset 'dgx-b200'; there are a100.*p3"):
+    with pytest.raises(
+        ValueError,
+        match=r"no cluster preset 'dgx-b200' .did you mean 'dgx-h200'.*; there are a100.*p3",
+    ):
         Cluster.preset("dgx-b200")
     with pytest.raises(ValueError, match="num_nodes=0"):
         Cluster.preset("dgx-a100", num_nodes=0)

@@ -78,7 +78,7 @@ def test_the_kernels_score_stages_that_share_devices_as_the_simulator(ranks: int
 
 
 def test_schedules_that_are_not_searched_are_refused() -> None:
-    with pytest.raises(ValueError, match="the search has no schedule 'chimera': choose one of 1f"):
+    with pytest.raises(ValueError, match="no schedule for a search 'chimera'; there are 1f"):
         next(skeletons(tiny_gpt(), CLUSTER, schedule="chimera"))
 
 
@@ -280,6 +280,19 @@ def test_meshes_of_a_stage_that_does_not_fill_its_nodes() -> None:
     assert [m.shape for m in stage_meshes(range(4), cluster)] == [(4,), (2, 2)]
     assert [m.shape for m in stage_meshes([7], cluster)] == [(1,)]
     assert stage_meshes(range(7, 10), cluster)[0].shape == (3,)
+
+
+@pytest.mark.parametrize("size", [(3, 8), (3, 3), (5, 4), (2, 3), (3, 2)])
+def test_stages_that_straddle_nodes_have_equal_meshes(size: tuple[int, int]) -> None:
+    """Some stages lie in a node and some across two, in equal or unequal parts."""
+    cluster = Cluster.preset("dgx-a100", num_nodes=size[0], devices_per_node=size[1])
+    counts = set()
+    for skeleton in skeletons(tiny_gpt(), cluster, max_microbatches=4):
+        assert len({mesh.shape for mesh in skeleton.meshes}) == 1
+        devices = [device for mesh in skeleton.meshes for device in mesh.devices]
+        assert devices == list(range(cluster.num_devices))
+        counts.add(len(skeleton.stages))
+    assert counts >= {n for n in range(1, 5) if cluster.num_devices % n == 0}
 
 
 def test_broken_budgets_are_refused() -> None:

@@ -728,7 +728,9 @@ def test_graphs_that_cannot_be_rewritten() -> None:
 
 def test_steps_that_do_not_fit_are_refused() -> None:
     graph = llama(num_layers=1, ffn=12, **SMALL)
-    with pytest.raises(ValueError, match="no substitution 'fold'; there are merge, merge-unequal"):
+    with pytest.raises(
+        ValueError, match=r"no substitution 'fold'; there are merge, merge-unequal"
+    ):
         rewrite(graph, [Substituted("fold", (("embed",),))])
     with pytest.raises(
         ValueError, match=r"'merge' does not fit operators 'embed', 'norm'; it has"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,11 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from examples.models import MLP
 from stratagem.executor import execute, model_state
-from stratagem.executor.backends.local import run_local
+from stratagem.executor.backends.local import LocalCommunicator, run_local
 from stratagem.executor.batches import Batches, first_batch, units_of
 from stratagem.executor.models import make_data, make_rate
 from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.rates import RateSchedule
+from stratagem.executor.run import check_world, prepare
 from stratagem.executor.training_loop import RunOptions, check_equal
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
@@ -246,6 +248,26 @@ def test_a_batch_that_does_not_fit_is_refused(
     assert not any("step 3 of" in remark for remark in shown)
 
 
+def test_an_error_says_where_its_rank_was(
+    model: MLP, graph: OperatorGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step it is an instruction of the rank's program."""
+    calls: list[int] = []
+    original = LocalCommunicator.all_reduce
+
+    def failing(self, tensor, group, op="sum"):  # type: ignore[no-untyped-def]
+        calls.append(self.rank)
+        if calls.count(1) > 4 and self.rank == 1:
+            raise RuntimeError("the cable is loose")
+        return original(self, tensor, group, op)
+
+    monkeypatch.setattr(LocalCommunicator, "all_reduce", failing)
+    with pytest.raises(RuntimeError, match="the cable is loose") as caught:
+        execute(make_plan(graph), graph, model_state(model), GOOD, steps=9)
+    (note,) = [note for note in caught.value.__notes__ if "was at" in note]
+    assert re.fullmatch(r"rank 1 was at step \d, instruction \d+ '.+'", note)
+
+
 def test_a_smaller_last_batch_says_what_to_do(model: MLP, graph: OperatorGraph) -> None:
     with pytest.raises(ValueError, match=r"step 2.*\(2, 6\).*drop_last=True"):
         execute(make_plan(graph), graph, model_state(model), loader(drop_last=False), steps=4)
@@ -270,6 +292,15 @@ def test_an_iterator_is_not_captured() -> None:
         first_batch(iter([GOOD]))
     with pytest.raises(ValueError, match="gives no batch"):
         first_batch([])
+
+
+def test_a_plan_of_another_model_or_world_is_refused(model: MLP, graph: OperatorGraph) -> None:
+    plan = make_plan(graph)
+    other = MLP([6, 9, 3])
+    with pytest.raises(ValueError, match=r"plan 'test' was made for model 'MLP' \(fingerprint"):
+        execute(plan, capture(other, kwargs=GOOD), model_state(other), GOOD)
+    with pytest.raises(ValueError, match=r"uses 2 devices, but this world has 3 .*per-node 2 -m"):
+        check_world(prepare(plan, graph), 3)
 
 
 def test_ranks_with_different_tensors_are_refused() -> None:

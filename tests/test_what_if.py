@@ -85,7 +85,7 @@ def test_choices_that_the_space_lacks_are_kept() -> None:
 def test_bad_changes_are_refused_and_change_nothing() -> None:
     what_if = WhatIf(plan_of("data parallel"), GRAPH)
     before = what_if.plan
-    with pytest.raises(ValueError, match="has no operator 'nonsense'"):
+    with pytest.raises(ValueError, match=r"no operator of graph .* 'nonsense'"):
         what_if.propose({"nonsense": Choice(())})
     with pytest.raises(ValueError, match=r"operator 'h\.0\.mlp\.up' cannot have Choice"):
         what_if.propose({"h.0.mlp.up": Choice((Pin(0),))})

@@ -64,8 +64,13 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
         """The sum or maximum of the members' tensors, on every member."""
 
-    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
-        """Begin a sum that goes on meanwhile; `tensor` must not change until it is over."""
+    def start_all_reduce(
+        self, tensor: Tensor, group: Group, *, overwrite: bool = False
+    ) -> Pending:
+        """Begin a sum that goes on meanwhile; `tensor` must not change until it is over.
+
+        With `overwrite` the result may take its memory.
+        """
 
     def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
         """Begin a reduce-scatter likewise."""

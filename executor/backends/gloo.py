@@ -93,11 +93,15 @@ class GlooCommunicator:
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
 
-    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def start_all_reduce(
+        self, tensor: Tensor, group: Group, *, overwrite: bool = False
+    ) -> Pending:
         """See `Communicator.start_all_reduce`."""
         if len(group) == 1:
             return done(tensor)
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        total = tensor.detach()
+        if not overwrite or not total.is_contiguous():
+            total = total.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self._process_group(group), async_op=True)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return _pending(work, lambda: total)

@@ -136,7 +136,9 @@ class LocalCommunicator:
         total: Tensor = self._meet(group, call, tensor, lambda given: _reduced_for_all(given, op))
         return total
 
-    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def start_all_reduce(
+        self, tensor: Tensor, group: Group, *, overwrite: bool = False
+    ) -> Pending:
         """See `Communicator.start_all_reduce`; it is over when this returns."""
         return done(self.all_reduce(tensor, group))
 

@@ -206,12 +206,14 @@ class NcclCommunicator:
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
 
-    def start_all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def start_all_reduce(
+        self, tensor: Tensor, group: Group, *, overwrite: bool = False
+    ) -> Pending:
         """See `Communicator.start_all_reduce`."""
         if len(group) == 1:
             return done(tensor)
         comm, _ = self._of(group, self._beside)
-        total = _copy(tensor)
+        total = tensor.detach() if overwrite and tensor.is_contiguous() else _copy(tensor)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return self._aside(lambda: self._wire.sum(comm, total, "sum", self._side), lambda: total)
 

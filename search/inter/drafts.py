@@ -12,11 +12,11 @@ from stratagem.search.inter.chains import Solution, StageDraft
 from stratagem.search.inter.profiles import BoundaryPricer, MeshPricer, stage_mesh
 from stratagem.search.inter.schedules import StageTimes, microbatches_held, mode_of, step_ns
 from stratagem.search.partition import by_stage
-from stratagem.search.space import Skeleton
+from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import Choices
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,22 +43,15 @@ class Candidate:
         """Estimated bytes per device of the fullest rank."""
         return max(self.peaks)
 
-    def plan(self, situation: Situation, *, name: str = "inter-operator DP") -> Plan:
+    def plan(
+        self,
+        situation: Situation,
+        *,
+        name: str = "inter-operator DP",
+        options: Options = Options(),  # noqa: B008 (frozen)
+    ) -> Plan:
         """The plan, to be simulated or run."""
-        skeleton = self.skeleton
-        return Plan(
-            name=name,
-            model=situation.graph.name,
-            fingerprint=situation.graph.fingerprint,
-            cluster=situation.cluster,
-            training=situation.training,
-            stages=tuple(
-                Stage(names, mesh, {n: self.choices[n] for n in names})
-                for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True)
-            ),
-            num_microbatches=skeleton.num_microbatches,
-            schedule=skeleton.schedule,
-        )
+        return situation.plan(self.skeleton, self.choices, name=name, options=options)
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from stratagem.search.baselines import Situation
+from stratagem.search.space import Skeleton
 from stratagem.simulator.block import slowdown_of
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.engine import simulate
@@ -21,7 +22,7 @@ from stratagem.simulator.memory import StageTensors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD
 from stratagem.simulator.placement import smallest_shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.stage_shapes import StageShapes
 
@@ -135,16 +136,8 @@ def one_stage_plan(
     num_microbatches: int = 1,
 ) -> Plan:
     """The plan that runs the whole model as one stage."""
-    graph = situation.graph
-    return Plan(
-        name=name,
-        model=graph.name,
-        fingerprint=graph.fingerprint,
-        cluster=situation.cluster,
-        training=situation.training,
-        stages=(Stage(graph.names, mesh, dict(choices)),),
-        num_microbatches=num_microbatches,
-    )
+    skeleton = Skeleton((situation.graph.names,), (mesh,), num_microbatches, "1f1b")
+    return situation.plan(skeleton, choices, name=name)
 
 
 def grid_meshes(situation: Situation) -> list[DeviceMesh]:

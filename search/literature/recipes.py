@@ -9,6 +9,7 @@ from stratagem.search.literature.propagation import Annotation
 from stratagem.search.strategies import expert_dims
 from stratagem.simulator.graph import Operator, OperatorGraph, factors
 from stratagem.simulator.mesh import MeshAxis
+from stratagem.simulator.names import unknown
 from stratagem.simulator.placement import smallest_shard
 from stratagem.simulator.rules import rule_of
 
@@ -54,9 +55,7 @@ def transformer_annotations(
         ValueError: an unknown recipe, or a mesh that has not two axes.
     """
     if recipe not in TRANSFORMER_RECIPES:
-        raise ValueError(
-            f"no recipe {recipe!r}; there are {', '.join(repr(r) for r in TRANSFORMER_RECIPES)}"
-        )
+        raise unknown("recipe", recipe, TRANSFORMER_RECIPES)
     if len(axes) != 2:
         raise ValueError(f"recipe {recipe!r} is for a mesh of 2 axes; this one has {len(axes)}")
     x, y = axes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.draft import Tensor
+from stratagem.simulator.names import unknown
 
 
 def check_sizes(model: str, sizes: dict[str, int]) -> None:
@@ -39,7 +40,7 @@ def check_choice(model: str, what: str, value: str, known: Sequence[str]) -> Non
         ValueError: names the model, the option, and what there is.
     """
     if value not in known:
-        raise ValueError(f"{model}: no {what} {value!r}; there are {', '.join(known)}")
+        raise unknown(what, value, known, where=model)
 
 
 def parameter(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import unknown
 from stratagem.simulator.substitutions.parallel import MergeParallel, SplitParts
 from stratagem.simulator.substitutions.reductions import ReduceFirst
 from stratagem.simulator.substitutions.rewriting import (
@@ -62,10 +63,7 @@ def rewritten_by(before: Rewritten, step: Substituted) -> Rewritten:
     """
     graph = before.graph
     if step.rule not in SUBSTITUTIONS:
-        raise ValueError(
-            f"graph {graph.name!r}: no substitution {step.rule!r}; there are "
-            f"{', '.join(SUBSTITUTIONS)}"
-        )
+        raise unknown("substitution", step.rule, SUBSTITUTIONS, where=f"graph {graph.name!r}")
     rule = SUBSTITUTIONS[step.rule]
     known = set(rule.matches(graph))
     for match in step.matches:

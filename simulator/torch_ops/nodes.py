@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from stratagem.simulator.torch_ops.sources import dtype_name
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = Path(torch.__file__).parent
 
 
 def shape_and_dtype(node: Node) -> tuple[tuple[int, ...], str]:
@@ -19,6 +24,18 @@ def shape_and_dtype(node: Node) -> tuple[tuple[int, ...], str]:
     if not isinstance(value, torch.Tensor):
         return (), "float32"
     return tuple(int(size) for size in value.shape), dtype_name(value.dtype)
+
+
+def source_line(node: Node) -> str:
+    """The file and line of the model that a node comes from, as ``model.py:8``; empty if unknown.
+
+    Of the frames that were on the stack it is the innermost outside of torch.
+    """
+    trace = str(node.meta.get("stack_trace") or "")
+    frames = [
+        (file, line) for file, line in _FRAME.findall(trace) if _TORCH not in Path(file).parents
+    ]
+    return ":".join(frames[-1]) if frames else ""
 
 
 def aten_name(node: Node) -> str:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.draft import Tensor
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.names import nearest
 from stratagem.simulator.torch_ops.aten import HANDLERS, VIEWS
 from stratagem.simulator.torch_ops.calls import Call
 from stratagem.simulator.torch_ops.expressions import Expression, Sources, evaluate
@@ -25,6 +26,7 @@ from stratagem.simulator.torch_ops.nodes import (
     flat,
     look_up,
     shape_and_dtype,
+    source_line,
 )
 from stratagem.simulator.torch_ops.patterns import RmsNorm, find_rms_norms
 from stratagem.simulator.torch_ops.sources import SOURCES, expression_of
@@ -188,9 +190,7 @@ class Walker:
             if name in ("split", "unbind", "chunk") and all(_is_source(x) for x in tensors):
                 return self._parts(node, name, given)
             if name not in HANDLERS:
-                raise ValueError(
-                    f"it is not supported; supported are {', '.join(sorted(HANDLERS))}"
-                )
+                raise ValueError(_unsupported(name))
             return HANDLERS[name](self._make_call(node, name, given, shape, dtype))
         except ValueError as error:
             raise ValueError(f"{self._describe(node)}: {error}") from error
@@ -255,7 +255,20 @@ class Walker:
     def _describe(self, node: Node) -> str:
         shapes = [tuple(x.meta["val"].shape) for x in node.all_input_nodes if _has_shape(x)]
         path = self._path(node) or "the model itself"
-        return f"capture: {node.target} in {path} on tensors of shapes {shapes}"
+        line = source_line(node)
+        at = f" at {line}" if line else ""
+        return f"capture: {node.target} in {path}{at} on tensors of shapes {shapes}"
+
+
+def _unsupported(name: str) -> str:
+    near = nearest(name, HANDLERS)
+    like = f" (near are {', '.join(near)})" if near else ""
+    return (
+        f"aten.{name} is not supported. Write it with operators that are{like}, or add it: "
+        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten takes a function of the Call, "
+        "like those in aten_operators.py beside it; a kind of its own needs a rule in rules.py "
+        "and a kernel as well, as CONTRIBUTING.md says"
+    )
 
 
 def _are_tensors(norm: RmsNorm, values: dict[Node, Any]) -> bool:

@@ -7,7 +7,6 @@ stratagem cache merge node1.sqlite node2.sqlite
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import time
@@ -19,15 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.simulator.files import write_text
+from stratagem.simulator.names import nearest, unknown
 from stratagem.simulator.table import format_bytes
 from stratagem.tables import simple_table
 
 if TYPE_CHECKING:
     from stratagem.profiler.cache import TimingCache
     from stratagem.profiler.keys import Entry, Environment
-
-console = Console(highlight=False)
 
 cache_app = typer.Typer(
     invoke_without_command=True,
@@ -68,7 +67,7 @@ def list_entries(
     kind: Kind = "",
     older_than: OlderThan = "",
     failures: Failures = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List what the cache holds, by where it was measured.
 
@@ -80,17 +79,19 @@ def list_entries(
         path = timings.path
     if as_json:
         groups = [_summary(where, found) for where, found in _by_environment(chosen)]
-        typer.echo(json.dumps({"cache": str(path), "environments": groups}, indent=1))
+        print_json({"cache": path, "environments": groups})
         return
     size = format_bytes(path.stat().st_size)
+    console = speaker(as_json)
     console.print(f"{path}: {len(chosen)} times, {size} on disk", soft_wrap=True)
-    _print_groups(chosen)
+    _print_groups(console, chosen)
 
 
 @cache_app.command("merge")
 def merge_caches(
     others: Annotated[list[Path], typer.Argument(help="cache files, as of other machines")],
     cache: CacheFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Take over the times of other caches, as from other machines.
 
@@ -101,11 +102,16 @@ def merge_caches(
     """
     for other in others:
         _check_exists(other)
+    merged: list[dict[str, Any]] = []
     with _open(cache) as timings:
         for other in others:
             with _open(other) as source:
                 found = _all(source)
-            console.print(f"{other}: {timings.merge(found)}", soft_wrap=True)
+            report = timings.merge(found)
+            speaker(as_json).print(f"{other}: {report}", soft_wrap=True)
+            merged.append({"file": other, **dataclasses.asdict(report)})
+    if as_json:
+        print_json({"merged": merged})
 
 
 @cache_app.command("export")
@@ -116,6 +122,7 @@ def export_entries(
     kind: Kind = "",
     older_than: OlderThan = "",
     failures: Failures = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write times to a CSV or JSON file, exact to the last bit.
 
@@ -132,7 +139,9 @@ def export_entries(
     with _open(cache) as timings:
         chosen = _Choice(environment, kind, older_than, failures).of(_all(timings))
     write_text(file, writers[file.suffix](chosen))
-    console.print(f"{len(chosen)} times written to {file}", soft_wrap=True)
+    speaker(as_json).print(f"{len(chosen)} times written to {file}", soft_wrap=True)
+    if as_json:
+        print_json({"file": file, "times": len(chosen)})
 
 
 @cache_app.command("import")
@@ -155,6 +164,7 @@ def import_entries(
     nccl: Annotated[str, typer.Option(help="version of NCCL")] = "",
     kind: Annotated[str, typer.Option(help="what nccl-tests ran, such as all_reduce")] = "",
     link: Annotated[str, typer.Option(help="name of the link that nccl-tests crossed")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Take over times from exported files, torch.profiler traces and output of nccl-tests.
 
@@ -168,7 +178,7 @@ def import_entries(
 
     form = None
     if format:
-        form = FileFormat(_nearest(format, [each.value for each in FileFormat], "format"))
+        form = FileFormat(_checked(format, [each.value for each in FileFormat], "format"))
     told = Environment(device, torch, threads, load, driver, cuda, cudnn, nccl)
     where = _environment_here(here, told) if here else told
     found = [
@@ -176,9 +186,13 @@ def import_entries(
     ]
     with _open(cache) as timings:
         report = timings.merge(entry for each in found for entry in each.entries)
+    console = speaker(as_json)
     console.print(str(report), soft_wrap=True)
     for file, each in zip(files, found, strict=True):
-        _print_left_out(file, each.left_out)
+        _print_left_out(console, file, each.left_out)
+    if as_json:
+        left_out = {str(f): dict(each.left_out) for f, each in zip(files, found, strict=True)}
+        print_json({**dataclasses.asdict(report), "left_out": left_out})
 
 
 @cache_app.command("prune")
@@ -191,6 +205,7 @@ def prune_entries(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="say what would be removed, and remove nothing")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove times that meet all the conditions given.
 
@@ -207,8 +222,12 @@ def prune_entries(
         removed = len(chosen) if dry_run else timings.remove(chosen)
         left = len(timings)
     would = "would be removed" if dry_run else "removed"
-    console.print(f"{removed} times {would}, {left - removed * dry_run} stay", soft_wrap=True)
-    _print_groups(chosen)
+    stay = left - removed * dry_run
+    console = speaker(as_json)
+    console.print(f"{removed} times {would}, {stay} stay", soft_wrap=True)
+    _print_groups(console, chosen)
+    if as_json:
+        print_json({"removed": removed, "stay": stay, "dry_run": dry_run})
 
 
 def print_cache() -> None:
@@ -229,9 +248,10 @@ class _Choice:
         """The entries that meet them all."""
         names = sorted({entry.key.environment.name for entry in entries})
         if self.environment and not any(self._is_there(name) for name in names):
-            _nearest(self.environment, names, "environment")
+            short = {name.partition(",")[0] for name in names}
+            raise unknown("environment", self.environment, sorted(short))
         if self.kind:
-            _nearest(self.kind, sorted({_kind_of(entry) for entry in entries}), "kind")
+            _checked(self.kind, sorted({_kind_of(entry) for entry in entries}), "kind")
         before = time.time() - _duration(self.older_than) if self.older_than else float("inf")
         return [
             entry
@@ -260,19 +280,16 @@ def _check_exists(path: Path) -> None:
     """A cache to read must be there; opening would make an empty one."""
     if not path.is_file():
         beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        near = difflib.get_close_matches(path.name, [each.name for each in beside], n=1)
+        near = nearest(path.name, [each.name for each in beside], most=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"there is no cache {path}{hint}")
 
 
-def _nearest(name: str, known: Sequence[str], what: str) -> str:
+def _checked(name: str, known: Sequence[str], what: str) -> str:
     """`name` if it is known, else an error that suggests the nearest."""
-    if name in known:
-        return name
-    short = {each.partition(",")[0]: each for each in known}
-    near = difflib.get_close_matches(name, [*known, *short], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    raise ValueError(f"no {what} {name!r}; {hint} are: {'; '.join(known) or 'none'}")
+    if name not in known:
+        raise unknown(what, name, known)
+    return name
 
 
 def _duration(text: str) -> float:
@@ -295,7 +312,7 @@ def _environment_here(here: str, told: Environment) -> Environment:
     from stratagem.profiler.clock import describe_environment
     from stratagem.profiler.keys import Environment
 
-    device = _nearest(here, ["cpu", "cuda"], "device for --here")
+    device = _checked(here, ["cpu", "cuda"], "device for --here")
     found = describe_environment(device, threads=told.threads, load=told.load)
     usual = Environment("", "")
     given = {n: v for n, v in dataclasses.asdict(told).items() if v != getattr(usual, n)}
@@ -328,7 +345,7 @@ def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def _print_groups(entries: Sequence[Entry]) -> None:
+def _print_groups(console: Console, entries: Sequence[Entry]) -> None:
     if not entries:
         return
     rows = []
@@ -347,7 +364,7 @@ def _age(timestamp: float) -> str:
     return f"{seconds / _SECONDS[unit]:.0f}{unit}"
 
 
-def _print_left_out(file: Path, left_out: Counter[str]) -> None:
+def _print_left_out(console: Console, file: Path, left_out: Counter[str]) -> None:
     if not left_out:
         return
     console.print(f"{file}: {left_out.total()} left out:", soft_wrap=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from stratagem.simulator.plot import plot_timelines
+from stratagem.simulator.table import Table, Unit
 from stratagem.simulator.timeline import (
     TaskKind,
     Timeline,
@@ -53,6 +54,19 @@ class ComparisonRow:
         return f"{self.predicted / self.measured - 1:+.0%}" if self.measured > 0 else "–"
 
 
+@dataclass(frozen=True)
+class TaskRow(ComparisonRow):
+    """Mean seconds of one task, how often it was measured, and of which kind it is."""
+
+    kind: TaskKind
+    times: int
+
+    @property
+    def excess(self) -> float:
+        """Seconds by which the prediction was too long, all times together."""
+        return (self.predicted - self.measured) * self.times
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """A step as predicted and as measured.
@@ -71,6 +85,44 @@ class Comparison:
     def relative_error(self) -> float:
         """Predicted over measured step time, less one."""
         return self.rows[0].predicted / self.rows[0].measured - 1
+
+    @cached_property
+    def tasks(self) -> tuple[TaskRow, ...]:
+        """Every task of both: passes, updates, collectives, transfers; the largest errors first.
+
+        A task that runs several times, on several devices or microbatches, is told by the mean.
+        """
+        ours, theirs = (_means(timeline) for timeline in (self.predicted, self.measured))
+        rows = [
+            TaskRow(name, ours[task][0], theirs[task][0], kind, theirs[task][1])
+            for task in ours.keys() & theirs.keys()
+            for name, kind in [task]
+        ]
+        return tuple(sorted(rows, key=lambda row: (-abs(row.excess), row.what)))
+
+    @property
+    def task_table(self) -> Table:
+        """The same as a table, those whose errors weigh most first.
+
+        Example:
+            >>> print(comparison.task_table)  # doctest: +SKIP
+            task            kind      predicted  measured  error   times
+            head backward   backward     4.1 ms    5.2 ms  −21 %       8
+            …
+        """
+        columns = {
+            "task": Unit.TEXT,
+            "kind": Unit.TEXT,
+            "predicted": Unit.SECONDS,
+            "measured": Unit.SECONDS,
+            "error": Unit.TEXT,
+            "times": Unit.COUNT,
+        }
+        rows = [
+            (row.what, row.kind.value, row.predicted, row.measured, row.error, row.times)
+            for row in self.tasks
+        ]
+        return Table("tasks, predicted and measured", columns, tuple(rows))
 
     @cached_property
     def figure(self) -> Figure:
@@ -133,6 +185,15 @@ def compare(predicted: Timed, measured: Timed, path: str | Path | None = None) -
     if path is not None:
         comparison.save_plot(path)
     return comparison
+
+
+def _means(timeline: Timeline) -> dict[tuple[str, TaskKind], tuple[float, int]]:
+    """Per task the mean seconds, and how often it ran."""
+    found: dict[tuple[str, TaskKind], list[int]] = {}
+    spans = (timeline.end - timeline.start).tolist()
+    for name, kind, span in zip(timeline.names, timeline.kinds, spans, strict=True):
+        found.setdefault((name, kind), []).append(span)
+    return {task: (1e-9 * sum(s) / len(s), len(s)) for task, s in found.items()}
 
 
 def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from stratagem import exports
+from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.model_spec import load_graph
 from stratagem.simulator.plan import Plan
-
-console = Console(highlight=False)
 
 
 def export(
@@ -28,11 +26,18 @@ def export(
     ],
     to: Annotated[str, typer.Option("--to", help=f"one of {', '.join(exports.FORMATS)}")],
     out: Annotated[Path, typer.Option("--out", "-o", help="file to write")],
+    as_json: AsJson = False,
 ) -> None:
-    """Say a plan in the words of another program, and what that leaves out."""
+    """Say a plan in the words of another program, and what that leaves out.
+
+    Example: stratagem export plan.json -m examples.small_gpt:build --to megatron -o megatron.args
+    """
     made = exports.export(Plan.load(plan), load_graph(model), to)
     made.save(out)
+    console = speaker(as_json)
     console.print(made.summary, soft_wrap=True)
     for sentence in made.missing:
         console.print(f"• {sentence}", soft_wrap=True, markup=False)
-    console.print(f"Written to {out}")
+    console.print(f"Written to {out}", soft_wrap=True)
+    if as_json:
+        print_json({"to": to, "summary": made.summary, "missing": made.missing, "out": out})

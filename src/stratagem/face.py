@@ -7,12 +7,12 @@ the steps that always go together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from stratagem.progress import progress_bar
+from stratagem.progress import Show, progress_bar
 from stratagem.search import search as searching
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Progress
@@ -23,6 +23,7 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.table import Table
@@ -109,11 +110,6 @@ def search(
             from that is not for this search.
     """
     with progress_bar(enabled=progress) as show:
-
-        def report(where: Progress) -> None:
-            best = f"best {format_duration(where.best)}" if where.best < inf else ""
-            show(where.phase, where.fraction, best)
-
         return searching.search(
             graph,
             cluster,
@@ -132,7 +128,62 @@ def search(
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
             num_threads=num_threads,
             num_rewritten=num_rewritten,
-            progress=report,
+            progress=_shown_by(show),
+        )
+
+
+def _shown_by(show: Show) -> Callable[[Progress], None]:
+    """What shows the progress of a search."""
+
+    def report_progress(where: Progress) -> None:
+        best = f"best {format_duration(where.best)}" if where.best < inf else ""
+        show(where.phase, where.fraction, best)
+
+    return report_progress
+
+
+def report(
+    result: SearchResult,
+    path: str | Path,
+    *,
+    costs: CostModel | None = None,
+    options: Options | None = None,
+    constraints: Constraints | None = None,
+    budget: Budget | None = None,
+    progress: bool = True,
+) -> None:
+    """Write what a search found as one HTML page, which needs no network.
+
+    Example:
+        >>> sg.report(sg.search(graph, cluster), "report.html")  # doctest: +SKIP
+
+    The page holds the plan in words and as a picture, the known strategies beside it, the timeline
+    to zoom into, memory over time, how each operator is sharded, the certificate, and what faster
+    links and one node more would do, for which a quick search is made.
+
+    Args:
+        result: of `search`.
+        path: of the page. It appears whole or not at all.
+        costs: prices of operators, those of the search; the device model when left out.
+        options: those of the search, for the search on one node more.
+        constraints: likewise.
+        budget: of the search on one node more; a small one when left out.
+        progress: False shows nothing.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    from stratagem.search.report import page
+
+    with progress_bar(enabled=progress) as show:
+        page.report(
+            result,
+            path,
+            costs=costs,
+            options=options,
+            constraints=constraints,
+            budget=budget or page.QUICK,
+            progress=_shown_by(show),
         )
 
 
@@ -315,7 +366,7 @@ def execute(
 
     known = get_args(Backend)
     if backend not in known:
-        raise ValueError(f"no backend {backend!r}; there are {', '.join(known)}")
+        raise unknown("backend", backend, known)
     run = run_here if backend == "local" else run_processes
     used = graph or capture(model, kwargs=first_batch(data))
     plan.check(plan.rewrite(used).graph)

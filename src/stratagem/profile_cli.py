@@ -7,11 +7,23 @@ stratagem profile examples.small_gpt:build --plan plan.json
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from stratagem.cli_options import (
+    INTERRUPTED,
+    AsJson,
+    ClusterName,
+    Devices,
+    Model,
+    Nodes,
+    Optimizer,
+    Precision,
+    print_json,
+    speaker,
+)
 from stratagem.face import MAX_OPERATORS
 from stratagem.model_spec import load_cluster, load_graph
 from stratagem.simulator.files import encode, write_text
@@ -22,29 +34,20 @@ from stratagem.tables import result_table
 if TYPE_CHECKING:
     from stratagem.profiling import Profiled
 
-console = Console(highlight=False)
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-
 
 def profile(
-    model: Annotated[
-        str, typer.Argument(help="module:function returning (model, inputs), or a graph file")
-    ],
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="preset (see clusters) or cluster file")
-    ] = "local-cpu",
-    nodes: Annotated[int | None, typer.Option("--nodes", help="number of nodes")] = None,
-    devices: Annotated[int | None, typer.Option("--devices", help="devices per node")] = None,
+    model: Model,
+    cluster: ClusterName = "local-cpu",
+    nodes: Nodes = None,
+    devices: Devices = None,
     plan: Annotated[
         Path | None,
         typer.Option(
             "--plan", help="time what this plan runs on its cluster, not a search's space"
         ),
     ] = None,
-    precision: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
-    optimizer: Annotated[str, typer.Option(help="adam or sgd")] = "adam",
+    precision: Precision = "float32",
+    optimizer: Optimizer = "adam",
     limit: Annotated[
         int, typer.Option(help="operators to time at most, the most valuable first")
     ] = MAX_OPERATORS,
@@ -59,8 +62,12 @@ def profile(
         Path | None,
         typer.Option("--out", "-o", help="cluster file to write, with this machine's link"),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Time on this machine the operators that a search or a plan asks for."""
+    """Time on this machine the operators that a search or a plan asks for.
+
+    Example: stratagem profile examples.small_gpt:build --seconds 60 --out here.json
+    """
     from stratagem import profiling
 
     graph = load_graph(model)
@@ -78,27 +85,45 @@ def profile(
         )
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ["interrupted"]):
-            console.print(note, soft_wrap=True)
+            Console(stderr=True, highlight=False).print(note, soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
-    _print(done, training)
+    say = speaker(as_json)
+    _print(say, done, training)
     if out is not None:
         found = profiling.measured_cluster(place.num_devices, cache=cache)
         write_text(out, encode(found.cluster))
-        console.print()
-        console.print(result_table(found.table))
-        console.print(f"cluster of {place.num_devices} processes written to {out}")
+        say.print()
+        say.print(result_table(found.table))
+        say.print(f"cluster of {place.num_devices} processes written to {out}", soft_wrap=True)
+    if as_json:
+        print_json({**_facts(done, training), "out": out})
 
 
-def _print(done: Profiled, training: Training) -> None:
+def _facts(done: Profiled, training: Training) -> dict[str, Any]:
+    """What was timed, in numbers."""
+    report = done.report
+    return {
+        "timed": report.num_timed,
+        "cached": report.num_cached,
+        "left_out": done.num_left_out,
+        "outliers": report.num_outliers,
+        "seconds": report.seconds,
+        "cache": done.path,
+        "warnings": done.warnings,
+        "errors": done.costs.explain(done.device, training).to_dict(),
+    }
+
+
+def _print(say: Console, done: Profiled, training: Training) -> None:
     """What was timed, what to beware of, and how well the rest can be estimated."""
     report = done.report
-    console.print(
+    say.print(
         f"{report.num_timed} operators timed in {report.seconds:.0f} s, {report.num_cached} were "
         f"there already, {done.num_left_out} left out; {report.num_outliers} runs were far off "
         f"their operator's median. Kept in {done.path}",
         soft_wrap=True,
     )
     for warning in done.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True)
-    console.print()
-    console.print(result_table(done.costs.explain(done.device, training)))
+        say.print(f"warning: {warning}", soft_wrap=True)
+    say.print()
+    say.print(result_table(done.costs.explain(done.device, training)))

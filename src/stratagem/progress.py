@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ Show = Callable[[str, float, str], None]
 
 LINE_SECONDS = 5.0
 """Between two lines in a pipe."""
+
+SURE = 0.03
+"""Of less than this share being done nobody can say how long the rest takes."""
 
 
 @contextmanager
@@ -65,11 +69,13 @@ def _terminal_bar(console: Console) -> Iterator[Show]:
         TextColumn("{task.percentage:>3.0f} %"),
         TextColumn("{task.fields[remark]}"),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0, remark="")
+        task = bar.add_task("", total=1.0, remark="", left="")
+        left = _Left()
         yield lambda what, fraction, remark: bar.update(
-            task, description=what, completed=fraction, remark=remark
+            task, description=what, completed=fraction, remark=remark, left=left.after(fraction)
         )
 
 
@@ -79,9 +85,11 @@ def _notebook_bar() -> Iterator[Show]:
 
     handle: Any = DisplayHandle()  # type: ignore[no-untyped-call]
     handle.display({"text/html": ""}, raw=True)
+    left = _Left()
 
     def show(what: str, fraction: float, remark: str) -> None:
-        bar = f"<progress value={fraction:.3f}></progress> {what} {remark}"
+        words = html.escape(f"{what} {remark} {left.after(fraction)}")
+        bar = f"<progress value={fraction:.3f}></progress> {words}"
         handle.update({"text/html": bar}, raw=True)
 
     try:
@@ -92,11 +100,29 @@ def _notebook_bar() -> Iterator[Show]:
 
 def _lines(console: Console) -> Show:
     shown = time.monotonic()
+    left = _Left()
 
     def show(what: str, fraction: float, remark: str) -> None:
         nonlocal shown
         if time.monotonic() - shown >= LINE_SECONDS:
             shown = time.monotonic()
-            console.print(f"  {what}: {fraction:.0%} {remark}", highlight=False, soft_wrap=True)
+            words = [f"{fraction:.0%}", remark, left.after(fraction)]
+            line = f"  {what}: {', '.join(filter(None, words))}"
+            console.print(line, highlight=False, soft_wrap=True)
 
     return show
+
+
+class _Left:
+    """How long the rest takes if it goes on as it did until now."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def after(self, fraction: float) -> str:
+        """In words; none as long as it cannot be told."""
+        if not SURE <= fraction < 1.0:
+            return ""
+        seconds = (time.monotonic() - self._started) * (1.0 - fraction) / fraction
+        minutes, rest = divmod(round(seconds), 60)
+        return f"about {minutes} min {rest} s left" if minutes else f"about {rest} s left"

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.batches import Data, check_batch
+from stratagem.executor.judging import Limits
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.rates import Rate
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.run import execute
 from stratagem.executor.training_loop import Show
-from stratagem.executor.watch import Limits
 from stratagem.progress import show_status, status_file
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json

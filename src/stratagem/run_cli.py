@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.progress import progress_bar
 from stratagem.simulator.timeline import format_duration
-
-console = Console(highlight=False)
 
 
 def run(
@@ -50,10 +48,14 @@ def run(
         float | None,
         typer.Option(help="seconds after which a step in which no rank goes on is stopped"),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train by a plan on this machine, a process for every device."""
+    """Train by a plan on this machine, a process for every device.
+
+    Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
+    """
+    from stratagem.executor.judging import Limits
     from stratagem.executor.launch import launch
-    from stratagem.executor.watch import Limits
 
     with progress_bar() as show:
         report = launch(
@@ -72,6 +74,7 @@ def run(
             timeout=None,
             show=show,
         )
+    console = speaker(as_json)
     console.print(
         f"{len(report.losses)} steps, {format_duration(report.step_time)} each (median); loss "
         f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
@@ -83,4 +86,7 @@ def run(
         )
     if out is not None:
         report.save(out)
-        console.print(f"Written to {out}")
+        console.print(f"Written to {out}", soft_wrap=True)
+    if as_json:
+        facts = {"step_time": report.step_time, "losses": report.losses, "out": out}
+        print_json({**facts, "max_error": report.max_error} if check else facts)

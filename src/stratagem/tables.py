@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from stratagem.comparison import Comparison
@@ -22,7 +23,7 @@ def strategy_table(simulations: Mapping[str, Simulation], *, title: str = "") ->
     table.add_column("fits")
     for number, (name, simulation) in enumerate(simulations.items()):
         table.add_row(
-            name,
+            escape(name),
             format_duration(simulation.step_time),
             format_bytes(simulation.peak_memory),
             "yes" if simulation.fits else f"no, {_missing(simulation)} too much",
@@ -44,7 +45,7 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
         table.add_column(heading, justify="right")
     for number, row in enumerate(comparison.rows):
         table.add_row(
-            row.what,
+            escape(row.what),
             format_duration(row.predicted),
             format_duration(row.measured),
             row.error,
@@ -61,7 +62,7 @@ def result_table(result: results.Table, *, most: int | None = None) -> Table:
     for heading, unit in shown.columns.items():
         table.add_column(heading, justify="left" if unit is Unit.TEXT else "right")
     for row in shown.texts():
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 
@@ -71,5 +72,5 @@ def simple_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Tabl
     for heading in headings:
         table.add_column(heading)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table

@@ -25,6 +25,7 @@ from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import simulate_plan
 
@@ -74,7 +75,7 @@ def export(
         ValueError: when there is no such format, or the plan is not for this graph.
     """
     if target not in FORMATS:
-        raise ValueError(f"there is no export {target!r}; there are {', '.join(FORMATS)}")
+        raise unknown("export", target, FORMATS)
     prices, memory = costs or default_costs(), RowMemory()
     simulated = simulate_plan(plan, graph, prices, memory=memory)
     draft = FORMATS[target](plan, graph)

@@ -1,0 +1,89 @@
+"""Writing the report of a search as one HTML page."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from stratagem import __version__
+from stratagem.search.constraints import Constraints
+from stratagem.search.course import Report as Progress
+from stratagem.search.report.changes import hardware_changes
+from stratagem.search.report.content import page_content
+from stratagem.search.result import Budget, SearchResult
+from stratagem.search.space import Options
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.files import write_text
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.show.plan_picture import plan_picture
+
+QUICK = Budget(evaluations=300, seconds=15.0)
+"""Of the search on one node more."""
+
+SCRIPTS = ("report.js", "drawings.js")
+"""Joined to the script of the page, in this order."""
+
+
+def report(
+    result: SearchResult,
+    path: str | Path,
+    *,
+    costs: CostModel | None = None,
+    options: Options | None = None,
+    constraints: Constraints | None = None,
+    budget: Budget = QUICK,
+    progress: Progress | None = None,
+) -> None:
+    """Write what a search found as one HTML page, which needs no network.
+
+    Example:
+        >>> report(sg.search(graph, cluster), "report.html")  # doctest: +SKIP
+
+    It holds the plan in words and as a picture, the known strategies beside it, the timeline to
+    zoom into, memory over time, how each operator is sharded, the certificate, and what faster
+    links and one node more would do. For the latter the plan is simulated anew, and a quick search
+    is made.
+
+    Args:
+        result: of `search`.
+        path: of the page. It appears whole or not at all.
+        costs: prices of operators, those of the search; the device model when left out.
+        options: those of the search, for the search on one node more.
+        constraints: likewise.
+        budget: of the search on one node more; 0 evaluations compare known strategies only.
+        progress: called often with a `Progress`.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    changes = hardware_changes(
+        result,
+        costs or default_costs(),
+        budget=budget,
+        options=options,
+        constraints=constraints,
+        progress=progress,
+    )
+    content = page_content(result, changes, __version__)
+    write_text(path, render(content, picture=plan_picture(result.plan), curve=result.curve))
+
+
+def render(content: dict[str, Any], *, picture: str, curve: str) -> str:
+    """The page of some content: template, pictures, style, script and data in one text."""
+    folder = resources.files(__package__)
+    # Data stands in a script element, which only a "<" could end.
+    data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    parts = {
+        "title": html.escape(str(content["title"])),
+        "picture": picture,
+        "curve": curve,
+        "style": (folder / "report.css").read_text("utf-8"),
+        "script": "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS),
+        "data": data.replace("<", "\\u003c"),
+    }
+    template = (folder / "template.html").read_text("utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)

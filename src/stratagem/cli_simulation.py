@@ -1,0 +1,65 @@
+"""Simulations that the command line asks for: with the device model, or measured here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from stratagem import face
+from stratagem.cli_options import say_written
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.describe import describe
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.plot import plot_timelines
+from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.step_path import StepPath
+from stratagem.simulator.trace import write_trace
+from stratagem.simulator.training import Training
+
+if TYPE_CHECKING:
+    from stratagem.simulator.costs import CostModel
+
+
+def costs_for(
+    graph: OperatorGraph, cluster: Cluster, training: Training, measure: bool
+) -> CostModel | None:
+    """Measured prices if they are asked for; None stands for the device model."""
+    return face.profile(graph, cluster, training=training) if measure else None
+
+
+def simulated(plan: Plan, graph: OperatorGraph, measure: bool) -> Simulation:
+    """What the simulator says of a plan for a model."""
+    graph = plan.rewrite(graph).graph
+    plan.check(graph)
+    return face.simulate(plan, graph, costs_for(graph, plan.cluster, plan.training, measure))
+
+
+def show_simulation(
+    say: Console,
+    simulation: Simulation,
+    graph: OperatorGraph,
+    plot: Path | None,
+    trace: Path | None,
+    critical_path: StepPath | None = None,
+) -> None:
+    """Describe a simulation, and write its picture and its trace."""
+    say.print(describe(simulation, graph), soft_wrap=True)
+    if plot is not None:
+        plot_timelines([simulation.timeline], plot, critical_path=critical_path)
+    if trace is not None:
+        write_trace(trace, simulation.timeline)
+    say_written(say, plot, trace)
+
+
+def simulation_facts(simulation: Simulation) -> dict[str, Any]:
+    """A simulation in numbers: seconds and bytes per device."""
+    return {
+        "step_time": simulation.step_time,
+        "interval": simulation.interval,
+        "fits": simulation.fits,
+        "peak_memory": [rank.peak for rank in simulation.memory],
+        "capacity": [rank.capacity for rank in simulation.memory],
+    }

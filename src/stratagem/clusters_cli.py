@@ -1,0 +1,101 @@
+"""The command line's verb on clusters.
+
+stratagem clusters
+stratagem clusters dgx-a100 --nodes 4 --out four.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from stratagem.cli_options import AsJson, Devices, Nodes, among, print_json, say_written, speaker
+from stratagem.model_spec import load_cluster
+from stratagem.simulator.cluster import Cluster, Link, preset_names
+from stratagem.simulator.files import encode, write_text
+from stratagem.tables import simple_table
+
+
+def clusters(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="preset or cluster file to show", autocompletion=among(preset_names)),
+    ] = None,
+    nodes: Nodes = None,
+    devices: Devices = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="cluster file to write, to be edited")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the bundled clusters, or show one.
+
+    Example: stratagem clusters dgx-a100 --nodes 4 --out four.json
+    """
+    say = speaker(as_json)
+    if name is None:
+        if (nodes, devices, out) != (None, None, None):
+            raise ValueError("--nodes, --devices and --out are of one cluster: name it")
+        presets = [Cluster.preset(each) for each in preset_names()]
+        say.print(_list(presets))
+        if as_json:
+            print_json({"clusters": [_facts(cluster) for cluster in presets]})
+        return
+    cluster = load_cluster(name, nodes, devices)
+    say.print(_shown(cluster))
+    if out is not None:
+        write_text(out, encode(cluster))
+        say_written(say, out)
+    if as_json:
+        print_json(_facts(cluster))
+
+
+def _list(presets: list[Cluster]) -> Any:
+    rows = []
+    for cluster in presets:
+        kinds = ", ".join(sorted(set(cluster.node_devices)))
+        links = [
+            f"{link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs"
+            for link in (cluster.intra_node, cluster.inter_node)
+        ]
+        size = f"{cluster.num_nodes} × {cluster.devices_per_node}"
+        memory = f"{cluster.device_type(0).memory_gib:g} GiB"
+        rows.append([cluster.name, size, kinds, memory, *links])
+    headings = ("preset", "nodes × devices", "device", "memory", "in a node", "between nodes")
+    return simple_table(headings, rows)
+
+
+def _shown(cluster: Cluster) -> Any:
+    device, calibration = cluster.device_type(0), cluster.calibration
+    peaks = ", ".join(f"{name} {peak:g}" for name, peak in device.matmul_tflops.items())
+    rows = [
+        ["size", f"{cluster.num_nodes} nodes × {cluster.devices_per_node} devices"],
+        ["devices", ", ".join(sorted(set(cluster.node_devices)))],
+        [
+            "memory of a device",
+            f"{device.memory_gib:g} GiB, {device.memory_bandwidth_gb_s:g} GB/s",
+        ],
+        ["peak of a device", f"{peaks} TFLOP/s"],
+        ["in a node", _link(cluster.intra_node)],
+        ["between nodes", _link(cluster.inter_node)],
+        ["products in training", f"{calibration.product_scale:g} × as long as alone"],
+        ["other kernels", f"{calibration.memory_scale:g} × as long as alone"],
+        ["taken of the memory", f"{calibration.reserved_gib:g} GiB"],
+        ["price", f"{cluster.price_per_hour:g} an hour" if cluster.price_per_hour else "not told"],
+    ]
+    return simple_table((cluster.name, ""), rows)
+
+
+def _link(link: Link) -> str:
+    cards = f", {link.num_cards} cards" if link.num_cards > 1 else ""
+    groups = [each.size for each in link.by_group_size]
+    fitted = f"; figures of groups of {', '.join(map(str, groups))}" if groups else ""
+    return f"{link.name}: {link.bandwidth_gb_s:g} GB/s, {link.latency_us:g} µs{cards}{fitted}"
+
+
+def _facts(cluster: Cluster) -> dict[str, Any]:
+    facts: dict[str, Any] = msgspec.to_builtins(cluster)
+    return {**facts, "num_devices": cluster.num_devices}

@@ -1,0 +1,208 @@
+"""The command line's verb that finds a plan.
+
+stratagem search examples.gpt2:build --cluster dgx-a100 --precision bfloat16 --out plan.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from stratagem import face
+from stratagem.cli_options import (
+    ANSWER_IS_NO,
+    AsJson,
+    Baselines,
+    ClusterName,
+    Devices,
+    Measure,
+    Model,
+    Nodes,
+    Optimizer,
+    Plot,
+    Precision,
+    Recompute,
+    Trace,
+    among,
+    print_json,
+    say_written,
+    speaker,
+)
+from stratagem.cli_simulation import costs_for, show_simulation, simulation_facts
+from stratagem.model_spec import load_cluster, load_graph
+from stratagem.search.constraints import Constraints
+from stratagem.search.result import Budget, SearchResult
+from stratagem.search.space import SCHEDULES, Options
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.segments import RECOMPUTE_POLICIES
+from stratagem.simulator.training import Training
+from stratagem.tables import result_table, strategy_table
+
+
+def search(
+    model: Model,
+    cluster: ClusterName,
+    out: Annotated[Path, typer.Option("--out", "-o", help="plan file to write")],
+    nodes: Nodes = None,
+    devices: Devices = None,
+    precision: Precision = "float32",
+    optimizer: Optimizer = "adam",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="of pipelines: 1f1b, gpipe, interleaved or zb-h1",
+            autocompletion=among(SCHEDULES),
+        ),
+    ] = "1f1b",
+    recompute: Recompute = None,
+    chunks: Annotated[
+        list[int] | None,
+        typer.Option(help="pieces that a product may run in beside its collectives; repeatable"),
+    ] = None,
+    fuse: Annotated[
+        bool, typer.Option("--fuse", help="let elementwise work run inside collectives")
+    ] = False,
+    bucket_mib: Annotated[
+        float, typer.Option(help="reduce gradients in buckets of at least so many MiB")
+    ] = 0.0,
+    tensor: Annotated[
+        int | None, typer.Option(help="tensor-parallel ways at most (experts count)")
+    ] = None,
+    pipeline: Annotated[int | None, typer.Option(help="pipeline ranks, exactly")] = None,
+    zero: Annotated[
+        list[int] | None, typer.Option(help="ZeRO stages that are allowed; repeatable")
+    ] = None,
+    microbatches: Annotated[
+        list[int] | None, typer.Option(help="numbers of microbatches allowed; repeatable")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(help="DIM=AXIS: never shard a dim on an axis, as vocab=node; repeatable"),
+    ] = None,
+    require: Annotated[
+        list[str] | None, typer.Option(help="DIM=AXIS: always shard a dim there; repeatable")
+    ] = None,
+    headroom: Annotated[
+        float, typer.Option(help="share of each device's memory that must stay free")
+    ] = 0.0,
+    compare_with: Baselines = None,
+    rewrite: Annotated[
+        int, typer.Option(help="search so many rewritten graphs too, that compute the same")
+    ] = 0,
+    start: Annotated[
+        Path | None, typer.Option(help="plan file to go on from, perhaps edited")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="file that keeps finished parts, to go on from")
+    ] = None,
+    space: Annotated[
+        bool, typer.Option("--space", help="list every skeleton and what became of it")
+    ] = False,
+    evaluations: Annotated[int, typer.Option(help="plans to evaluate")] = Budget.evaluations,
+    seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
+    seed: Annotated[int, typer.Option(help="of every random number")] = 0,
+    measure: Measure = False,
+    plot: Plot = None,
+    trace: Trace = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="page to write (.html), with all that was found"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find a plan for a model on a cluster.
+
+    Exit code 1 says that the best plan found does not fit the devices' memory.
+
+    Example: stratagem search examples.gpt2:build -c dgx-a100 --precision bfloat16 -o plan.json
+    """
+    training = Training(precision, optimizer)
+    graph, place = load_graph(model), load_cluster(cluster, nodes, devices)
+    costs = costs_for(graph, place, training, measure)
+    options = Options(
+        recompute=tuple(recompute or RECOMPUTE_POLICIES),
+        chunks=tuple(sorted({1, *(chunks or ())})),
+        fuse=fuse,
+        bucket_bytes=round(bucket_mib * 2**20),
+    )
+    constraints = Constraints(
+        max_tensor=tensor,
+        pipeline=pipeline,
+        zero_stages=tuple(zero) if zero else None,
+        microbatches=tuple(microbatches) if microbatches else None,
+        forbid=_dims_on_axes("--forbid", forbid),
+        require=_dims_on_axes("--require", require),
+        headroom=headroom,
+    )
+    result = face.search(
+        graph,
+        place,
+        costs=costs,
+        training=training,
+        budget=Budget(evaluations, seconds),
+        seed=seed,
+        schedule=schedule,
+        options=options,
+        constraints=constraints,
+        baselines=compare_with,
+        start=Plan.load(start) if start is not None else None,
+        checkpoint=checkpoint,
+        num_rewritten=rewrite,
+    )
+    result.plan.save(out)
+    say = speaker(as_json)
+    _show(say, result, space)
+    show_simulation(say, result.simulation, graph, plot, trace)
+    if report is not None:
+        face.report(result, report, costs=costs, options=options, constraints=constraints)
+    say.print()
+    say_written(say, report, out)
+    if as_json:
+        written = {"plan": out, "plot": plot, "trace": trace, "report": report}
+        print_json({**_facts(result, space), "written": written})
+    if not result.simulation.fits:
+        raise typer.Exit(ANSWER_IS_NO)
+
+
+def _show(say: Console, result: SearchResult, space: bool) -> None:
+    say.print(strategy_table({"the plan found": result.simulation, **result.baselines}))
+    say.print(
+        f"{result.evaluations:,} plans evaluated in {result.seconds:.1f} s; "
+        f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
+    )
+    if space:
+        say.print(result_table(result.space_table))
+        for reason, count in result.notes.items():
+            say.print(f"{reason}: {count}")
+
+
+def _facts(result: SearchResult, space: bool) -> dict[str, Any]:
+    """What was found, in numbers: seconds and bytes."""
+    facts = {
+        "model": result.plan.model,
+        "cluster": result.plan.cluster.name,
+        "devices": result.plan.num_devices,
+        **simulation_facts(result.simulation),
+        "bound": result.bound,
+        "gap": result.gap,
+        "certificate": result.certificate,
+        "tokens_per_second": result.tokens_per_second,
+        "evaluations": result.evaluations,
+        "seconds": result.seconds,
+        "stopped": result.stop_reason.name.lower(),
+        "strategies": result.table.to_dict()["rows"],
+    }
+    return {**facts, "space": result.space_table.to_dict()["rows"]} if space else facts
+
+
+def _dims_on_axes(option: str, given: list[str] | None) -> tuple[tuple[str, str], ...]:
+    pairs: list[tuple[str, str]] = []
+    for text in given or ():
+        dim, equals, axis = text.partition("=")
+        if not (dim and equals and axis):
+            raise ValueError(f"{option} {text!r}: write DIM=AXIS, such as vocab=node")
+        pairs.append((dim, axis))
+    return tuple(pairs)
