@@ -123,8 +123,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse the command line and run this process's rank."""
     arguments = parser().parse_args()
-    backend = arguments.backend or default_backend()
-    with process_rank(timeout=arguments.timeout, backend=backend) as (comm, watch):
+    with process_rank(
+        timeout=arguments.timeout, backend=arguments.backend or default_backend()
+    ) as (comm, watch):
         run_rank(arguments, comm, watch)
 
 

@@ -213,7 +213,8 @@ class NcclCommunicator:
         if len(group) == 1:
             return done(tensor)
         comm, _ = self._of(group, self._beside)
-        total = tensor.detach() if overwrite and tensor.is_contiguous() else _copy(tensor)
+        keeps = not overwrite or not tensor.is_contiguous()
+        total = _copy(tensor) if keeps else tensor.detach()
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return self._aside(lambda: self._wire.sum(comm, total, "sum", self._side), lambda: total)
 
