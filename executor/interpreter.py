@@ -153,6 +153,7 @@ class Interpreter:
         `between` is run before every instruction, and does not count as part of it.
         """
         device, clock = self.comm.device, self.comm.clock
+        mark = clock.mark
         self._batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.gradients = {} if keep_gradients else None
         self._memory.values.pop(LOSS, None)
@@ -165,9 +166,9 @@ class Interpreter:
                 self.at = number
                 if between is not None:
                     between()
-                    start = clock.mark()
+                    start = mark()
                 action()
-                end = clock.mark()
+                end = mark()
                 marks.append((start, end))
                 start = end
                 if self._memory.begun:

@@ -22,6 +22,7 @@ from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.reference import errors_against
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
+from stratagem.executor.where import Place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.randomness import RandomStream, words
 from stratagem.simulator.training import Training
@@ -145,7 +146,8 @@ def test_plans_on_one_gpu_equal_torch(case: Case, name: str) -> None:
     batches = Batches(case.batch, case.graph, buffers=state)
 
     def run(comm: Communicator) -> ExecutionResult:
-        return train(Interpreter(program, comm, state), batches, RunOptions(gradients=True))
+        options = RunOptions(gradients=True)
+        return train(Interpreter(program, comm, state), batches, options, place=Place())
 
     result = run_local(program.world_size, run, device="cuda")[0]
     errors = errors_against(case.model, case.batch, result)
