@@ -298,12 +298,16 @@ def test_out_that_cannot_be_written(place: Path) -> None:
 
 @pytest.mark.slow
 def test_interrupt_ends_with_130(place: Path) -> None:
-    (place / "sleepy.py").write_text("import time\n\ndef build():\n    time.sleep(60)\n")
+    (place / "sleepy.py").write_text(
+        "import pathlib, time\n\ndef build():\n"
+        "    pathlib.Path('began').touch()\n    time.sleep(600)\n"
+    )
     command = [sys.executable, "-m", "stratagem.cli", "capture", "sleepy:build", "-o", "g.json"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    time.sleep(8)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (place / "began").exists():
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in error
     assert "g.json" not in files(place)

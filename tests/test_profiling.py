@@ -132,5 +132,5 @@ def test_an_interrupt_ends_in_one_line(place: Path, monkeypatch: pytest.MonkeyPa
     shown = call("--devices", "1")
     assert shown.exit_code == 130
     assert (
-        shown.stdout.strip() == "interrupted: 2 of 3 operators were timed; profile again to go on"
+        shown.stderr.strip() == "interrupted: 2 of 3 operators were timed; profile again to go on"
     )
