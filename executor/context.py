@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from stratagem.executor.precision import executed_dtype
 from stratagem.executor.program import ranks_of
@@ -55,6 +56,15 @@ class Crossing:
     def task(self, microbatch: int) -> str:
         """Name in the timeline, that of the simulator."""
         return f"stage {self.source_stage} ⇢ stage {self.target_stage}, microbatch {microbatch}"
+
+
+class _Placed(NamedTuple):
+    """How the tensor on an edge lies, and its gradient, at both ends."""
+
+    made: Placements
+    wanted: Placements
+    gradient_made: Placements
+    gradient_wanted: Placements
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,23 +169,37 @@ class Context:
 
     def made(self, edge: Edge) -> Placements:
         """How the producer of an edge leaves the tensor."""
-        output = self.graph.operators[edge.producer].outputs[edge.output]
-        return output_placements(output, self.configs[edge.producer])
+        return self._placed(edge).made
 
     def wanted(self, edge: Edge) -> Placements:
         """How the consumer of an edge needs the tensor."""
-        read = self.graph.operators[edge.consumer].inputs[edge.slot]
-        return input_placements(read, self.configs[edge.consumer])
+        return self._placed(edge).wanted
 
     def gradient_made(self, edge: Edge) -> Placements:
         """How the consumer of an edge leaves the tensor's gradient."""
-        read = self.graph.operators[edge.consumer].inputs[edge.slot]
-        return input_gradient_placements(read, self.configs[edge.consumer])
+        return self._placed(edge).gradient_made
 
     def gradient_wanted(self, edge: Edge) -> Placements:
         """How the producer of an edge needs the tensor's gradient."""
-        output = self.graph.operators[edge.producer].outputs[edge.output]
-        return output_gradient_placements(output, self.configs[edge.producer])
+        return self._placed(edge).gradient_wanted
+
+    def _placed(self, edge: Edge) -> _Placed:
+        """All of them, worked out once."""
+        if edge not in self._placements:
+            output = self.graph.operators[edge.producer].outputs[edge.output]
+            read = self.graph.operators[edge.consumer].inputs[edge.slot]
+            ours, theirs = self.configs[edge.producer], self.configs[edge.consumer]
+            self._placements[edge] = _Placed(
+                output_placements(output, ours),
+                input_placements(read, theirs),
+                input_gradient_placements(read, theirs),
+                output_gradient_placements(output, ours),
+            )
+        return self._placements[edge]
+
+    @cached_property
+    def _placements(self) -> dict[Edge, _Placed]:
+        return {}
 
     def sizes(self, edge: Edge) -> tuple[int, ...]:
         """Factor sizes of the tensor on an edge."""

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from stratagem.executor.instructions import Backward, Bundle, Convert, Free, Receive
+from stratagem.executor.instructions import (
+    Backward,
+    Bundle,
+    Convert,
+    Free,
+    Instruction,
+    Receive,
+)
 from stratagem.executor.program import LOSS, Program, RankProgram
 from stratagem.executor.replay import play, players
 
@@ -32,17 +39,12 @@ def _check_values(program: RankProgram) -> None:
     alive = set(kept)
     freed: set[str] = set()
     for number, instruction in enumerate(program.instructions):
-        where = f"rank {program.rank}, instruction {number} ({str(instruction)!r})"
-        for value in instruction.reads:
-            if value not in alive:
-                state = "after it was freed" if value in freed else "before it is made"
-                raise ValueError(f"{where} reads {value!r} {state}")
-        _check_writes(instruction.writes, alive - kept, _added(instruction), where)
+        problem = _problem(instruction, alive, kept, freed)
+        if problem:
+            where = f"rank {program.rank}, instruction {number} ({str(instruction)!r})"
+            raise ValueError(f"{where} {problem}")
         alive.update(instruction.writes)
         if isinstance(instruction, Free):
-            missing = [value for value in instruction.values if value not in alive - kept]
-            if missing:
-                raise ValueError(f"{where} frees {missing[0]!r}, which is not there or is kept")
             alive.difference_update(instruction.values)
             freed.update(instruction.values)
     left = sorted(alive - kept - {LOSS})
@@ -50,12 +52,22 @@ def _check_values(program: RankProgram) -> None:
         raise ValueError(f"rank {program.rank} never frees {left[0]!r}")
 
 
-def _check_writes(
-    writes: tuple[str, ...], alive: set[str], added: tuple[str, ...], where: str
-) -> None:
-    for value in writes:
-        if value in alive and value not in added:
-            raise ValueError(f"{where} makes {value!r}, which is there already")
+def _problem(
+    instruction: Instruction, alive: set[str], kept: set[str], freed: set[str]
+) -> str | None:
+    """What is wrong with an instruction where these values are alive; None for nothing."""
+    for value in instruction.reads:
+        if value not in alive:
+            state = "after it was freed" if value in freed else "before it is made"
+            return f"reads {value!r} {state}"
+    for value in instruction.writes:
+        if value in alive and value not in kept and value not in _added(instruction):
+            return f"makes {value!r}, which is there already"
+    if isinstance(instruction, Free):
+        for value in instruction.values:
+            if value not in alive or value in kept:
+                return f"frees {value!r}, which is not there or is kept"
+    return None
 
 
 def _added(instruction: object) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from stratagem.executor.context import Context
 from stratagem.executor.precision import executed_dtype, gradient_dtype
@@ -124,12 +125,16 @@ class Weights:
 
     def tied_to(self, owner: int) -> list[WeightUse]:
         """Uses of other operators whose gradient goes to the home of `owner` by itself."""
-        return [
-            use
-            for i, uses in enumerate(self.of)
-            for use in uses
-            if use.trained and use.owner == owner and i != owner and not use.joins_owner
-        ]
+        return self._tied.get(owner, [])
+
+    @cached_property
+    def _tied(self) -> dict[int, list[WeightUse]]:
+        found: dict[int, list[WeightUse]] = {}
+        for i, uses in enumerate(self.of):
+            for use in uses:
+                if use.trained and i != use.owner and not use.joins_owner:
+                    found.setdefault(use.owner, []).append(use)
+        return found
 
     def gradient_bytes(self, i: int) -> int:
         """Bytes of the gradients that operator `i` keeps until they are reduced."""

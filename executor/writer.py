@@ -19,7 +19,7 @@ from stratagem.simulator.placement import Config, Pin, Placements, Shard
 from stratagem.simulator.resharding import Step
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.timeline import TaskKind
-from stratagem.simulator.transfers import Box, Transfer, bounds_at
+from stratagem.simulator.transfers import Transfer
 
 
 class Writer:
@@ -43,13 +43,12 @@ class Writer:
         """Append an instruction."""
         self.instructions.append(instruction)
 
-    def box(self, sizes: Sequence[int], placements: Placements) -> Box | None:
-        """What this rank holds of a tensor; None for nothing."""
-        return bounds_at(sizes, placements, self.mesh.shape, self.coordinates)
-
     def holds(self, placements: Placements | Config) -> bool:
         """Whether nothing is pinned elsewhere."""
-        return self.box((), placements) is not None
+        return all(
+            not isinstance(placement, Pin) or placement.index == index
+            for placement, index in zip(placements, self.coordinates, strict=True)
+        )
 
     def steps(
         self, sizes: tuple[int, ...], dtype: str, before: Placements, after: Placements
