@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
@@ -67,7 +68,26 @@ def decode(text: str, kind: type[T], what: str) -> T:
     unknown = _unknown_field(msgspec.json.decode(text), msgspec.to_builtins(value), "$")
     if unknown is not None:
         raise ValueError(f"{what} is broken: unknown field {unknown}")
+    _fill(value)
     return value
+
+
+def _fill(value: object) -> None:
+    """Give every dataclass the defaults of fields that its file did not have.
+
+    The decoder leaves them to the class, where the encoder would not look for them: a file of an
+    earlier version would be written back without them, and equal values would not be equal text.
+    """
+    if dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
+        for each in dataclasses.fields(value):
+            value.__dict__.setdefault(each.name, getattr(value, each.name))
+            _fill(value.__dict__[each.name])
+    elif isinstance(value, dict):
+        for part in value.values():
+            _fill(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _fill(part)
 
 
 def _unknown_field(given: object, understood: object, path: str) -> str | None:

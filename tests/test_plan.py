@@ -216,3 +216,14 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path) -> None:
         fail_halfway()
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_file_without_a_new_field_is_written_back_with_it(tmp_path: Path) -> None:
+    """The decoder left defaults to the class, and the encoder did not find them there."""
+    path = Path(__file__).parent.parent / "examples/plans/gpt2.json"
+    text = path.read_text()
+    columns = json.loads(text)
+    del columns["training"]["clip_norm"]
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(columns))
+    assert Plan.load(old).to_json() == text
