@@ -78,10 +78,10 @@ def _fill(value: object) -> None:
     The decoder leaves them to the class, where the encoder would not look for them: a file of an
     earlier version would be written back without them, and equal values would not be equal text.
     """
-    if dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
+    if dataclasses.is_dataclass(value):
+        held: dict[str, object] = vars(value)
         for each in dataclasses.fields(value):
-            value.__dict__.setdefault(each.name, getattr(value, each.name))
-            _fill(value.__dict__[each.name])
+            _fill(held.setdefault(each.name, getattr(value, each.name)))
     elif isinstance(value, dict):
         for part in value.values():
             _fill(part)
