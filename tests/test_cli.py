@@ -303,7 +303,14 @@ def test_interrupt_ends_with_130(place: Path) -> None:
         "    pathlib.Path('began').touch()\n    time.sleep(600)\n"
     )
     command = [sys.executable, "-m", "stratagem.cli", "capture", "sleepy:build", "-o", "g.json"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed_interrupts() -> None:
+        """Even where the tests run in the background of a shell, which ignores them."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    ) as process:
         while process.poll() is None and not (place / "began").exists():
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
