@@ -175,6 +175,7 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
         dropped = [inputs[slot] for slot in instruction.remade]
         dropped += [parameters[slot] for slot in instruction.gathered]
         places: dict[int, tuple[int, int]] = {}
+        strides = [tensor.stride() for tensor in dropped]
         for number, tensor in enumerate(dropped):
             place = number, int(tensor.storage_offset())
             places.setdefault(tensor.untyped_storage().data_ptr(), place)
@@ -191,6 +192,12 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
                 return kept
             number, size, stride, offset = kept
             anew: Tensor = tape.anew[number]
+            if anew.stride() != strides[number]:
+                # It came back whole where pieces were read, or the other way round.
+                alike = torch.empty_strided(
+                    anew.size(), strides[number], dtype=anew.dtype, device=anew.device
+                )
+                anew = tape.anew[number] = alike.copy_(anew)
             return anew.as_strided(size, stride, int(anew.storage_offset()) + offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

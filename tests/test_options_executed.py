@@ -158,3 +158,17 @@ def test_gradients_are_clipped_by_the_norm_of_all(name: str, longest: float) -> 
     assert result.gradients is not None
     truths = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert max(gradient_errors(result.gradients, truths).values()) < TOLERANCE
+
+
+def test_pieces_that_were_converted_alone_come_back_from_the_whole() -> None:
+    """Gradients were wrong: a note of a piece was read with the strides of the whole."""
+    case = case_of("gpt")
+    plan = make_plan(case, sharding("parameter"), (4,))
+    stage = plan.stages[0]
+    choices = {
+        name: replace(choice, regather=True, chunks=3 if name.endswith(".out") else 1)
+        for name, choice in stage.choices.items()
+    }
+    assert_equal_to_torch(case, replace(plan, stages=(replace(stage, choices=choices),)))
+    for seed in (1014, 1025):
+        assert_equal_to_torch(case, random_plan(case, seed))
