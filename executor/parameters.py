@@ -17,12 +17,22 @@ from stratagem.executor.writer import Writer
 from stratagem.simulator.boundary import summed
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.parameters import Use, gradient_buckets
-from stratagem.simulator.placement import Placements
+from stratagem.simulator.placement import Pin, Placements
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.transfers import Transfer
 
 BUNDLED = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.SLICE})
 """Collectives that several tensors can share."""
+
+
+def _can_share(convert: Convert) -> bool:
+    """Whether a conversion may share its collectives with others: all ranks have parts of it."""
+    ends = [*convert.before, *(step.target for step in convert.steps)]
+    return (
+        bool(convert.steps)
+        and all(step.collective in BUNDLED for step in convert.steps)
+        and not any(isinstance(placement, Pin) for placement in ends)
+    )
 
 
 class ParameterWriter:
@@ -114,12 +124,10 @@ class ParameterWriter:
     def _flush(self) -> None:
         """Write the syncs of a bucket, those along equal steps as one."""
         groups: dict[object, list[Convert]] = {}
-        for convert in self._held:
+        for number, convert in enumerate(self._held):
             steps = tuple((step.collective, step.axis) for step in convert.steps)
-            alone = any(step.collective not in BUNDLED for step in convert.steps)
-            alone = alone or not convert.steps
-            key = (steps, convert.dtype, convert.target if alone else "")
-            groups.setdefault(key, []).append(convert)
+            shared = (steps, convert.dtype) if _can_share(convert) else number
+            groups.setdefault(shared, []).append(convert)
         for group in groups.values():
             self._writer.write(group[0] if len(group) == 1 else Bundle(tuple(group)))
         self._held.clear()

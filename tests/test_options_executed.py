@@ -172,3 +172,9 @@ def test_pieces_that_were_converted_alone_come_back_from_the_whole() -> None:
     assert_equal_to_torch(case, replace(plan, stages=(replace(stage, choices=choices),)))
     for seed in (1014, 1025):
         assert_equal_to_torch(case, random_plan(case, seed))
+
+
+def test_gradients_of_one_parameter_are_not_one_bundle() -> None:
+    """Two uses of a tied weight with nothing to share were taken for one bucket."""
+    case = case_of("lstm")
+    assert_equal_to_torch(case, random_plan(case, 1019))
