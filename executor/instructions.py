@@ -139,8 +139,9 @@ class Forward:
     @property
     def task(self) -> str:
         """Name in the timeline."""
-        what = "recompute" if self.again else "forward"
-        return f"{self.operator} {what}{self.piece or ''}"
+        if self.again:
+            return f"{self.operator} recompute"
+        return f"{self.operator} forward{self.piece or ''}"
 
     @property
     def reads(self) -> tuple[str, ...]:
