@@ -52,6 +52,7 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.placement import REPLICATE, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture import capture
@@ -174,9 +175,13 @@ def both_data_parallel(comm: Communicator) -> tuple[float, float, str]:
 
 
 def both_tensor_parallel(comm: Communicator) -> tuple[float, float, str]:
-    """Layers split by columns and by rows in turn."""
+    """Layers split by columns and by rows in turn, so that the narrow activations are summed."""
     model = make_mlp()
-    plan = plan_of(model, NUM_PROCESSES, tensor_parallel(model.graph, (NUM_PROCESSES,), 0))
+    choices = {name: Choice((REPLICATE,)) for name in model.graph.names}
+    for n in range(4):
+        choices[f"layers.{n}"] = Choice((Shard("in" if n % 2 else "out"),))
+    choices |= {name: Choice((Shard("feature"),)) for name in ("relu", "relu_2")}
+    plan = plan_of(model, NUM_PROCESSES, choices)
     styles = (ColwiseParallel(), RowwiseParallel())
     wrapped = parallelize_module(
         make_mlp().module,

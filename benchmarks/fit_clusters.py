@@ -89,6 +89,7 @@ CONSTANTS = (
     _calibrated("product_scale", 0.7, 1.6),
     _calibrated("memory_scale", 0.5, 3.0),
     _calibrated("launch_us", 2.0, 200.0),
+    _calibrated("stall_us", 10.0, 1000.0),
     Constant("intra_node.bandwidth_gb_s", _intra_bandwidth, _put_intra_bandwidth, 1.0, 300.0),
     Constant(
         "inter_node.bandwidth_gb_s",
@@ -98,6 +99,12 @@ CONSTANTS = (
         500.0,
     ),
 )
+
+
+AS_KERNELS_SHOW = {
+    "h100-3200g": ("calibration.memory_scale", "intra_node.bandwidth_gb_s"),
+}
+"""Constants that a preset keeps as kernels timed alone have them: five of its own suffice."""
 
 
 def main() -> None:
@@ -120,7 +127,8 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
     start = Cluster.preset(preset)
     runs = [_as_tuned(run) for run in runs]
     some = runs[:: max(1, math.ceil(len(runs) / MOST_RUNS))]
-    used = [constant for constant in CONSTANTS if constant.get(start) > 0 or constant.low == 0]
+    kept = AS_KERNELS_SHOW.get(preset, ())
+    used = [c for c in CONSTANTS if c.get(start) > 0 and c.name not in kept]
 
     def errors(
         cluster: Cluster, chosen: Sequence[Run]

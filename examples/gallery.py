@@ -21,7 +21,7 @@ from examples.job import Job
 from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.torch_ops.capture import capture
 
-NAMES = ("gpt2", "llama3", "vit", "t5", "resnet50", "wide_resnet", "translator")
+NAMES = ("gpt2", "llama3", "vit", "t5", "resnet50", "wide_resnet", "translator", "mixtral")
 PLANS = Path(__file__).parent / "plans"
 
 

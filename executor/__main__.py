@@ -9,7 +9,8 @@ torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint first
     --steps 10000 --checkpoint /shared/checkpoints --every 500
 
 Progress is shown by the rank that knows the loss. A node whose network is cut loses its ranks at
-once, and its torchrun after the read_timeout of --rdzv-conf (60 s unless given).
+once. Its torchrun may stay for a while longer: how soon it notices is up to torch's rendezvous, of
+which the read_timeout of --rdzv-conf is one part.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stratagem.executor.batches import Batches, Data
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import Limits
 from stratagem.executor.models import make_data, make_model, make_rate
-from stratagem.executor.reference import errors_against
+from stratagem.executor.reference import check_comparable, errors_against
 from stratagem.executor.report import report_of
 from stratagem.executor.run import (
     PROCESS_BACKENDS,
@@ -43,13 +44,19 @@ from stratagem.simulator.torch_ops.capture import capture
 
 def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) -> None:
     """Load, check, run, and on rank 0 write the result file."""
+    place = watch.place
+    place.enter(-1, "building the model", slow=True)
     plan = Plan.load(arguments.plan)
+    if arguments.check:
+        check_comparable(plan)
     model, example = make_model(arguments.model, plan.seed)
     graph = capture(model, (), example, name=plan.model)
     program = prepare(plan, graph)
     check_world(program, comm.world_size)
     state = model_state(model)
+    place.enter(-1, "comparing the models of all ranks", waits=True, slow=True)
     check_equal(state, comm, "parameters to start from", _SAME_MODEL)
+    place.enter(-1, "taking the first batch", slow=True)
     data: Data = make_data(arguments.data, plan.seed) if arguments.data else example
     batches = Batches(data, graph, seed=plan.seed, buffers=state)
     first = batches.at(0)
@@ -60,19 +67,23 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
         checkpoint=arguments.checkpoint,
         every=arguments.every,
         resume=arguments.resume,
+        memory=arguments.memory,
+        cuda_graph=arguments.cuda_graph,
     )
+    place.enter(-1, "preparing the first step", waits=True, slow=True)
     interpreter = Interpreter(program, comm, state)
     errors: dict[str, float] = {}
     if arguments.check:
         once = Batches(first, graph, buffers=state)
-        checked = train(interpreter, once, RunOptions(gradients=True), place=watch.place)
+        checked = train(interpreter, once, RunOptions(gradients=True), place=place)
         interpreter.reset()
+        place.enter(-1, "comparing with one process of torch", slow=True)
         if comm.rank == 0:
             errors = errors_against(model, {k: first[k] for k in example}, checked)
     told = comm.rank == program.loss_rank and arguments.status is None
     with progress_bar(enabled=told) as bar:
         show: Show = status_file(arguments.status) if arguments.status else bar
-        result = train(interpreter, batches, options, place=watch.place, show=show)
+        result = train(interpreter, batches, options, place=place, show=show)
     if comm.rank == 0 and arguments.out:
         report_of(plan.name, result, errors).save(arguments.out)
 
@@ -107,6 +118,16 @@ def parser() -> argparse.ArgumentParser:
         choices=PROCESS_BACKENDS,
         help="nccl where every rank has a GPU and CuPy is installed, else gloo",
     )
+    made.add_argument(
+        "--memory",
+        action="store_true",
+        help="find the most bytes that each rank holds, in a step that is undone",
+    )
+    made.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="run the steps but a few as one CUDA graph (nccl); those few are timed",
+    )
     made.add_argument("--check", action="store_true", help="compare with one process of torch")
     made.add_argument("--out", help="result file (JSON)")
     made.add_argument("--status", type=Path, help="file to keep progress in, not to show it")
@@ -114,18 +135,36 @@ def parser() -> argparse.ArgumentParser:
         "--timeout",
         type=float,
         default=Limits.stalled,
-        help="seconds after which a step in which no rank goes on is stopped",
+        help="seconds after which a run in which no rank goes on is stopped",
+    )
+    made.add_argument(
+        "--patience",
+        type=float,
+        default=Limits.patience,
+        help="how many times as long as expected an instruction may take, if that is longer",
+    )
+    made.add_argument(
+        "--preparing",
+        type=float,
+        default=Limits.preparing,
+        help="seconds for building the model, reading or writing a checkpoint and the like",
     )
     return made
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """How long ranks wait for one another, as a command line says."""
+    return Limits(
+        stalled=arguments.timeout, patience=arguments.patience, preparing=arguments.preparing
+    )
 
 
 @record
 def main() -> None:
     """Parse the command line and run this process's rank."""
     arguments = parser().parse_args()
-    with process_rank(
-        timeout=arguments.timeout, backend=arguments.backend or default_backend()
-    ) as (comm, watch):
+    backend = arguments.backend or default_backend()
+    with process_rank(limits_of(arguments), backend=backend) as (comm, watch):
         run_rank(arguments, comm, watch)
 
 

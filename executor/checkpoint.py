@@ -83,13 +83,14 @@ def save_checkpoint(interpreter: Interpreter, folder: str | Path, course: Course
             parameters=program.model_parameters,
             plan=program.plan.name,
             optimizer=training.optimizer,
-            states=state_names(training),
+            states=state_names(training) if updates else (),
             updates=updates,
             rate=interpreter.optimizer.rate,
             course=course,
             maps=program.maps,
             tensors=saved_tensors(program),
             files=files,
+            scale=interpreter.scale,
         )
         _publish(index, temporary, final)
     comm.barrier()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.program import Home, Program
 from stratagem.simulator.files import decode, read_text
 from stratagem.simulator.graph import Parameter
@@ -86,6 +87,7 @@ class CheckpointIndex:
         maps: what the plan's substitutions made of the model's parameters.
         tensors: of the graph that ran.
         files: the shards.
+        scale: the loss scale of the next step, of a run in float16.
     """
 
     version: int
@@ -100,6 +102,7 @@ class CheckpointIndex:
     maps: tuple[ParameterMap, ...]
     tensors: tuple[SavedTensor, ...]
     files: tuple[ShardFile, ...]
+    scale: LossScale | None = None
 
     @cached_property
     def by_name(self) -> dict[str, SavedTensor]:

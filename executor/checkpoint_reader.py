@@ -122,10 +122,9 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
         states: dict[str, dict[str, Tensor]] = {}
         for kind in index.states:
             for home in program.homes:
-                mesh = program.plan.stages[home.stage].mesh
-                if not home.trained or device not in mesh.devices:
+                if not home.trained or home.stage not in program.ranks[comm.rank].stages:
                     continue
-                stored = home.stored
+                stored, mesh = home.stored, program.mesh(home.stage, device)
                 box = local_bounds(stored.sizes, stored.placements, mesh, device)
                 if box is not None:
                     part = checkpoint.part(kind, stored.parameter, stored.sizes, box)
@@ -133,6 +132,8 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
                     states.setdefault(stored.parameter, {})[kind] = shaped.to(comm.device)
         for name, state in states.items():
             interpreter.optimizer.load(name, state, index.updates)
+        if interpreter.scale is not None and index.scale is not None:
+            interpreter.scale = index.scale
         return index.course
 
 

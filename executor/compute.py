@@ -97,7 +97,7 @@ def forward(
         with torch.enable_grad():
             for name, read, flow in slots:
                 value = values[name]
-                inputs.append(_enter(value, read, tape) if flow else read.view(read.part(value)))
+                inputs.append(enter(value, read, tape) if flow else read.view(read.part(value)))
             parameters: list[Tensor] = []
             for name, flow in weights:
                 parameters.append(tape.leaf(values[name]) if flow else constant(values[name]))
@@ -122,7 +122,7 @@ def forward(
     return run_taped if tape_name else run_plain
 
 
-def _enter(tensor: Tensor, read: Reader, tape: Tape) -> Tensor:
+def enter(tensor: Tensor, read: Reader, tape: Tape) -> Tensor:
     """An input as the kernel sees it, from a leaf of the tape that holds no memory itself.
 
     What backward needs of the input is kept by the kernel's own graph; the leaf is only a name.
@@ -238,7 +238,7 @@ def backward(
         tape: Tape = values[instruction.tape]
         tape.anew = anew()
         totals = [total() for total in sums]
-        found = _gradients(tape, reached, totals, slice(None))
+        found = gradients_of(tape, reached, totals, slice(None))
         tape.leaves.clear()
         give_back(tape, found)
         add(found[len(tape.sources) :])
@@ -249,7 +249,7 @@ def backward(
         totals = [total() for total in sums]
         values.update(zip(instruction.totals, totals, strict=True))
         wanted = slice(len(tape.sources))
-        give_back(tape, _gradients(tape, reached, totals, wanted, again=True))
+        give_back(tape, gradients_of(tape, reached, totals, wanted, again=True))
         tape.anew = []
 
     def run_weights() -> None:
@@ -257,7 +257,7 @@ def backward(
         tape.anew = anew()
         totals = [values[name] for name in instruction.totals]
         wanted = slice(len(tape.sources), None)
-        found = _gradients(tape, reached, totals, wanted)
+        found = gradients_of(tape, reached, totals, wanted)
         tape.leaves.clear()
         add(found)
 
@@ -302,7 +302,7 @@ def _returns(
     return [(name, numbers, selects) for name, (numbers, selects) in found.items()]
 
 
-def _gradients(
+def gradients_of(
     tape: Tape, reached: Sequence[int], totals: list[Tensor], wanted: slice, *, again: bool = False
 ) -> list[Tensor]:
     """Gradients of the wanted leaves; zeros where this rank's kernel did not use one (a bias).
@@ -346,7 +346,8 @@ def _total(
     def seeded() -> Tensor:
         tape: Tape = values[instruction.tape]
         size, dtype, device = tape.kinds[output]
-        one = torch.ones(size, dtype=dtype, device=device)
+        seed = instruction.seed * memory.seed
+        one = torch.full(size, seed, dtype=dtype, device=device)
         return one if not names else one + total()
 
     return seeded if instruction.seed else total

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from stratagem.executor.homes import meshes_of, numbers_of
 from stratagem.executor.precision import executed_dtype
 from stratagem.executor.program import ranks_of
 from stratagem.simulator.boundary import landing, summed
-from stratagem.simulator.graph import Edge, OperatorGraph, factor_sizes
+from stratagem.simulator.graph import DimKind, Edge, OperatorGraph, factor_sizes
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.parameters import weight_share
+from stratagem.simulator.pipeline import transfer_name
 from stratagem.simulator.placement import (
     Config,
     Pin,
@@ -25,7 +27,8 @@ from stratagem.simulator.placement import (
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.recompute import Triggers, triggers
 from stratagem.simulator.resharding import Resharder, Step
-from stratagem.simulator.schedule import Action, makes_weight_gradient
+from stratagem.simulator.schedule import Action
+from stratagem.simulator.token_slices import TokenSlice
 from stratagem.simulator.transfers import Transfer
 
 Paths = dict[tuple[object, ...], tuple[Step, ...]]
@@ -47,6 +50,7 @@ class Crossing:
     transfer: Transfer
     dtype: str
     value: str
+    num_slices: int
 
     @property
     def edge(self) -> Edge:
@@ -55,7 +59,8 @@ class Crossing:
 
     def task(self, microbatch: int) -> str:
         """Name in the timeline, that of the simulator."""
-        return f"stage {self.source_stage} ⇢ stage {self.target_stage}, microbatch {microbatch}"
+        stages = self.source_stage, self.target_stage
+        return transfer_name(stages, *divmod(microbatch, self.num_slices), self.num_slices)
 
 
 class _Placed(NamedTuple):
@@ -69,11 +74,37 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """A plan for a graph; `whole` is that of the whole batch, `graph` that of a microbatch."""
+    """A plan for a graph; `whole` is that of the whole batch, `graph` that of a microbatch.
+
+    With token slices, `graph` is that of the slice `part` of a microbatch. Each slice is then a
+    pass of its own: where others have the number of a microbatch, it has microbatch · slices +
+    its own number. Where stages have two homes, this is the pipeline on the first ones, or
+    `upward` on the others.
+    """
 
     plan: Plan
     whole: OperatorGraph
     graph: OperatorGraph
+    part: TokenSlice | None = None
+    upward: bool = False
+
+    @cached_property
+    def num_slices(self) -> int:
+        """Passes of a microbatch: its token slices."""
+        return self.plan.make_schedule().num_slices
+
+    def pass_of(self, action: Action) -> int:
+        """The number of the pass that an action is part of."""
+        return action.microbatch * self.num_slices + action.slice
+
+    def offset(self, i: int, name: str, microbatch: int) -> int:
+        """Where the part of a pass begins in the whole batch, along a dim of source `i`."""
+        source = self.graph.operators[i]
+        if self.part is not None and name in (places := self.part.places(source.name)):
+            return places[name][0]
+        if source.dim(name).kind is not DimKind.SAMPLE:
+            return 0
+        return microbatch // self.num_slices * source.sizes[name]
 
     @cached_property
     def ranks(self) -> Mapping[int, int]:
@@ -139,18 +170,16 @@ class Context:
     # -- placements -----------------------------------------------------------------------------
 
     def mesh(self, stage: int) -> DeviceMesh:
-        """The mesh of a stage."""
-        return self.plan.stages[stage].mesh
+        """The mesh of a stage in this direction, or of both of its homes (see `homes`)."""
+        return meshes_of(self.plan, stage)[-1 if self.upward else 0]
 
     @cached_property
     def _resharders(self) -> tuple[Resharder, ...]:
         cluster = self.plan.cluster
+        numbers = numbers_of(self.plan, range(len(self.plan.stages)))
         return tuple(
-            Resharder(
-                stage.mesh.shape,
-                [stage.mesh.link(axis, cluster) for axis in range(len(stage.mesh.axes))],
-            )
-            for stage in self.plan.stages
+            Resharder(mesh.shape, [mesh.link(axis, cluster) for axis in range(len(mesh.axes))])
+            for mesh in map(self.mesh, numbers)
         )
 
     @cached_property
@@ -272,7 +301,9 @@ class Context:
             self.plan.cluster,
         )
         transfer = Transfer(sizes, meshes[0], summed(before), meshes[1], lands)
-        return Crossing(edges, source, target, before, after, transfer, dtype, value)
+        return Crossing(
+            edges, source, target, before, after, transfer, dtype, value, self.num_slices
+        )
 
     def name(self, edge: Edge, arrow: str) -> str:
         """An edge in words, told apart by its slot where two operators have several."""
@@ -315,20 +346,35 @@ class Context:
 
     def stages_of(self, crew: int) -> tuple[int, ...]:
         """The stages on one set of devices."""
-        return tuple(s for s, at in enumerate(self.plan.rank_of) if at == crew)
+        return tuple(s for s, at in enumerate(self._crew_of_stage) if at == crew)
+
+    @property
+    def _crew_of_stage(self) -> tuple[int, ...]:
+        return self.plan.rank_of[:: -1 if self.upward else 1]
 
     def actions(self, crew: int) -> tuple[Action, ...]:
         """What one set of devices does, in order."""
         return self.plan.make_schedule().orders[crew]
 
-    def last_gradient(self, stage: int) -> int:
-        """The microbatch whose gradients of parameters are the last that a stage makes."""
-        order = self.actions(self.plan.rank_of[stage])
-        return next(
-            action.microbatch
-            for action in reversed(order)
-            if action.stage == stage and makes_weight_gradient(action)
-        )
+    @property
+    def stashes(self) -> bool:
+        """Whether weights are updated amid the step, and older ones kept for who has seen them."""
+        return self.plan.make_schedule().stashes_weights
+
+    @property
+    def seed(self) -> float:
+        """The gradient of a microbatch's loss, which is its share of the batch's.
+
+        A microbatch that has an update of its own counts as a batch.
+        """
+        return float(self.plan.num_microbatches) if self.stashes else 1.0
+
+    def updates(self, stage: int) -> tuple[int, ...]:
+        """The passes behind whose gradients of parameters a stage is updated, in order."""
+        schedule = self.plan.make_schedule()
+        order = self.actions(self._crew_of_stage[stage])
+        ends = [a for a in order if a.stage == stage and a in schedule.updates]
+        return tuple(self.pass_of(action) for action in ends)
 
     @cached_property
     def recomputes(self) -> tuple[bool, ...]:

@@ -76,10 +76,16 @@ class _Fetch(torch.autograd.Function):
         leave = routes.leave
         shapes = [_resized(ctx.shape, dim, stop - start) for start, stop in leave]
         chunks = torch.split(gradient, routes.arrive, dim)
-        total = gradient.new_zeros(ctx.shape)
         parts = ctx.comm.all_to_all(chunks, shapes, ctx.group)
-        for (start, stop), part in zip(leave, parts, strict=True):
-            total.narrow(dim, start, stop - start).add_(part)
+        own = parts[routes.index]
+        covers = own.shape == ctx.shape
+        if covers:
+            total = own.clone(memory_format=torch.contiguous_format)
+        else:
+            total = gradient.new_zeros(ctx.shape)
+        for index, ((start, stop), part) in enumerate(zip(leave, parts, strict=True)):
+            if not (covers and index == routes.index):
+                total.narrow(dim, start, stop - start).add_(part)
         return total, None, None, None
 
 

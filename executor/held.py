@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
@@ -29,6 +31,27 @@ def held_bytes(interpreter: Interpreter) -> int:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def most_held_bytes(interpreter: Interpreter, batch: Mapping[str, Tensor]) -> int:
+    """The most bytes that a rank holds between two instructions of a step, which is run.
+
+    Every rank calls this. The step is slow: all tensors are counted before every instruction.
+
+    Example:
+        >>> interpreter.step(batch)  # doctest: +SKIP
+        >>> most_held_bytes(interpreter, batch)  # doctest: +SKIP
+        73400320
+    """
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, held_bytes(interpreter))
+
+    interpreter.step(batch, between=look)
+    look()
+    return most
 
 
 def saved_tensors(tape: Tape) -> list[Tensor]:

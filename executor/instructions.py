@@ -1,9 +1,10 @@
 """Instructions: what a rank can do, as data.
 
 Each instruction knows the values that it reads and writes, its name and kind in the timeline
-(`task`, `kind`), and the collectives in it (`meetings_of`). None of them names a rank: where they
-differ, each rank works out its own part from its seat on the mesh (`bounds_at`, `Transfer`), so
-that all ranks of a stage can share one list.
+(`task`, `kind`), and the collectives in it (`meetings_of`). Its `microbatch` counts passes: where
+tokens are sliced, the slices of all microbatches one after the other. None of them names a rank:
+where they differ, each rank works out its own part from its seat on the mesh (`bounds_at`,
+`Transfer`), so that all ranks of a stage can share one list.
 """
 
 from __future__ import annotations
@@ -166,21 +167,24 @@ class Part(enum.Enum):
 class Backward:
     """Gradients of an operator's inputs and weights from those of its outputs.
 
-    `gradients` has per output the values whose sum is its gradient, `seed` adds the 1 of the loss;
+    `gradients` has per output the values whose sum is its gradient; for the loss `seed` is added,
+    times the step's (`Memory.seed`);
     `inputs` and `weights` name the results, None where no gradient is wanted; inputs that read one
     tensor may share its gradient. Weight gradients are added, in `dtypes`, to what is there.
     `anew` are the values of the inputs `remade`, and then of the weights, that the tape did not
     keep. Where gradients of inputs and of weights are made apart, the first `part` writes the
     gradients of the outputs to `totals`, from where the second takes them. A `piece` reads the
     `portion` of the gradients of the outputs; what it makes of inputs that have no such dim is
-    `added` to what earlier pieces made.
+    `added` to what earlier pieces made. A prefix (see `prefix_values`) has a second list of
+    `gradients`, what later slices made for its own, and further `inputs`, what it makes for
+    earlier slices, `added` to what later ones made.
     """
 
     operator: str
     microbatch: int
     tape: str
     gradients: tuple[tuple[str, ...], ...]
-    seed: bool
+    seed: float
     inputs: tuple[str | None, ...]
     weights: tuple[str | None, ...]
     dtypes: tuple[str, ...]
@@ -424,12 +428,15 @@ class Norm:
 class Update:
     """Let the optimizer change an operator's parameters in place, at home.
 
-    With a `norm`, gradients are made shorter first where it is above that of `Training`.
+    With a `norm`, gradients are made shorter first where it is above that of `Training`; in
+    float16 they are divided by the loss scale, and nothing is updated where it is not finite. The
+    gradient of the step is the sum of all that it is updated by, each times `share`.
     """
 
     operator: str
     parameters: tuple[Updated, ...]
     norm: str | None = None
+    share: float = 1.0
     kind = TaskKind.UPDATE
     microbatch = -1
 
@@ -451,6 +458,38 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Stash:
+    """Copy an operator's weights before they are updated: (value, copy) of each.
+
+    Backward passes of microbatches that have seen them read the copies (PipeDream).
+    """
+
+    operator: str
+    microbatch: int
+    copies: tuple[tuple[str, str], ...]
+
+    kind = TaskKind.UPDATE
+
+    def __str__(self) -> str:
+        return f"{self.operator} stash {self.microbatch}"
+
+    @property
+    def task(self) -> str:
+        """Name in the timeline."""
+        return f"{self.operator} stash"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Values that must be there."""
+        return tuple(value for value, _ in self.copies)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Values that are there afterwards."""
+        return tuple(copy for _, copy in self.copies)
+
+
+@dataclass(frozen=True)
 class Free:
     """Let go of values."""
 
@@ -467,7 +506,18 @@ class Free:
 
 
 Instruction = (
-    Source | Forward | Backward | Convert | Join | Bundle | Send | Receive | Norm | Update | Free
+    Source
+    | Forward
+    | Backward
+    | Convert
+    | Join
+    | Bundle
+    | Send
+    | Receive
+    | Norm
+    | Stash
+    | Update
+    | Free
 )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.executor import compute, movement
+from stratagem.executor import compute, movement, prefixes
 from stratagem.executor.backends.base import Communicator, Pending
 from stratagem.executor.clock import Mark
 from stratagem.executor.gpu.random_words import words_on
+from stratagem.executor.homes import all_meshes, numbers_of
 from stratagem.executor.instructions import (
     Backward,
     Bundle,
@@ -26,8 +27,10 @@ from stratagem.executor.instructions import (
     Receive,
     Send,
     Source,
+    Stash,
     Update,
 )
+from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.memory import Memory
 from stratagem.executor.movement import Ports, stored_shape
 from stratagem.executor.optimizers import clipped, make_optimizer
@@ -36,8 +39,9 @@ from stratagem.executor.seats import Seat, box_shape, mesh_groups
 from stratagem.executor.shards import operator_shards
 from stratagem.executor.states import check_state, collect, local_part, stored_box
 from stratagem.executor.substituted import to_model, to_rewritten
-from stratagem.simulator.graph import OperatorGraph, factor_sizes
+from stratagem.simulator.graph import Operator, OperatorGraph, factor_sizes
 from stratagem.simulator.placement import shard_bounds
+from stratagem.simulator.token_slices import PREFIX
 from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
 from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Shards
@@ -50,18 +54,22 @@ Action = Callable[[], None]
 class StepRecord:
     """One step of one rank: start and end of every instruction in ns, 0 at the barrier before it.
 
-    `loss` is None on ranks of stages without the loss.
+    `loss` is None on ranks of stages without the loss. Instructions are not `timed` in steps that
+    are run as a whole, and then have no spans.
     """
 
     loss: float | None
     spans: tuple[tuple[int, int], ...]
     duration_ns: int
+    timed: bool = True
 
 
 class Interpreter:
     """One rank of a program: its parameters, and its instructions as ready-made actions.
 
-    `at` is the number of the instruction under way, -1 outside the instructions of a step.
+    `at` is the number of the instruction under way, -1 outside the instructions of a step, and
+    their count while the device is waited for.
+    `scale` is the loss scale of the next step in float16, None in other precisions.
     `optimizer` is that of the parameters at home; its rate may be set before every step, as
     may the step of `random`, by which dropout draws.
 
@@ -87,11 +95,11 @@ class Interpreter:
         self.gradients: dict[str, Tensor] | None = None
         self.at = -1
         self._seats = {
-            stage: Seat(program.mesh(stage), self.mine.device, program.rank_of)
-            for stage in self.mine.stages
+            number: Seat(program.mesh(number, self.mine.device), self.mine.device, program.rank_of)
+            for number in numbers_of(program.plan, self.mine.stages)
         }
-        for stage in program.plan.stages:
-            comm.prepare(mesh_groups(stage.mesh, program.rank_of))
+        for mesh in all_meshes(program.plan):
+            comm.prepare(mesh_groups(mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
         self._memory = Memory()
         plan = program.plan
@@ -99,11 +107,12 @@ class Interpreter:
             plan.seed, num_microbatches=plan.num_microbatches, draw=words_on(comm.device)
         )
         self._masters: dict[str, Tensor] = {}
+        self._overflowed = False
         self._trained = {home.stored for home in program.homes if home.trained}
         self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
-        self._shards: dict[str, Shards] = {}
+        self._shards: dict[tuple[str, int], Shards] = {}
         self._flows = _flows(program.graph)
         actions = [self._action(each) for each in self.mine.instructions]
         self._actions = movement.posted(program, self._ports, actions)
@@ -113,7 +122,9 @@ class Interpreter:
         for stored in self.mine.stored:
             whole = self._state[stored.parameter]
             self._keep(stored, local_part(stored, whole, self._seats[stored.stage]))
-        self.optimizer = make_optimizer(self.program.plan.training, self.comm.device)
+        training = self.program.plan.training
+        self.optimizer = make_optimizer(training, self.comm.device)
+        self.scale = LossScale() if training.scales_loss else None
 
     def value(self, stored: Stored) -> Tensor:
         """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
@@ -126,6 +137,11 @@ class Interpreter:
         self._memory.values[stored.value] = part.to(dtype)
         if part.dtype != dtype and stored in self._trained:
             self._masters[stored.value] = part
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for a collective that was begun earlier."""
+        return self._memory.waits
 
     def held(self) -> list[Any]:
         """All that this rank holds now: tensors and tapes, with what the optimizer remembers."""
@@ -157,6 +173,7 @@ class Interpreter:
         self._batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.gradients = {} if keep_gradients else None
         self._memory.values.pop(LOSS, None)
+        self._memory.seed = 1.0 if self.scale is None else self.scale.value
         marks: list[tuple[Mark, Mark]] = []
         begun: dict[int, Pending] = {}
         with torch.no_grad():
@@ -173,11 +190,28 @@ class Interpreter:
                 start = end
                 if self._memory.begun:
                     begun[number] = self._memory.begun.pop()
+        self.at = len(self._actions)
         spans = clock.spans(zero, marks, begun)
         self.at = -1
         loss = self._memory.values.get(LOSS)
         duration = max((end for _, end in spans), default=0)
         return StepRecord(None if loss is None else float(loss), tuple(spans), duration)
+
+    def issue(self, batch: Mapping[str, Tensor]) -> None:
+        """Run the instructions of a step on inputs on the device, without a barrier or a clock."""
+        self._batch, self.gradients = batch, None
+        self._memory.values.pop(LOSS, None)
+        with torch.no_grad():
+            for number, action in enumerate(self._actions):
+                self.at = number
+                action()
+        self._memory.begun.clear()
+        self.at = -1
+
+    def settled(self) -> dict[str, Tensor]:
+        """Values by name, none of them on its way: between steps, parameters, buffers and loss."""
+        self._memory.everything()
+        return self._memory.values
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole parameters and buffers of the model on rank 0; every rank calls this."""
@@ -206,8 +240,11 @@ class Interpreter:
             case Forward():
                 return self._forward(instruction)
             case Backward():
-                operator = self.program.graph.operator(instruction.operator)
-                shards = self._shards_of(operator.name, instruction.piece)
+                operator = self.program.operator(instruction.operator, instruction.microbatch)
+                shards = self._shards_of(operator, instruction.microbatch, instruction.piece)
+                if operator.kind == PREFIX:
+                    slices = self.program.slices
+                    return prefixes.backward(instruction, operator, shards, slices, memory)
                 seat = self._seat_of(operator.name)
                 return compute.backward(instruction, operator, shards, seat, memory)
             case Convert():
@@ -223,14 +260,16 @@ class Interpreter:
                 return movement.receive(instruction, self._ports, memory)
             case Norm():
                 return self._norm(instruction)
+            case Stash():
+                return movement.stash(instruction, memory)
             case Update():
                 return self._update(instruction)
             case Free():
                 return lambda: memory.free(instruction.values)
 
-    def _shards_of(self, operator: str, piece: Piece | None) -> Shards:
+    def _shards_of(self, operator: Operator, microbatch: int, piece: Piece | None) -> Shards:
         """This rank's shards of an operator, or of a piece of it."""
-        shards = self._part(operator)
+        shards = self._part(operator, microbatch)
         if piece is None:
             return shards
         start, stop = shards.bounds[piece.dim]
@@ -238,16 +277,20 @@ class Interpreter:
         mine = start + first, start + last
         return replace(shards, bounds={**shards.bounds, piece.dim: mine})
 
-    def _part(self, operator: str) -> Shards:
-        if operator not in self._shards:
-            self._shards[operator] = operator_shards(
-                self.program.graph.operator(operator),
-                self.program.plan.choice(operator).config,
-                self._seat_of(operator),
+    def _part(self, operator: Operator, microbatch: int) -> Shards:
+        part = self.program.slice_of(microbatch)
+        key = operator.name, 0 if part is None else part.number
+        if key not in self._shards:
+            made = operator_shards(
+                operator,
+                self.program.plan.choice(operator.name).config,
+                self._seat_of(operator.name),
                 self.comm,
                 self.random,
             )
-        return self._shards[operator]
+            places = {} if part is None else part.places(operator.name)
+            self._shards[key] = replace(made, places=places)
+        return self._shards[key]
 
     def _seat_of(self, operator: str) -> Seat:
         return self._seats[self.program.plan.stage_of[operator]]
@@ -264,14 +307,21 @@ class Interpreter:
         return run
 
     def _forward(self, instruction: Forward) -> Action:
-        operator = self.program.graph.operator(instruction.operator)
-        shards = self._shards_of(operator.name, instruction.piece)
-        flows = self._flows[operator.name]
+        microbatch, program = instruction.microbatch, self.program
+        operator = program.operator(instruction.operator, microbatch)
         seat = self._seat_of(operator.name)
+        if operator.kind == PREFIX:
+            parts = [
+                self._part(part.graph.operator(operator.name), part.number)
+                for part in program.slices[: len(instruction.inputs)]
+            ]
+            return prefixes.forward(instruction, operator, parts, seat, self._memory)
+        shards = self._shards_of(operator, microbatch, instruction.piece)
+        flows = self._flows[operator.name]
         run = compute.forward(instruction, operator, shards, flows, seat, self._memory)
 
         def at_its_microbatch() -> None:
-            self.random.microbatch = instruction.microbatch
+            self.random.microbatch = microbatch // max(1, len(program.slices))
             run()
 
         return at_its_microbatch
@@ -291,7 +341,11 @@ class Interpreter:
                 squares += (
                     torch.linalg.vector_norm(values[value], dtype=torch.float32).double() ** 2
                 )
-            values[instruction.value] = comm.all_reduce(squares, everyone).sqrt()
+            norm = comm.all_reduce(squares, everyone).sqrt() / self._memory.seed
+            values[instruction.value] = norm
+            if self.scale is not None:
+                self._overflowed = not bool(norm.isfinite())
+                self.scale.update(overflowed=self._overflowed)
 
         return run
 
@@ -302,17 +356,28 @@ class Interpreter:
         def run() -> None:
             for each in instruction.parameters:
                 gradient, value = values[each.gradient], values[each.value]
-                if norm is not None:
+                if self.scale is not None:
+                    gradient = gradient.float() / self._memory.seed
+                if longest and norm is not None:
                     gradient = clipped(gradient, values[norm], longest)
+                self._keep_gradient(each.parameter, gradient, instruction.share)
+                if self._overflowed:
+                    continue
                 master = masters.get(each.value)
                 if master is None:
                     self.optimizer(each.parameter, value, gradient)
                 else:
                     self.optimizer(each.parameter, master, gradient, value)
-                if self.gradients is not None:
-                    self.gradients[each.parameter] = gradient
 
         return run
+
+    def _keep_gradient(self, parameter: str, gradient: Tensor, share: float) -> None:
+        """Note what a parameter was updated by, if gradients are wanted."""
+        if self.gradients is None:
+            return
+        if share != 1.0:
+            gradient = self.gradients.get(parameter, 0.0) + share * gradient
+        self.gradients[parameter] = gradient
 
 
 def _flows(graph: OperatorGraph) -> dict[str, list[bool]]:

@@ -12,34 +12,51 @@ from stratagem.executor.where import Where
 PERIOD = 1.0
 """Seconds between two messages of a rank."""
 
-BUSY_WEIGHT = 0.1
-"""What a second counts towards a stuck step while a rank computes."""
+BACKEND_SECONDS = 86_400.0
+"""For an operation of a backend, whose own timeouts name nobody: the watch always acts before."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """How long ranks wait for one another.
 
+    Example:
+        >>> Limits().allowed(expected=0.1), Limits().allowed(expected=6.0)
+        (20.0, 60.0)
+
     Attributes:
         silent: seconds after which a rank that says nothing counts as lost.
-        stalled: seconds after which a step in which no rank goes on counts as stuck; those in
-            which a rank computes all the time count a tenth, because one instruction may be long.
+        stalled: seconds after which a run in which no rank goes on counts as stuck, and a rank
+            that never said anything as lost.
+        patience: how many times as long as expected an instruction may take, where that is longer.
+        preparing: seconds for what has no expected time, such as building the model or writing a
+            checkpoint, while the process computes, reads or writes, or the ranks connect; one that
+            does none of these is stuck after `stalled`.
+
+    Raises:
+        ValueError: when one is not above 0.
     """
 
     silent: float = 10.0
     stalled: float = 20.0
+    patience: float = 10.0
+    preparing: float = 600.0
 
-    @property
-    def backend(self) -> float:
-        """Seconds for an operation of the backend, which is to give up after the watch does."""
-        return max(120.0, 4 * (self.silent + self.stalled))
+    def __post_init__(self) -> None:
+        for name in ("silent", "stalled", "patience", "preparing"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name):g}; it must be above 0")
+
+    def allowed(self, expected: float) -> float:
+        """Seconds for an instruction that is expected to take so many."""
+        return max(self.stalled, self.patience * expected)
 
 
 @dataclass(frozen=True)
 class Beat:
     """What a rank tells: where it is, how often it has told, and the process that it is.
 
-    `busy` says that its main thread has been computing since it told before.
+    `working` says that the process has been computing, reading or writing since it told before.
     """
 
     count: int
@@ -47,7 +64,7 @@ class Beat:
     host: str
     pid: int
     done: bool = False
-    busy: bool = False
+    working: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,10 +83,22 @@ class Judge:
         self._counts = [0] * world_size
         self._quiet = [0] * world_size
         self._places: dict[int, Where] = {}
-        self._still = 0.0
+        self._periods = 0
+        self._still = 0
+        self._idle = 0
 
     def __call__(self, beats: dict[int, Beat], limit: int) -> Finding | None:
         """What is wrong, if anything; is called once a period."""
+        self._periods += 1
+        return self._missing(beats) or self._silent(beats, limit) or self._stuck(beats)
+
+    def _missing(self, beats: dict[int, Beat]) -> Finding | None:
+        missing = [rank for rank in range(len(self._counts)) if rank not in beats]
+        if not missing or self._periods * PERIOD < self._limits.stalled:
+            return None
+        return Finding(not_arrived(missing, f"{self._limits.stalled:g} s after rank 0"))
+
+    def _silent(self, beats: dict[int, Beat], limit: int) -> Finding | None:
         for rank, beat in beats.items():
             same = self._counts[rank] == beat.count and not beat.done
             self._quiet[rank] = self._quiet[rank] + 1 if same else 0
@@ -80,26 +109,42 @@ class Judge:
                     f"or cut off); it was last at {beat.where}",
                     silent=rank,
                 )
+        return None
+
+    def _stuck(self, beats: dict[int, Beat]) -> Finding | None:
+        """Count the seconds in which no rank goes on, and those of them without any work."""
+        active = [beat for beat in beats.values() if not beat.done]
         places = {rank: beat.where for rank, beat in beats.items() if not beat.done}
-        stuck = places == self._places and not all(w.slow for w in places.values())
+        moved = places != self._places or not places or len(beats) < len(self._counts)
+        working = any(beat.where.slow and (beat.working or beat.where.connects) for beat in active)
         self._places = places
-        weight = BUSY_WEIGHT if any(beat.busy for beat in beats.values()) else 1.0
-        self._still = self._still + weight if stuck else 0.0
-        if self._still * PERIOD >= self._limits.stalled:
-            return Finding(_stalled(places, self._limits.stalled))
+        self._still = 0 if moved else self._still + 1
+        self._idle = 0 if moved or working else self._idle + 1
+        busy = [where for where in places.values() if not where.waits] or list(places.values())
+        allowed = self._limits.allowed(max((where.expected for where in busy), default=0.0))
+        if self._idle * PERIOD >= allowed:
+            return Finding(_stalled(places, allowed))
+        if self._still * PERIOD >= max(allowed, self._limits.preparing):
+            return Finding(_stalled(places, self._limits.preparing))
         return None
 
 
 class Follower:
     """The other ranks' eye on rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._count, self._quiet = 0, 0
 
     def __call__(self, beats: dict[int, Beat], limit: int) -> Finding | None:
         """What is wrong with rank 0, if anything; is called once a period."""
         leader = beats.get(0)
-        if leader is None or leader.done:
+        if leader is None:
+            self._quiet += 1
+            late = self._quiet * PERIOD >= self._limits.stalled
+            when = f"{self._limits.stalled:g} s after others"
+            return Finding(not_arrived([0], when)) if late else None
+        if leader.done:
             return None
         self._quiet = self._quiet + 1 if leader.count == self._count else 0
         self._count = leader.count
@@ -112,12 +157,23 @@ class Follower:
         )
 
 
+MOST_NAMED = 8
+"""Ranks that one error names."""
+
+
+def not_arrived(ranks: list[int], when: str) -> str:
+    """That ranks never said anything, in words."""
+    named = ", ".join(map(str, ranks[:MOST_NAMED])) + (" …" if len(ranks) > MOST_NAMED else "")
+    are = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
+    return f"{are} not joined the run {when} (killed, hung or still starting its program)"
+
+
 def _stalled(places: dict[int, Where], seconds: float) -> str:
     """Who keeps the others waiting: ranks that wait for nobody, or else all of them."""
     busy = {rank: where for rank, where in places.items() if not where.waits}
     told = "; ".join(f"rank {rank} is at {where}" for rank, where in (busy or places).items())
     rest = "while the others wait for it" if busy else "and each waits for another"
     return (
-        f"no rank has gone on for {seconds:g} s: {told}, {rest} (a step that takes so long for "
-        f"one instruction needs a longer timeout)"
+        f"no rank has gone on for {seconds:g} s: {told}, {rest} (what takes so long without being "
+        f"stuck needs a longer timeout)"
     )

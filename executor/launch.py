@@ -47,7 +47,9 @@ def launch(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
-    stalled: float = Limits.stalled,
+    memory: bool = False,
+    cuda_graph: bool = False,
+    limits: Limits | None = None,
     timeout: float | None = 600.0,
     folder: str | Path | None = None,
     show: Show | None = None,
@@ -73,7 +75,9 @@ def launch(
         checkpoint: folder for checkpoints.
         every: steps between two checkpoints; 0 writes one after the last step only.
         resume: a checkpoint, or a folder of checkpoints with the last of them, to go on from.
-        stalled: seconds after which a step in which no rank goes on is stopped.
+        memory: whether to find the most bytes that each rank holds, in a step that is undone.
+        cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph.
+        limits: how long ranks wait for one another.
         timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
         folder: where the modules are found; the current directory by default.
         show: shows progress.
@@ -83,15 +87,18 @@ def launch(
         RuntimeError: when a rank fails; says which, where it was, and its last lines.
         TimeoutError: when the run takes longer than `timeout`.
     """
-    plan = Plan.load(plan_path)
+    plan, limits = Plan.load(plan_path), limits or Limits()
     with tempfile.TemporaryDirectory(prefix="stratagem-") as name:
         out, status = Path(name, "result.json"), Path(name, "status.json")
         arguments = [
             *("stratagem.executor", str(Path(plan_path).resolve()), "--model", model),
             *("--steps", str(steps), "--warmup", str(warmup), "--out", str(out)),
-            *("--timeout", str(stalled), "--status", str(status)),
+            *("--timeout", str(limits.stalled), "--patience", str(limits.patience)),
+            *("--preparing", str(limits.preparing), "--status", str(status)),
             *("--rate", rate, "--rate-warmup", str(rate_warmup), "--every", str(every)),
             *(["--check"] if check else []),
+            *(["--memory"] if memory else []),
+            *(["--cuda-graph"] if cuda_graph else []),
             *(["--data", data] if data else []),
             *(["--checkpoint", str(Path(checkpoint).resolve())] if checkpoint else []),
             *(["--resume", str(Path(resume).resolve())] if resume else []),
@@ -223,7 +230,16 @@ def _failure(logs: Path) -> str:
     written = [path for path in sorted(logs.rglob("stderr.log")) if path.stat().st_size]
     if written:
         return "\n".join([f"rank {written[0].parent.name} wrote", *_tail(written[0])])
-    return "\n".join(["torchrun wrote", *_tail(logs / "torchrun.log")])
+    return "\n".join([_first_lost(logs), "torchrun wrote", *_tail(logs / "torchrun.log")])
+
+
+def _first_lost(logs: Path) -> str:
+    """Which rank ended first, in torchrun's words: it did so before it could say anything."""
+    text = (logs / "torchrun.log").read_text(errors="replace")
+    cause = re.search(r"Root Cause.*?rank *: (\d+).*?exitcode *: (\S+)", text, re.DOTALL)
+    if cause is None:
+        return "no rank started"
+    return f"rank {cause[1]} ended with exit code {cause[2]} before it joined the run"
 
 
 def _tail(path: Path) -> list[str]:

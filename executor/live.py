@@ -23,6 +23,7 @@ from stratagem.executor.instructions import (
     Part,
     Receive,
     Source,
+    Stash,
 )
 from stratagem.executor.program import Program, RankProgram
 from stratagem.simulator.collectives import Collective
@@ -141,6 +142,9 @@ class _Player:
                 self._add(instruction.value, elements * DTYPE_BYTES[instruction.dtype])
             case Join():
                 self._make(instruction.value, sum(self._bytes_of(v) for v in instruction.pieces))
+            case Stash():
+                for value, copy in instruction.copies:
+                    self._make(copy, self._bytes_of(value))
             case Free():
                 for value in instruction.values:
                     self._free(value)
@@ -151,7 +155,7 @@ class _Player:
         return sum(self.nbytes[number] for number in self.held[value])
 
     def _forward(self, instruction: Forward) -> None:
-        operator = self.program.graph.operator(instruction.operator)
+        operator = self.program.operator(instruction.operator, instruction.microbatch)
         inside = 0
         for output, (value, dtype) in enumerate(
             zip(instruction.outputs, instruction.dtypes, strict=True)
@@ -187,15 +191,18 @@ class _Player:
         return plan.choice(operator.name).config, tuple(mesh.shape)
 
     def _backward(self, instruction: Backward) -> None:
-        operator = self.program.graph.operator(instruction.operator)
+        operator = self.program.operator(instruction.operator, instruction.microbatch)
         config, shape = self._config(operator)
         if instruction.part is not Part.WEIGHTS:
             for slot, value in enumerate(instruction.inputs):
                 if value is not None and value not in self.held:
+                    if slot >= len(operator.inputs):
+                        self._make(value, self._earlier_bytes(instruction, operator, slot - 1))
+                        continue
                     names = factors(operator.inputs[slot].layout)
                     piece = instruction.piece
                     parts = piece.count if piece is not None and piece.dim in names else 1
-                    self._make(value, self._input_bytes(operator, slot) // parts)
+                    self._make(value, self._input_bytes(instruction, operator, slot) // parts)
         if instruction.part is Part.INPUTS:
             for output, value in zip(_reached(instruction), instruction.totals, strict=True):
                 itemsize = self.program.plan.training.parameter_bytes
@@ -211,11 +218,19 @@ class _Player:
             elements = math.prod(sizes[name] for group in weight.layout for name in group)
             self._add(value, elements * DTYPE_BYTES[dtype])
 
-    def _input_bytes(self, operator: Operator, slot: int) -> int:
+    def _earlier_bytes(self, instruction: Backward, operator: Operator, number: int) -> int:
+        """Bytes of the gradient of what a prefix reads of an earlier slice."""
+        own = self.program.slice_of(instruction.microbatch)
+        assert own is not None
+        part = self.program.slices[number]
+        elements = self._output_elements(operator, 0) // own.stop * (part.stop - part.start)
+        return elements * self.program.plan.training.bytes_of(operator.outputs[0].dtype)
+
+    def _input_bytes(self, instruction: Backward, operator: Operator, slot: int) -> int:
         """Bytes of the gradient of an input, in the factors of the whole source."""
         read = operator.inputs[slot]
         config, shape = self._config(operator)
-        source = self.program.graph.operator(read.source)
+        source = self.program.operator(read.source, instruction.microbatch)
         made = source.outputs[read.output]
         sizes = factor_sizes(made.layout, source.sizes)
         itemsize = self.program.plan.training.bytes_of(made.dtype)

@@ -11,6 +11,9 @@ from stratagem.executor.program import LOSS, Program, RankProgram, Stored
 from stratagem.executor.weights import Weights
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan_model import crossing_ties
+from stratagem.simulator.sliced_plan import sliced_plan
+from stratagem.simulator.stashing import check_stashing
 
 
 def lower(plan: Plan, graph: OperatorGraph) -> Program:
@@ -25,49 +28,53 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         graph: the model at its whole batch; the plan's substitutions are applied to it.
 
     Raises:
-        ValueError: when the plan is not for `graph` (see `Plan.check`), its precision, schedule or
-            one of its options is not executed, the loss has no gradient, or a parameter is shared
+        ValueError: when the plan is not for `graph` (see `Plan.check`), its schedule or one of
+            its options is not executed, the loss has no gradient, or a parameter is shared
             in a way that is not executed (see `Weights`).
     """
     rewritten = plan.rewrite(graph)
     graph = rewritten.graph
     plan.check(graph)
-    _check_precision(plan)
     _check_schedule(plan)
-    context = Context(plan, graph, graph.microbatch(plan.num_microbatches))
+    contexts = _contexts(plan, graph)
+    context = contexts[0]
+    if context.stashes:
+        check_stashing(plan, graph, crossing_ties(plan.stage_of, graph))
     _check_loss(context)
+    if plan.is_mirrored:
+        _check_statistics(context)
     weights = Weights(context)
     return Program(
-        plan=plan,
+        plan=context.plan,
         whole=graph,
         graph=context.graph,
         maps=rewritten.maps,
         homes=weights.homes(),
-        ranks=_ranks(context, weights),
+        ranks=_ranks(contexts, weights),
+        slices=tuple(each.part for each in contexts if each.part is not None),
     )
 
 
-def _check_precision(plan: Plan) -> None:
-    training = plan.training
-    if "float16" in (training.precision, training.gradient_precision):
-        raise ValueError(
-            f"plan {plan.name!r} trains in float16, whose gradients need a loss scale that is not "
-            f"executed: search with Training(precision='bfloat16')"
-        )
+def _contexts(plan: Plan, graph: OperatorGraph) -> tuple[Context, ...]:
+    """One for each token slice, or for each direction of two pipelines, or the only one."""
+    small = graph.microbatch(plan.num_microbatches)
+    if plan.is_mirrored:
+        return tuple(Context(plan, graph, small, upward=upward) for upward in (False, True))
+    if plan.make_schedule().num_slices == 1:
+        return (Context(plan, graph, small),)
+    sliced = sliced_plan(plan, small)
+    return tuple(Context(sliced.plan, graph, part.graph, part) for part in sliced.slices)
 
 
 def _check_schedule(plan: Plan) -> None:
     schedule = plan.make_schedule()
     one_each = [(rank,) for rank in plan.rank_of]
-    if (
-        schedule.num_slices > 1
-        or schedule.update_every is not None
-        or [schedule.ranks_of(stage) for stage in range(len(plan.stages))] != one_each
-    ):
+    homes = [schedule.ranks_of(stage) for stage in range(len(plan.stages))]
+    if not (plan.is_mirrored or homes == one_each):
         raise ValueError(
             f"plan {plan.name!r} has schedule {plan.schedule!r}, which is simulated only; the "
-            "executor runs a stage on one set of devices, whole microbatches and one update at "
-            "the end: choose 1f1b, gpipe, interleaved, zb-h1 or orders of your own"
+            "executor runs a stage on one set of devices (chimera on two): choose 1f1b, gpipe, "
+            "interleaved, zb-h1, chimera, terapipe, pipedream or orders of your own"
         )
 
 
@@ -80,37 +87,66 @@ def _check_loss(context: Context) -> None:
         )
 
 
-def _ranks(context: Context, weights: Weights) -> tuple[RankProgram, ...]:
+def _check_statistics(context: Context) -> None:
+    buffers = {each.name for each in context.graph.parameters if not each.trainable}
+    for operator in context.graph.operators:
+        kept = [weight.parameter for weight in operator.weights if weight.parameter in buffers]
+        if operator.kind == "batch_norm" and kept:
+            raise ValueError(
+                f"plan {context.plan.name!r}: operator {operator.name!r} keeps running statistics "
+                f"({kept[0]!r}), of which each of two homes would see half of the microbatches: "
+                f"choose a schedule with one home for a stage, such as 1f1b"
+            )
+
+
+def _ranks(contexts: Sequence[Context], weights: Weights) -> tuple[RankProgram, ...]:
     """Every rank's program; those that do the same share their instructions."""
+    context = contexts[0]
     written: dict[object, tuple[tuple[Stored, ...], tuple[Instruction, ...]]] = {}
     found: list[RankProgram] = []
     for device, rank in context.ranks.items():
         crew = context.crew_of(device)
         key = crew, context.standing(crew, device)
         if key not in written:
-            written[key] = _write(context, weights, crew, device)
-        found.append(RankProgram(rank, device, context.stages_of(crew), *written[key]))
+            written[key] = _write(contexts, weights, crew, device)
+        stages = sorted({stage for each in contexts for stage in each.stages_of(crew)})
+        found.append(RankProgram(rank, device, tuple(stages), *written[key]))
     return tuple(found)
 
 
 def _write(
-    context: Context, weights: Weights, crew: int, device: int
+    contexts: Sequence[Context], weights: Weights, crew: int, device: int
 ) -> tuple[tuple[Stored, ...], tuple[Instruction, ...]]:
     """What a device keeps, and what it does."""
-    body: list[Instruction] = []
+    context, body = contexts[0], list[Instruction]()
+    later = contexts[1:] if context.part is not None else ()
     stages = {
-        stage: PassWriter(context, weights, stage, device, body)
-        for stage in context.stages_of(crew)
+        stage: PassWriter(each, weights, stage, device, body)
+        for each in contexts[: len(contexts) - len(later)]
+        for stage in each.stages_of(crew)
     }
+    writers = {(stage, 0): first for stage, first in stages.items()}
+    for stage, first in stages.items():
+        for number, part in enumerate(later, 1):
+            writers[stage, number] = PassWriter(part, weights, stage, device, body, first)
+    updates = context.plan.make_schedule().updates
     for action in context.actions(crew):
-        stages[action.stage].write(action)
-    parameters = [each.parameters for each in stages.values()]
+        writers[action.stage, action.slice].write(action)
+        if action in updates:
+            mine = stages[action.stage].parameters
+            mine.sum_homes(tied=False)
+            if context.stashes:
+                mine.update_amid(action.microbatch)
+    parameters = [stages[stage].parameters for stage in sorted(stages)]
     for each in parameters:
         each.send_gradients()
     for each in parameters:
         each.receive_gradients()
+    for each in parameters:
+        each.sum_homes(tied=True)
     norm = None
-    if context.plan.training.clip_norm:
+    training = context.plan.training
+    if training.clip_norm or training.scales_loss:
         norm = "gradient norm"
         gradients = [found for each in parameters for found in each.gradients_at_home()]
         body.append(Norm(tuple(gradients), norm))

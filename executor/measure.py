@@ -33,9 +33,10 @@ def timeline(program: Program, spans: Mapping[int, Spans]) -> Timeline:
     """The measured timeline of one step: two lanes a rank, task names as in the simulator.
 
     A communication starts when its last partner is there: until then a rank only waits, which is a
-    gap in its lane and not a task. Of collectives under way at a time, the later one starts behind
-    the earlier. Instructions of one task that follow one another at once are
-    one row. Conversions that only slice are left out, as they are of the simulator's timeline.
+    gap in its lane and not a task. Of communications under way at a time, the later one starts
+    behind the earlier, and takes no time if it is over before that. Instructions of one task that
+    follow one another at once are one row. Conversions that only slice are left out, as they are
+    of the simulator's timeline.
 
     Args:
         program: what ran.
@@ -84,14 +85,14 @@ def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> li
         lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
         start = max(start, _begin(program, instruction, rank, begins), over.get(lane, 0))
         start = min(start, end)
-        over[lane] = end
+        over[lane] = max(end, over.get(lane, 0))
         if isinstance(instruction, Bundle):
             rows += _bundle_rows(instruction, lane, start, end)
             before = None
             continue
         task = instruction.task, instruction.microbatch
         if task == before and rows[-1].lane == lane and start - rows[-1].end <= GAP_NS:
-            rows[-1] = rows[-1]._replace(end=end)
+            rows[-1] = rows[-1]._replace(end=max(end, rows[-1].end))
         else:
             rows.append(Row(instruction.task, instruction.kind, lane, start, end))
         before = task

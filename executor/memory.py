@@ -30,11 +30,15 @@ class Memory:
 
     Attributes:
         begun: collectives that were begun since somebody last looked.
+        waits: whether a promised value is waited for just now.
+        seed: the gradient with which backward begins at the loss.
     """
 
     def __init__(self) -> None:
         self.values = Values(self._settle)
         self.begun: list[Pending] = []
+        self.waits = False
+        self.seed = 1.0
         self._own: set[str] = set()
         self._promised: dict[str, list[Callable[[], Tensor]]] = {}
 
@@ -61,7 +65,10 @@ class Memory:
 
     def _settle(self, name: str) -> Tensor:
         for finish in self._promised.pop(name):
-            self.add(name, finish())
+            self.waits = True
+            made = finish()
+            self.waits = False
+            self.add(name, made)
         tensor: Tensor = self.values[name]
         return tensor
 

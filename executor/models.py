@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.executor.batches import Data
 from stratagem.executor.rates import Rate, RateSchedule, Shape
+from stratagem.simulator.names import unknown
 
 
 def make_model(spec: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -23,11 +24,14 @@ def make_model(spec: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
     Raises:
         ValueError: when there is no such function, or it returns something else.
     """
-    make = _function(spec, "--model")
+    make = _function(spec, "model")
     torch.manual_seed(seed)
     made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"--model {spec!r} must return (model, dict of example inputs)")
+        raise ValueError(
+            f"model {spec!r} returned a {type(made).__name__}; it must return (model, dict of "
+            "example inputs)"
+        )
     return made[0], dict(made[1])
 
 
@@ -71,13 +75,17 @@ def make_rate(spec: str, warmup: int, steps: int) -> Rate:
 
 
 def _function(spec: str, option: str) -> Callable[..., Any]:
-    module, _, name = spec.partition(":")
+    name, _, function = spec.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(name)
+    except ImportError as error:
         raise ValueError(
             f"{option} {spec!r} is not module:function of something importable: {error}"
         ) from error
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if not callable(found):
+        known = [each for each, value in vars(module).items() if callable(value)]
+        raise unknown(f"function of module {name!r} called", function, known, where=option)
     return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator, Shape, Untagged
-from stratagem.executor.instructions import Bundle, Convert, Join, Receive, Send
+from stratagem.executor.instructions import Bundle, Convert, Join, Receive, Send, Stash
 from stratagem.executor.memory import Memory
 from stratagem.executor.postings import Posting, postings
 from stratagem.executor.program import Program
@@ -78,6 +78,17 @@ def join(instruction: Join, memory: Memory) -> Action:
     def run() -> None:
         pieces = [values[name] for name in instruction.pieces]
         values[instruction.value] = torch.cat(pieces, instruction.factor)
+
+    return run
+
+
+def stash(instruction: Stash, memory: Memory) -> Action:
+    """The action of keeping weights as they are now."""
+    values = memory.values
+
+    def run() -> None:
+        for value, copy in instruction.copies:
+            values[copy] = values[value].clone()
 
     return run
 

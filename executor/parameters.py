@@ -5,21 +5,34 @@
 
 Gradients are brought together as soon as an operator's last backward pass is over, or that of the
 last operator of its bucket; backward goes on meanwhile. Updates wait for the end of the step, when
-stages first exchange the gradients of the parameters that they share.
+stages first exchange the gradients of the parameters that they share. Where weights are stashed,
+each microbatch ends in updates of its stage.
 """
 
 from __future__ import annotations
 
-from stratagem.executor.instructions import Bundle, Convert, Instruction, Update, Updated
+from functools import cached_property
+
+from stratagem.executor.instructions import (
+    Bundle,
+    Convert,
+    Instruction,
+    Stash,
+    Update,
+    Updated,
+)
 from stratagem.executor.program import Stored
+from stratagem.executor.stashes import Stashes
 from stratagem.executor.weights import Weights, WeightUse
 from stratagem.executor.writer import Writer
 from stratagem.simulator.boundary import summed
+from stratagem.simulator.chimera import after_sum, before_sum
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.parameters import Use, gradient_buckets
 from stratagem.simulator.placement import Pin, Placements
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.transfers import Transfer
+from stratagem.simulator.weight_versions import versions_seen
 
 BUNDLED = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.SLICE})
 """Collectives that several tensors can share."""
@@ -46,7 +59,9 @@ class ParameterWriter:
         self._writer = writer
         self._weights = weights
         self._operators = context.operators[writer.stage]
-        self._last = context.last_gradient(writer.stage)
+        self._updates = context.updates(writer.stage)
+        schedule = context.plan.make_schedule()
+        self._stashes = Stashes(versions_seen(schedule, writer.stage) if context.stashes else {})
         self._remote = [
             use for uses in weights.of for use in uses if use.use is Use.TIED_ELSEWHERE
         ]
@@ -55,6 +70,7 @@ class ParameterWriter:
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
         self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
+        self._has_two_homes = context.plan.is_mirrored
 
     def stored(self) -> tuple[Stored, ...]:
         """Every parameter and buffer that this rank keeps for the stage."""
@@ -69,12 +85,17 @@ class ParameterWriter:
                     found.setdefault(stored.value, stored)
         return tuple(found.values())
 
-    def bring(self, i: int, label: str, microbatch: int) -> tuple[str, ...]:
-        """The values of the weights of operator `i`, gathered where they are sharded at home."""
+    def bring(self, i: int, label: str, microbatch: int, *, again: bool) -> tuple[str, ...]:
+        """The values of the weights of operator `i`, gathered where they are sharded at home.
+
+        In the backward pass, `again`, they are those that the forward pass had.
+        """
         name = self._name(i)
         values: list[str] = []
         for use in self._weights.of[i]:
             value: str | None = use.used_value
+            if use.trained:
+                value = self._stashes.read(use.used_value, microbatch, again=again)
             if use.is_gathered:
                 value = self._writer.convert(
                     f"{name} gather",
@@ -92,9 +113,12 @@ class ParameterWriter:
                 values.append(value)
         return tuple(values)
 
-    def gathered(self, i: int) -> tuple[int, ...]:
-        """Which weights of operator `i` are gathered for each use."""
-        return tuple(use.slot for use in self._weights.of[i] if use.is_gathered)
+    def gathered(self, i: int, microbatch: int) -> tuple[int, ...]:
+        """Which weights of operator `i` no tape keeps: backward gathers them, or has a copy."""
+        stashed = self._stashes.is_stashed(microbatch)
+        return tuple(
+            use.slot for use in self._weights.of[i] if use.is_gathered or (stashed and use.trained)
+        )
 
     def gradient_dtypes(self, i: int) -> tuple[str, ...]:
         """The dtypes in which gradients of the trained weights of operator `i` are added up."""
@@ -109,7 +133,7 @@ class ParameterWriter:
 
     def after_backward(self, i: int, microbatch: int) -> None:
         """Sync the gradients of operator `i`, once its bucket is full, if it is time to."""
-        is_last = microbatch == self._last
+        is_last = microbatch in self._updates
         for use in self._weights.of[i]:
             if use.use is Use.OWNED and (is_last or use.zero >= 2):
                 if use.made != use.home:
@@ -145,12 +169,17 @@ class ParameterWriter:
         for use in self._remote:
             if use.owner_stage == self._writer.stage:
                 transfer = self._to_home(use)
-                self._receive(use, use.home_gradient, transfer, adds=True)
+                self._receive(use, use.home_gradient(-1), transfer, adds=True)
 
     def gradients_at_home(self) -> list[tuple[str, int, Placements]]:
-        """The gradients of what this rank updates: value, stage and placements."""
+        """The gradients of what this rank updates: value, stage and placements.
+
+        What is there twice belongs to its first home.
+        """
+        if self._writer.context.upward:
+            return []
         return [
-            (use.home_gradient, use.owner_stage, use.home)
+            (self._total(use), use.owner_stage, use.home)
             for i in self._ready
             for use in self._weights.of[i]
             if use.use is Use.OWNED and self._writer.holds(use.home)
@@ -159,7 +188,15 @@ class ParameterWriter:
     def update(self, norm: str | None) -> None:
         """Update every parameter that this stage owns, and bring it to its users here."""
         for i in self._ready:
-            self._update(i, norm)
+            self._update(i, norm, -1)
+
+    def update_amid(self, microbatch: int) -> None:
+        """Update behind a microbatch, and keep the weights that others have seen."""
+        for i in self._ready:
+            self._stash(i, microbatch)
+            self._update(i, None, microbatch)
+        self._ready.clear()
+        self._stashes.advance()
 
     def send_values(self) -> None:
         """Send new values to other stages."""
@@ -183,7 +220,7 @@ class ParameterWriter:
             TaskKind.GRADIENT_SYNC,
             microbatch,
             source=use.gradient(microbatch, self._name(use.user)),
-            target=use.home_gradient,
+            target=use.home_gradient(microbatch),
             sizes=use.sizes,
             dtype=use.gradient_dtype,
             before=use.made,
@@ -196,7 +233,7 @@ class ParameterWriter:
         self._held += [each for each in into if isinstance(each, Convert)]
 
     def _send_gradient(self, use: WeightUse) -> None:
-        made = use.gradient(self._last, self._name(use.user))
+        made = use.gradient(-1, self._name(use.user))
         value = self._writer.convert(
             f"{self._name(use.user)} sync",
             TaskKind.GRADIENT_SYNC,
@@ -231,33 +268,93 @@ class ParameterWriter:
             adds=adds,
         )
 
+    # -- both homes -----------------------------------------------------------------------------
+
+    def sum_homes(self, *, tied: bool) -> None:
+        """Add up the gradients at both homes of the stage, if it has two, bucket by bucket.
+
+        Those that come from other stages too, the `tied` ones, wait for them.
+        """
+        if not self._has_two_homes:
+            return
+        awaited = {use.parameter for use in self._remote}
+        joint = self._writer.on_both_homes()
+        for i in self._operators[::-1]:
+            for use in self._weights.of[i]:
+                if use.use is Use.OWNED and (use.parameter in awaited) == tied:
+                    self._sum_homes(use, joint)
+            if i in self._closes:
+                self._flush()
+
+    def _sum_homes(self, use: WeightUse, joint: Writer) -> None:
+        into: list[Instruction] = []
+        joint.convert(
+            f"{self._name(use.user)} sync of both homes",
+            TaskKind.GRADIENT_SYNC,
+            -1,
+            source=use.home_gradient(-1),
+            target=self._total(use),
+            sizes=use.sizes,
+            dtype=use.gradient_dtype,
+            before=before_sum(use.home),
+            after=after_sum(use.home),
+            layout=use.weight.layout,
+            later=True,
+            into=into,
+        )
+        self._held += [each for each in into if isinstance(each, Convert)]
+
+    def _total(self, use: WeightUse, microbatch: int = -1) -> str:
+        """The gradient with which a parameter is updated."""
+        own = use.home_gradient(microbatch)
+        return f"{own} of both homes" if self._has_two_homes else own
+
     # -- values ---------------------------------------------------------------------------------
 
-    def _update(self, i: int, norm: str | None) -> None:
+    @cached_property
+    def _used(self) -> dict[int, dict[str, None]]:
+        """Per owner the trained values that this rank's operators read, in order."""
+        found: dict[int, dict[str, None]] = {}
+        for i in self._operators:
+            for use in self._weights.of[i]:
+                if use.trained and self._writer.holds(use.used):
+                    found.setdefault(use.owner, {})[use.used_value] = None
+        return found
+
+    def _stash(self, owner: int, microbatch: int) -> None:
+        """Copy the weights that operator `owner` updates, as this stage uses them."""
+        copies = [(value, self._stashes.kept(value)) for value in self._used.get(owner, ())]
+        kept = tuple((value, copy) for value, copy in copies if copy is not None)
+        if kept:
+            self._writer.write(Stash(self._name(owner), microbatch, kept))
+
+    def _update(self, i: int, norm: str | None, microbatch: int) -> None:
         """Update what operator `i` owns, and bring the new values to their users in this stage."""
         owned = [use for use in self._weights.of[i] if use.use is Use.OWNED]
         here = [use for use in owned if self._writer.holds(use.home)]
         if here:
             parameters = tuple(
-                Updated(use.parameter, use.home_value, use.home_gradient) for use in here
+                Updated(use.parameter, use.home_value, self._total(use, microbatch))
+                for use in here
             )
-            self._writer.write(Update(self._name(i), parameters, norm))
+            share = 1 / len(self._updates)
+            self._writer.write(Update(self._name(i), parameters, norm, share))
         done = {use.home_value for use in owned}
         for use in owned:
             if not use.is_gathered:
-                self._publish(use, f"{self._name(i)} publish", done)
+                self._publish(use, f"{self._name(i)} publish", microbatch, done)
         for use in self._weights.tied_to(i):
             if use.stage == self._writer.stage:
-                self._publish(use, self._tie(use), done)
+                self._publish(use, self._tie(use), microbatch, done)
 
-    def _publish(self, use: WeightUse, task: str, done: set[str]) -> None:
+    def _publish(self, use: WeightUse, task: str, microbatch: int, done: set[str]) -> None:
         if use.used_value in done:
             return
         done.add(use.used_value)
         self._writer.convert(
             task,
             TaskKind.GRADIENT_SYNC,
-            -1,
+            microbatch,
             source=use.home_value,
             target=use.used_value,
             sizes=use.sizes,

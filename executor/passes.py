@@ -20,10 +20,12 @@ from stratagem.executor.instructions import (
 )
 from stratagem.executor.parameters import ParameterWriter
 from stratagem.executor.pieces import Pieces, named, piece_sizes, pieces_of, portion
+from stratagem.executor.prefix_values import PrefixValues
 from stratagem.executor.program import LOSS
 from stratagem.executor.weights import Weights
 from stratagem.executor.writer import Writer
-from stratagem.simulator.graph import DimKind, Edge, factors
+from stratagem.simulator.chimera import after_sum, before_sum
+from stratagem.simulator.graph import Edge, factors
 from stratagem.simulator.placement import REPLICATE, Placements, output_placements
 from stratagem.simulator.saved import saved_slots
 from stratagem.simulator.schedule import Action, ActionKind
@@ -37,6 +39,9 @@ class PassWriter:
     `_waiting` the gradients of weights that are to be made later. `_went` has the edges that were
     converted piece by piece, with their pieces and the factor that is cut, `_came` those of which
     the gradient was.
+
+    Where tokens are sliced, each slice has a writer with the graph of that slice, and "microbatch"
+    is the number of a pass (see `Context`); what they have in common is that of the `first`.
     """
 
     def __init__(
@@ -46,9 +51,13 @@ class PassWriter:
         stage: int,
         device: int,
         instructions: list[Instruction],
+        first: PassWriter | None = None,
     ) -> None:
         self.writer = Writer(context, stage, device, instructions)
-        self.parameters = ParameterWriter(self.writer, weights)
+        self.parameters: ParameterWriter = (
+            first.parameters if first else ParameterWriter(self.writer, weights)
+        )
+        self._prefixes: PrefixValues = PrefixValues(context, first._prefixes if first else None)
         self._context = context
         self._operators = context.operators[stage]
         self._triggers = context.triggers(stage)
@@ -60,7 +69,7 @@ class PassWriter:
 
     def write(self, action: Action) -> None:
         """Write one block."""
-        microbatch = action.microbatch
+        microbatch = self._context.pass_of(action)
         match action.kind:
             case ActionKind.FORWARD:
                 self._forward_block(microbatch)
@@ -125,13 +134,14 @@ class PassWriter:
         """Run an operator, in pieces if it has some; in the backward pass, it runs again."""
         context, label = self._context, "R" if again else "F"
         operator, pieces = context.graph.operators[i], self._pieces[i]
-        weights = self.parameters.bring(i, f"{label}{microbatch}", microbatch)
+        weights = self.parameters.bring(i, f"{label}{microbatch}", microbatch, again=again)
         operands = [self._operands(edge, microbatch, again=again) for edge in context.incoming[i]]
         if not self.writer.holds(context.configs[i]):
             return
         outputs = [
             self._output(i, n, microbatch, again=again) for n in range(len(operator.outputs))
         ]
+        before = self._prefixes.before(i, microbatch, [o[0] for o in operands], again=again)
         keeps = context.runs_backward[i] and not context.recomputes[i]
         taped = keeps or (again and context.runs_backward[i])
         for number, piece in enumerate(pieces or (None,)):
@@ -140,12 +150,12 @@ class PassWriter:
                 Forward(
                     operator=operator.name,
                     microbatch=microbatch,
-                    inputs=_there([each[number] for each in operands]),
+                    inputs=(*_there([each[number] for each in operands]), *before),
                     weights=weights,
                     outputs=tuple(named(value, piece) for value in outputs),
                     dtypes=self._dtypes(i),
                     tape=named(self._tape(i, microbatch), piece) if taped else None,
-                    gathered=self.parameters.gathered(i) if keeps else (),
+                    gathered=self.parameters.gathered(i, microbatch) if keeps else (),
                     remade=self._remade(i) if keeps else (),
                     again=again,
                     piece=piece,
@@ -312,12 +322,9 @@ class PassWriter:
         placements = context.wanted(edge)
         if not self.writer.holds(placements):
             return None
-        offset = tuple(
-            microbatch * source.sizes[name] if source.dim(name).kind is DimKind.SAMPLE else 0
-            for name in names
-        )
+        offset = tuple(context.offset(edge.producer, name, microbatch) for name in names)
         value, sizes = f"{source.name} whole", context.sizes(edge)
-        whole = context.whole.operators[edge.producer].sizes
+        whole = context.whole.operator(source.name).sizes
         if sizes == tuple(whole[name] for name in names) and _is_replicated(placements):
             return Operand(value)
         return Operand(value, Cut(sizes, placements, offset))
@@ -330,9 +337,24 @@ class PassWriter:
 
     def sum_loss(self) -> None:
         """Bring the sum over microbatches to all ranks of the loss's stage."""
-        if self._context.stage_of[self._loss] == self.writer.stage:
-            replicated = tuple(REPLICATE for _ in self._loss_placements())
+        if self._context.stage_of[self._loss] != self.writer.stage:
+            return
+        replicated = tuple(REPLICATE for _ in self._loss_placements())
+        if not self._context.plan.is_mirrored:
             self._convert_loss("loss unreduced", LOSS, -1, replicated)
+            return
+        self._convert_loss("loss unreduced", "loss of this home", -1, replicated)
+        self.writer.on_both_homes().convert(
+            "loss",
+            TaskKind.OTHER,
+            -1,
+            source="loss of this home",
+            target=LOSS,
+            sizes=(),
+            dtype=self._context.output_dtype(self._loss, 0),
+            before=before_sum(replicated),
+            after=after_sum(replicated),
+        )
 
     def _convert_loss(self, source: str, target: str, microbatch: int, after: Placements) -> None:
         self.writer.convert(
@@ -395,6 +417,7 @@ class PassWriter:
         pieces = self._pieces[i]
         for piece in pieces or (None,):
             made = self._backward_piece(i, microbatch, part, gradients, anew, piece)
+            made = self._prefixes.backward(i, microbatch, made)
             self.writer.write(made)
             if part is Part.INPUTS:
                 later = replace(made, part=Part.WEIGHTS, meetings=())
@@ -442,7 +465,7 @@ class PassWriter:
             microbatch=microbatch,
             tape=named(self._tape(i, microbatch), piece),
             gradients=gradients,
-            seed=i == self._loss,
+            seed=context.seed if i == self._loss else 0.0,
             inputs=inputs,
             weights=self.parameters.gradients(i, microbatch),
             dtypes=self.parameters.gradient_dtypes(i),
@@ -499,8 +522,10 @@ class PassWriter:
             for edge in self._context.incoming[i]
             if edge.slot in remade
         ]
-        gathered = self.parameters.gathered(i)
-        weights = self.parameters.bring(i, f"B{microbatch}", microbatch) if gathered else ()
+        gathered = self.parameters.gathered(i, microbatch)
+        weights: tuple[str, ...] = ()
+        if gathered:
+            weights = self.parameters.bring(i, f"B{microbatch}", microbatch, again=True)
         if not self.writer.holds(self._context.configs[i]):
             return ()
         return (*_there(inputs), *(Operand(weights[slot]) for slot in gathered))

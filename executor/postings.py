@@ -9,6 +9,11 @@ long before it needs it, into memory set aside.
     sender     F0 ──a──▶  F1 ──b──▶  sync ═══╗
     receiver   post a, receive a, F0, post b, sync ═══╝  …  receive b
 
+A receive can be posted in front of an instruction, not between two collectives inside one. So the
+replay lets all collectives of an instruction happen together, once everyone has come to it whom
+they join: with two axes a rank could else have met along one of them while a rank that it still
+has to meet along the other waits until its message is taken, and so on around a ring of ranks.
+
 The first communication that a rank issues behind the point where the replay sends a message bounds
 how late it may be posted; before that bound, one message of a sender is set aside at a time.
 """
@@ -58,16 +63,16 @@ def postings(program: Program) -> tuple[tuple[Posting, ...], ...]:
     and receiver come to together.
 
     Raises:
-        ValueError: when there is no such order, because messages would have to come in the middle
-            of instructions.
+        ValueError: when there is no such order, because a rank would have to go on behind an
+            instruction before another one that its collectives join has come to it.
     """
-    world = World(program, tuple((each.rank,) for each in program.ranks), between=True)
+    world = World(program, tuple((each.rank,) for each in program.ranks), whole=True)
     needs = [_needs(program, rank) for rank in range(program.world_size)]
     arrivals: list[list[_Arrival]] = [[] for _ in program.ranks]
     for _, sender, instruction in play_in(world):
         if isinstance(instruction, Send):
             for receiver in targets(program, sender, instruction):
-                earliest = world.players[receiver].position
+                earliest = world.players[receiver].ahead
                 needed = needs[receiver][sender, instruction.label].popleft()
                 arrivals[receiver].append(_Arrival(earliest, needed, sender))
     return tuple(_placed(found, _issues(program, rank)) for rank, found in enumerate(arrivals))

@@ -17,12 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from stratagem.executor.homes import meshes_of
 from stratagem.executor.instructions import EVERYONE, Free, Instruction, Meeting, Receive, Send
-from stratagem.simulator.graph import Layout, OperatorGraph, Parameter
+from stratagem.simulator.graph import Layout, Operator, OperatorGraph, Parameter
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.token_slices import TokenSlice
 
 LOSS = "loss"
 """The value that holds the loss of the step on every rank of the loss's stage."""
@@ -78,7 +80,8 @@ class Program:
 
     `whole` is the graph of the whole batch, `graph` that of one microbatch; `homes` has every
     parameter that the program keeps. `maps` make the graph's parameters of the model's, where
-    the plan has substitutions.
+    the plan has substitutions. With token `slices`, each of which has a graph of its own, `graph`
+    is that of the first, and `plan` has a choice for every prefix (see `sliced_plan`).
     """
 
     plan: Plan
@@ -87,6 +90,16 @@ class Program:
     maps: tuple[ParameterMap, ...]
     homes: tuple[Home, ...]
     ranks: tuple[RankProgram, ...]
+    slices: tuple[TokenSlice, ...] = ()
+
+    def slice_of(self, microbatch: int) -> TokenSlice | None:
+        """The token slice of a pass (see `Context`); None where tokens are not sliced."""
+        return self.slices[microbatch % len(self.slices)] if self.slices else None
+
+    def operator(self, name: str, microbatch: int) -> Operator:
+        """The operator called `name` in the graph of a pass."""
+        part = self.slice_of(microbatch)
+        return (self.graph if part is None else part.graph).operator(name)
 
     @cached_property
     def rank_of(self) -> Mapping[int, int]:
@@ -130,16 +143,20 @@ class Program:
             found.update((old.name, old) for old in change.removed)
         return tuple(found.values())
 
-    def mesh(self, stage: int) -> DeviceMesh:
-        """The mesh of a stage."""
-        return self.plan.stages[stage].mesh
+    def mesh(self, stage: int, device: int | None = None) -> DeviceMesh:
+        """The mesh of a stage, or of both of its homes (see `homes`).
+
+        Of several homes it is that which has `device`, the first one where none is given.
+        """
+        meshes = meshes_of(self.plan, stage)
+        return next(mesh for mesh in meshes if device is None or device in mesh.devices)
 
     def group(self, meeting: Meeting, rank: int) -> tuple[int, ...]:
         """The ranks that meet `rank` in a collective, in axis order."""
         if meeting.stage == EVERYONE:
             return tuple(range(self.world_size))
         device = self.ranks[rank].device
-        group = self.mesh(meeting.stage).group_of(device, meeting.axis)
+        group = self.mesh(meeting.stage, device).group_of(device, meeting.axis)
         if meeting.pair is not None:
             group = tuple(group[i] for i in meeting.pair)
         return tuple(self.rank_of[each] for each in group)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stratagem.executor.result import ExecutionResult
+from stratagem.simulator.plan import Plan
 
 LOSS_NAME = "loss"
 
@@ -78,6 +79,19 @@ def errors_against(
         LOSS_NAME: relative_error(expected.new_tensor(result.losses[0]), expected),
         **gradient_errors(result.gradients, truths),
     }
+
+
+def check_comparable(plan: Plan) -> None:
+    """Refuse to compare a plan with one process whose gradients are all of one version.
+
+    Raises:
+        ValueError: when weights are updated amid the plan's step.
+    """
+    if plan.make_schedule().update_every is not None:
+        raise ValueError(
+            f"plan {plan.name!r} has schedule {plan.schedule!r}, whose gradients are of several "
+            "versions of the weights, and one process has but one: compare the plan under 1f1b"
+        )
 
 
 def first_scalar(outputs: object) -> Tensor:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stratagem.executor.homes import all_meshes
 from stratagem.executor.instructions import (
     Free,
     Instruction,
@@ -62,6 +63,11 @@ class Player:
         return self.instructions[self.position]
 
     @property
+    def ahead(self) -> int:
+        """The first instruction of which nothing has happened, but for messages that it took."""
+        return self.position + (self.met > 0)
+
+    @property
     def meeting(self) -> Meeting | None:
         """The collective that these ranks have entered."""
         meetings = () if self.over else meetings_of(self.current)
@@ -87,13 +93,13 @@ class _Message:
 class World:
     """The players, and what is on its way between them; `play_in` moves them.
 
-    With `between`, a message is only sent when its receivers are between two collectives of
-    different instructions, and not inside one.
+    With `whole`, the collectives of an instruction happen together, when everyone who takes part
+    in any of them is at it: nobody is in the middle of an instruction when something else happens.
     """
 
-    def __init__(self, program: Program, groups: Players, *, between: bool = False) -> None:
+    def __init__(self, program: Program, groups: Players, *, whole: bool = False) -> None:
         self.program = program
-        self.between = between
+        self.whole = whole
         self.groups = groups
         self.player_of = {rank: n for n, ranks in enumerate(groups) for rank in ranks}
         self.players = [
@@ -138,8 +144,6 @@ class World:
             group = self.program.group(player.meeting, player.rank)
             ranks = ", ".join(map(str, group))
             return f"{where} and waits for {player.meeting.what} of ranks {ranks}"
-        if isinstance(current, Send):
-            return f"{where} and waits until its receivers have left their instructions"
         assert isinstance(current, Receive)
         silent = {a for a, b in self.pairs(current.transfer) if b == player.number}
         ranks = ", ".join(str(self.players[n].rank) for n in sorted(silent - player.heard))
@@ -202,10 +206,10 @@ def _is_exact(program: Program, groups: Players) -> bool:
     """Whether the ranks of each player meet the same players along every axis."""
     player_of = {rank: n for n, ranks in enumerate(groups) for rank in ranks}
     by_device = {device: player_of[rank] for device, rank in program.rank_of.items()}
-    for stage in program.plan.stages:
-        for axis in range(len(stage.mesh.axes)):
+    for mesh in all_meshes(program.plan):
+        for axis in range(len(mesh.axes)):
             met: dict[int, tuple[int, ...]] = {}
-            for group in stage.mesh.groups(axis):
+            for group in mesh.groups(axis):
                 kinds = tuple(by_device[device] for device in group)
                 if any(met.setdefault(kind, kinds) != kinds for kind in kinds):
                     return False
@@ -237,8 +241,6 @@ def _can_leave(player: Player, world: World) -> bool:
     """Send what is to be sent, take what has come; whether the current instruction is over."""
     current = player.current
     if isinstance(current, Send):
-        if world.between and _inside(player, current, world):
-            return False
         for source, target in world.pairs(current.transfer):
             if source == player.number:
                 message = _Message(current.transfer, str(current), player.step)
@@ -252,12 +254,6 @@ def _can_leave(player: Player, world: World) -> bool:
                 _take(player, current, world.players[source].rank, channel.popleft())
                 player.heard.add(source)
     return player.meeting is None
-
-
-def _inside(player: Player, current: Send, world: World) -> bool:
-    """Whether a receiver of what a player sends is in the middle of an instruction."""
-    pairs = world.pairs(current.transfer)
-    return any(source == player.number and world.players[to].met for source, to in pairs)
 
 
 def _take(player: Player, current: Receive, sender: int, message: _Message) -> None:
@@ -275,14 +271,41 @@ def _meet(world: World) -> bool:
     """Let every collective happen whose members are all there; whether there was one."""
     happened = False
     for player in world.players:
-        meeting = player.meeting
-        if meeting is None:
-            continue
-        members = world.members(player, meeting)
-        if all(member.meeting == meeting for member in members):
-            step = max(member.step for member in members)
-            for member in members:
-                member.met += 1
-                member.step = step
+        together = _joined(player, world) if world.whole else (player,)
+        while any(_meets(each, world) for each in together):
             happened = True
     return happened
+
+
+def _meets(player: Player, world: World) -> bool:
+    """Let the collective that a player has entered happen, if its members are all there."""
+    meeting = player.meeting
+    if meeting is None:
+        return False
+    members = world.members(player, meeting)
+    if any(member.meeting != meeting for member in members):
+        return False
+    step = max(member.step for member in members)
+    for member in members:
+        member.met += 1
+        member.step = step
+    return True
+
+
+def _joined(player: Player, world: World) -> tuple[Player, ...]:
+    """Whom the collectives of a player's instruction join; none while one of them is elsewhere.
+
+    Over two axes, these are its group along one, the groups of these along the other, and so on.
+    """
+    joined = {} if player.meeting is None else {player.number: player}
+    reached = [*joined.values()]
+    while reached:
+        each = reached.pop()
+        for meeting in meetings_of(each.current):
+            for member in world.members(each, meeting):
+                if member.over or meeting not in meetings_of(member.current):
+                    return ()
+                if member.number not in joined:
+                    joined[member.number] = member
+                    reached.append(member)
+    return tuple(joined.values())

@@ -25,6 +25,8 @@ class Report:
         timeline: of the step with the median time, measured.
         errors: if checked, the relative error of the loss and of every gradient by name,
             max |a − b| / max |b| against one process of torch.
+        peak_bytes: per rank the most bytes that it held at once; empty unless asked for.
+        no_graph: why steps were run one by one though a CUDA graph was asked for; empty otherwise.
     """
 
     plan: str
@@ -32,6 +34,8 @@ class Report:
     step_times: tuple[float, ...]
     timeline: Timeline
     errors: dict[str, float] = field(default_factory=dict)
+    peak_bytes: tuple[int, ...] = ()
+    no_graph: str = ""
 
     @property
     def step_time(self) -> float:
@@ -52,6 +56,8 @@ class Report:
             "step_times": self.step_times,
             "timeline": self.timeline.to_dict(),
             "errors": self.errors,
+            "peak_bytes": self.peak_bytes,
+            "no_graph": self.no_graph,
         }
         write_text(path, json.dumps(columns, ensure_ascii=False) + "\n")
 
@@ -73,6 +79,8 @@ class Report:
                 step_times=tuple(columns["step_times"]),
                 timeline=Timeline.from_dict(columns["timeline"]),
                 errors=columns["errors"],
+                peak_bytes=tuple(columns.get("peak_bytes", ())),
+                no_graph=columns.get("no_graph", ""),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"result file {path} is broken: {error}") from error
@@ -80,4 +88,12 @@ class Report:
 
 def report_of(plan: str, result: ExecutionResult, errors: dict[str, float]) -> Report:
     """The report of a result."""
-    return Report(plan, result.losses, result.step_times, result.timeline, errors)
+    return Report(
+        plan,
+        result.losses,
+        result.step_times,
+        result.timeline,
+        errors,
+        peak_bytes=result.peak_bytes,
+        no_graph=result.no_graph,
+    )

@@ -145,8 +145,7 @@ def _start_step(
             shapes = [tensor.shape for tensor in tensors]
             return first.comm.start_all_reduce(flat, first.group, overwrite=True), shapes
         case Collective.REDUCE_SCATTER:
-            chunks = [line.chunks(tensor) for line, tensor in zip(lines, tensors, strict=True)]
-            each = [torch.cat([c.reshape(-1) for c in row]) for row in zip(*chunks, strict=True)]
+            each = _by_member(lines, tensors)
             shapes = [torch.Size(line.shape) for line in lines]
             return first.comm.start_reduce_scatter(each, first.group), shapes
         case _:
@@ -155,6 +154,27 @@ def _start_step(
             there = [tensor for tensor in cuts if tensor is not None]
             flat = torch.cat([tensor.reshape(-1) for tensor in there])
             return done(flat), [tensor.shape for tensor in there]
+
+
+def _by_member(lines: Sequence[_Line], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Per member its chunks of all tensors end to end, the members one behind the other.
+
+    Chunks that are cut across a tensor would be copied one by one before they are put together; a
+    tensor that is cut evenly is copied to its places at once, so each element once.
+    """
+    chunks = [line.chunks(tensor) for line, tensor in zip(lines, tensors, strict=True)]
+    sizes = [[chunk.numel() for chunk in row] for row in chunks]
+    whole = all(chunk.is_contiguous() for row in chunks for chunk in row)
+    if whole or any(len(set(row)) > 1 for row in sizes):
+        rows = list(zip(*chunks, strict=True))
+        flat = torch.cat([chunk.reshape(-1) for row in rows for chunk in row])
+        return torch.split(flat, [sum(chunk.numel() for chunk in row) for row in rows])
+    made = tensors[0].new_empty(len(chunks[0]), sum(row[0] for row in sizes))
+    places = torch.split(made, [row[0] for row in sizes], dim=1)
+    for line, tensor, place in zip(lines, tensors, places, strict=True):
+        cut_up = line.stacked(tensor)
+        place.view(cut_up.shape).copy_(cut_up)
+    return torch.unbind(made)
 
 
 def _parted(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -205,6 +225,12 @@ class _Line:
         """What this member has of that which each member holds afterwards."""
         own = self.before[self.index]
         return [cut(tensor, own, box) for box in self._chunk_boxes]
+
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """The same chunks, all of one shape, as a view with the members in front."""
+        assert isinstance(self.step.target, Shard)
+        dim = int(self.step.target.dim)
+        return torch.unflatten(tensor, dim, (len(self.after), -1)).movedim(dim, 0)
 
     def joined(self, pieces: Sequence[Tensor]) -> Tensor:
         """The members' pieces, which were shards of one dim, in one tensor."""

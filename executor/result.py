@@ -21,6 +21,8 @@ class ExecutionResult:
         parameters: whole parameters and buffers after the steps, by name.
         gradients: whole gradients of the last step, by name; None unless asked for.
         first_step: how many steps the checkpoint had made that the run went on from.
+        peak_bytes: per rank the most bytes that it held at once; empty unless asked for.
+        no_graph: why steps were run one by one though a CUDA graph was asked for; empty otherwise.
     """
 
     losses: tuple[float, ...]
@@ -29,6 +31,8 @@ class ExecutionResult:
     parameters: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor] | None = None
     first_step: int = 0
+    peak_bytes: tuple[int, ...] = ()
+    no_graph: str = ""
 
     @property
     def step_time(self) -> float:

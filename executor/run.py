@@ -18,7 +18,7 @@ from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches, Data
 from stratagem.executor.gpu.kernels import has_cupy
 from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.judging import Limits
+from stratagem.executor.judging import BACKEND_SECONDS, Limits
 from stratagem.executor.lowering import lower
 from stratagem.executor.program import Program
 from stratagem.executor.rates import Rate, RateSchedule
@@ -48,8 +48,10 @@ def execute(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
+    memory: bool = False,
+    cuda_graph: bool = False,
     backend: Literal["local", "gloo", "nccl"] = "local",
-    timeout: float = 120.0,
+    timeout: float | None = None,
     show: Show | None = None,
 ) -> ExecutionResult:
     """Train a model for some steps by a plan.
@@ -61,17 +63,18 @@ def execute(
         (2.302,)
 
     Args:
-        plan: for `graph`, in float32 or bfloat16.
+        plan: for `graph`.
         graph: from `capture`.
         model_state: whole parameters and buffers, by name; it is not changed.
         data: the inputs of the whole batch, by name, the same for every step; or an iterable of
             such batches, which gives the same ones on every rank.
-        steps, warmup, gradients, rate, checkpoint, every, resume: how the run goes, see
-            `RunOptions`.
+        steps, warmup, gradients, rate, checkpoint, every, resume, memory, cuda_graph: how the run
+            goes, see `RunOptions`.
         backend: ``local`` runs all ranks as threads of this process; ``gloo`` and ``nccl`` make
             this process one rank of a world that torchrun started (see `launch`), on a CPU or on
             the GPU of its local rank.
-        timeout: seconds that a rank may wait for another one.
+        timeout: seconds that a rank may wait for another one: 120 with ``local`` when left out,
+            else see `Limits.stalled`.
         show: shows progress, on the rank that knows the loss.
 
     Returns:
@@ -95,14 +98,17 @@ def execute(
         checkpoint=None if checkpoint is None else Path(checkpoint),
         every=every,
         resume=None if resume is None else Path(resume),
+        memory=memory,
+        cuda_graph=cuda_graph,
     )
     batches = Batches(data, graph, seed=plan.seed, buffers=model_state)
     batches.at(0)
 
     def run(comm: Communicator, watch: Watch | None = None) -> ExecutionResult:
-        interpreter = Interpreter(program, comm, model_state)
         place = Place() if watch is None else watch.place
+        place.enter(-1, "preparing the first step", waits=True, slow=True)
         try:
+            interpreter = Interpreter(program, comm, model_state)
             return train(interpreter, batches, options, place=place, show=show)
         except Exception as error:
             if watch is None:
@@ -110,15 +116,19 @@ def execute(
             raise
 
     if backend == "local":
-        return run_local(program.world_size, run, timeout=timeout)[0]
+        return run_local(program.world_size, run, timeout=timeout or LOCAL_SECONDS)[0]
     if backend not in PROCESS_BACKENDS:
         raise unknown("backend", backend, ("local", *PROCESS_BACKENDS))
-    with process_rank(timeout=timeout, backend=backend) as (comm, watch):
+    limits = Limits(stalled=timeout or Limits.stalled)
+    with process_rank(limits, backend=backend) as (comm, watch):
         check_world(program, comm.world_size)
         return run(comm, watch)
 
 
 PROCESS_BACKENDS = ("gloo", "nccl")
+
+LOCAL_SECONDS = 120.0
+"""That a rank of this process may wait for another one unless told."""
 
 
 def default_backend() -> ProcessBackend:
@@ -130,31 +140,53 @@ def default_backend() -> ProcessBackend:
 
 @contextmanager
 def process_rank(
-    *, timeout: float, backend: ProcessBackend = "gloo"
+    limits: Limits, *, backend: ProcessBackend = "gloo"
 ) -> Iterator[tuple[GlooCommunicator | NcclCommunicator, Watch]]:
     """This process as a rank of the world that torchrun started, watched by the other ranks.
 
     Args:
-        timeout: seconds after which a run in which no rank goes on is stopped.
+        limits: how long ranks wait for one another, before they have joined the world too.
         backend: what the ranks talk by.
 
     Raises:
+        ValueError: when RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not in the environment.
         RankError: when another rank died, stopped answering or failed.
     """
-    limits = Limits(stalled=timeout)
-    comm: GlooCommunicator | NcclCommunicator
-    if backend == "nccl":
-        comm = join_nccl(timeout=limits.backend)
-    else:
-        comm = GlooCommunicator(timeout=limits.backend)
-    with Watch(comm.rank, comm.world_size, limits) as watch:
+    rank, world_size = _environment()
+    comm: GlooCommunicator | NcclCommunicator | None = None
+    with Watch(rank, world_size, limits) as watch:
         try:
-            with watch.guard(), comm.working():
-                yield comm, watch
-                comm.close()
+            with watch.guard():
+                watch.place.enter(
+                    -1, "joining the other ranks", waits=True, slow=True, connects=True
+                )
+                comm = _join(backend)
+                watch.place.enter(-1, "starting", slow=True)
+                with comm.working():
+                    yield comm, watch
+                    comm.close()
         except BaseException:
-            comm.leave()
+            if comm is not None:
+                comm.leave()
             raise
+
+
+def _environment() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as torchrun says them."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} is not in the environment: start the ranks by torchrun, which "
+            f"sets {', '.join(needed)}"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _join(backend: ProcessBackend) -> GlooCommunicator | NcclCommunicator:
+    if backend == "nccl":
+        return join_nccl(timeout=BACKEND_SECONDS)
+    return GlooCommunicator(timeout=BACKEND_SECONDS)
 
 
 def prepare(plan: Plan, graph: OperatorGraph) -> Program:

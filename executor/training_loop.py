@@ -6,9 +6,10 @@ Every rank runs it with the same options and the same batches.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from stratagem.executor.batches import Batches, units_of
 from stratagem.executor.checkpoint import complete_checkpoints, save_checkpoint
 from stratagem.executor.checkpoint_index import Course
 from stratagem.executor.checkpoint_reader import Checkpoint, find_checkpoint, restore
+from stratagem.executor.gpu.graphs import GraphedSteps, not_graphed, refusal
+from stratagem.executor.held import most_held_bytes
 from stratagem.executor.interpreter import Interpreter, StepRecord
 from stratagem.executor.measure import timeline
 from stratagem.executor.program import Program
@@ -49,6 +52,9 @@ class RunOptions:
         checkpoint: folder for checkpoints; None writes none.
         every: steps between two checkpoints; 0 writes one after the last step only.
         resume: a checkpoint, or a folder of checkpoints with the last of them, to go on from.
+        memory: whether to find the most bytes that each rank holds, in a step that is undone.
+        cuda_graph: whether to record a step as a CUDA graph, where that can be, and to run the
+            steps but a few as that graph, see `GraphedSteps`.
 
     Raises:
         ValueError: when there is no step to run, a number is below 0, or `every` is given without
@@ -62,6 +68,8 @@ class RunOptions:
     checkpoint: Path | None = None
     every: int = 0
     resume: Path | None = None
+    memory: bool = False
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0 or self.every < 0:
@@ -98,10 +106,14 @@ def train(
     """
     comm = interpreter.comm
     place.follow(interpreter)
-    start = _begin(interpreter, batches, options, place)
+    start, most_held = _begin(interpreter, batches, options, place)
     losses: list[float | None] = []
     durations: list[int] = []
-    records: deque[StepRecord] = deque(maxlen=TIMED_STEPS)
+    timed: deque[tuple[int, StepRecord]] = deque(maxlen=TIMED_STEPS)
+    refused = refusal(interpreter, options.steps - start) if options.cuda_graph else None
+    graphed = GraphedSteps(interpreter) if options.cuda_graph and refused is None else None
+    if refused is not None and comm.rank == 0:
+        warnings.warn(not_graphed(refused), stacklevel=2)
     speed = _Speed(interpreter.program, start, options.steps)
     base = interpreter.program.plan.training.learning_rate
     for step in range(start, options.steps):
@@ -113,9 +125,15 @@ def train(
         interpreter.random.step = step
         place.enter(step, "waiting for the other ranks to begin", waits=True)
         last = step == options.steps - 1
-        record = interpreter.step(batch, keep_gradients=options.gradients and last)
+        keep = options.gradients and last
+        if graphed is None:
+            record = interpreter.step(batch, keep_gradients=keep)
+        else:
+            record = graphed.step(batch, keep_gradients=keep, timed=last)
         place.enter(step, "between two steps")
-        records.append(record)
+        if record.timed:
+            place.saw(record)
+            timed.append((step - start, record))
         losses.append(record.loss)
         durations.append(record.duration_ns)
         if show is not None and comm.rank == interpreter.program.loss_rank:
@@ -124,11 +142,19 @@ def train(
             place.enter(step, "writing a checkpoint", slow=True)
             save_checkpoint(interpreter, options.checkpoint, Course(step + 1, *batches.position))
     place.enter(options.steps - 1, "bringing results together", slow=True)
-    return _result(interpreter, losses, durations, records, start, gradients=options.gradients)
+    result = _result(interpreter, losses, durations, timed, start, gradients=options.gradients)
+    peaks = _of_all(most_held, comm) if options.memory else ()
+    return replace(result, peak_bytes=peaks, no_graph=refused or "")
 
 
-def _begin(interpreter: Interpreter, batches: Batches, options: RunOptions, place: Place) -> int:
-    """Warm up, and go on from a checkpoint if there is one to go on from; the first step."""
+def _begin(
+    interpreter: Interpreter, batches: Batches, options: RunOptions, place: Place
+) -> tuple[int, int]:
+    """Warm up, and go on from a checkpoint if there is one to go on from.
+
+    Returns:
+        The first step, and the most bytes held in one of those before it, 0 unless asked for.
+    """
     start = 0
     if options.resume is not None:
         place.enter(0, "loading a checkpoint", slow=True)
@@ -146,13 +172,30 @@ def _begin(interpreter: Interpreter, batches: Batches, options: RunOptions, plac
             )
     if options.checkpoint is not None:
         _check_folder(options.checkpoint, start)
-    for _ in range(options.warmup):
-        interpreter.step(batches.at(start))
-    if options.warmup:
-        interpreter.reset()
+    most_held = _warm_up(interpreter, batches, options, place, start)
     if options.resume is not None:
+        place.enter(start, "loading a checkpoint", slow=True)
         restore(interpreter, options.resume)
-    return start
+    return start, most_held
+
+
+def _warm_up(
+    interpreter: Interpreter, batches: Batches, options: RunOptions, place: Place, start: int
+) -> int:
+    """Run steps and undo them; the most bytes held in the last of them, 0 unless asked for.
+
+    Bytes are counted behind another step, in which optimizers make their states.
+    """
+    most_held = 0
+    for number in range(max(options.warmup, int(options.memory))):
+        place.enter(start, f"warming up, step {number}", waits=True, slow=True)
+        interpreter.step(batches.at(start))
+    if options.memory:
+        place.enter(start, "counting what is in memory", waits=True, slow=True)
+        most_held = most_held_bytes(interpreter, batches.at(start))
+    if options.warmup or options.memory:
+        interpreter.reset()
+    return most_held
 
 
 def _check_folder(folder: Path, start: int) -> None:
@@ -219,7 +262,7 @@ def _result(
     interpreter: Interpreter,
     losses: list[float | None],
     durations: list[int],
-    records: deque[StepRecord],
+    timed: deque[tuple[int, StepRecord]],
     start: int,
     *,
     gradients: bool,
@@ -233,7 +276,8 @@ def _result(
     spent = torch.tensor(durations, dtype=torch.int64)
     slowest = comm.all_reduce(spent.to(comm.device), everyone, "max")
     times = tuple(ns * 1e-9 for ns in slowest.tolist())
-    spans = _spans(interpreter, records[median_index(times[-len(records) :])])
+    middle = median_index(tuple(times[number] for number, _ in timed))
+    spans = _spans(interpreter, timed[middle][1])
     return ExecutionResult(
         losses=tuple(shared.tolist()),
         step_times=times,
@@ -242,6 +286,14 @@ def _result(
         gradients=interpreter.whole_gradients() if gradients else None,
         first_step=start,
     )
+
+
+def _of_all(number: int, comm: Communicator) -> tuple[int, ...]:
+    """Every rank's number on rank 0, this rank's elsewhere."""
+    everyone = tuple(range(comm.world_size))
+    own = torch.tensor([number], dtype=torch.int64, device=comm.device)
+    gathered = comm.gather(own, [(1,)] * comm.world_size, 0, everyone)
+    return (number,) if gathered is None else tuple(int(each) for each in gathered)
 
 
 def _spans(interpreter: Interpreter, record: StepRecord) -> dict[int, list[tuple[int, int]]]:

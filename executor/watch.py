@@ -8,6 +8,8 @@ others read what rank 0 found, so a second takes as many messages as there are r
 
 A rank that waits in a collective cannot be interrupted, so a thread ends its process: it leaves
 the error for torchrun, writes it to standard error and exits.
+
+Watching begins before the ranks join one another, so that it also tells of one that never comes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -28,7 +31,8 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from stratagem.executor.judging import PERIOD, Beat, Follower, Judge, Limits
+from stratagem.executor.activity import Activity, state_of
+from stratagem.executor.judging import PERIOD, Beat, Follower, Judge, Limits, not_arrived
 from stratagem.executor.termination import TerminationSignal
 from stratagem.executor.where import Place, Where
 
@@ -37,6 +41,9 @@ JUDGE_SECONDS = 0.25
 
 CLOSING_SECONDS = 10.0
 """How long a rank that failed may take to end by itself."""
+
+_WORLDS = count()
+"""Numbers the worlds that this process joins, one after the other."""
 
 
 class RankError(RuntimeError):
@@ -55,14 +62,17 @@ class Watch:
         rank: of this process.
         world_size: number of ranks.
         limits: how long to wait for another rank.
+
+    Raises:
+        RankError: when the store of the run cannot be reached.
     """
 
     def __init__(self, rank: int, world_size: int, limits: Limits) -> None:
         self.place = Place()
         self._rank, self._world_size, self._limits = rank, world_size, limits
-        self._store = _connect(limits)
+        self._store = _connect(rank, limits)
         self._host = _host()
-        self._work = _MainThread()
+        self._activity = Activity()
         self._parent = os.getppid()
         self._stop = threading.Event()
         self._closing: float | None = None
@@ -122,13 +132,14 @@ class Watch:
 
     def _beat(self) -> None:
         """Tell and read once a period, until the end or until the store is gone."""
-        judge = Judge(self._world_size, self._limits) if self._rank == 0 else Follower()
+        first = self._rank == 0
+        judge = Judge(self._world_size, self._limits) if first else Follower(self._limits)
         limit = max(2, round(self._limits.silent / PERIOD))
         while not self._stop.wait(PERIOD):
             try:
                 if self._closing is None:
                     self._tell()
-                beats = self._beats(range(self._world_size) if self._rank == 0 else [0])
+                beats = self._beats(range(self._world_size) if first else [0])
                 finding = judge(beats, limit)
                 if finding is not None:
                     self._accuse(finding.text)
@@ -142,8 +153,8 @@ class Watch:
 
     def _tell(self, *, done: bool = False) -> None:
         self._count += 1
-        busy = self._work.is_busy()
-        beat = Beat(self._count, self.place.now, self._host, os.getpid(), done, busy)
+        working = self._activity.is_working()
+        beat = Beat(self._count, self.place.now, self._host, os.getpid(), done, working)
         self._store.set(_beat_key(self._rank), msgspec.json.encode(beat).decode())
 
     def _beats(self, ranks: Any) -> dict[int, Beat]:
@@ -163,7 +174,7 @@ class Watch:
     def _kill(self, frozen: Beat | None) -> None:
         """End a stopped process of this machine, which torchrun cannot ask to end."""
         ours = frozen is not None and self._host and frozen.host == self._host
-        if frozen is not None and ours and _state(frozen.pid) in "Tt":
+        if frozen is not None and ours and state_of(frozen.pid) in "Tt":
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(frozen.pid, signal.SIGKILL)
 
@@ -183,7 +194,11 @@ class Watch:
                 if time.monotonic() - self._closing > CLOSING_SECONDS:
                     self._end(self._failure)
             elif terminated:
-                self._end(self._found() or f"it was asked to stop (SIGTERM) at {self.place.now}")
+                self._end(
+                    self._found()
+                    or self._missing()
+                    or f"it was asked to stop (SIGTERM) at {self.place.now}"
+                )
             elif self._unheard * JUDGE_SECONDS > self._limits.silent + PERIOD:
                 self._end(
                     f"rank {self._rank} has been cut off from rank 0 and the store of the run for "
@@ -214,12 +229,21 @@ class Watch:
                 return fault
             for rank, beat in self._beats(range(self._world_size)).items():
                 ours = rank != self._rank and self._host and beat.host == self._host
-                if ours and not beat.done and _state(beat.pid) in "ZX":
+                if ours and not beat.done and state_of(beat.pid) in "ZX":
                     text = f"rank {rank} (process {beat.pid}) died; it was last at {beat.where}"
                     self._accuse(text)
                     return text
         except RuntimeError:
             return None
+        return None
+
+    def _missing(self) -> str | None:
+        """That ranks have never told anything, which is why torchrun stops the others."""
+        with suppress(RuntimeError):
+            known = self._beats(range(self._world_size))
+            missing = [rank for rank in range(self._world_size) if rank not in known]
+            if missing:
+                return not_arrived(missing, "when torchrun stopped the others")
         return None
 
     def _end(self, text: str) -> NoReturn:
@@ -234,35 +258,31 @@ class Watch:
             os._exit(1)
 
 
-class _MainThread:
-    """Whether the main thread computes, by its processor time; never, where that is not known."""
+def _connect(rank: int, limits: Limits) -> Any:
+    """A connection of our own to the store of the run, which waits for nobody else's.
 
-    def __init__(self) -> None:
-        main = threading.main_thread().ident or 0
-        known = hasattr(time, "pthread_getcpuclockid")
-        self._clock = time.pthread_getcpuclockid(main) if known else None
-        self._worked, self._asked = 0.0, time.monotonic()
-
-    def is_busy(self) -> bool:
-        """Whether it computed for more than half of the time since the last call."""
-        if self._clock is None:
-            return False
-        worked, now = time.clock_gettime(self._clock), time.monotonic()
-        busy = worked - self._worked > (now - self._asked) / 2
-        self._worked, self._asked = worked, now
-        return busy
-
-
-def _connect(limits: Limits) -> Any:
-    """A connection of our own to the store of the run, which waits for nobody else's."""
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=limits.silent),
-    )
+    torchrun keeps the store; without it the first rank does.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            is_master=rank == 0 and not kept,
+            timeout=timedelta(seconds=limits.stalled),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} does not reach the store of the run at {address}:{port} within "
+            f"{limits.stalled:g} s: {error}"
+        ) from error
+    store.set_timeout(timedelta(seconds=limits.silent))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"stratagem/watch/{attempt}/", store)  # type: ignore[attr-defined]
+    key = f"stratagem/watch/{attempt}/{next(_WORLDS)}/"
+    return dist.PrefixStore(key, store)  # type: ignore[attr-defined]
 
 
 def _beat_key(rank: int) -> str:
@@ -281,11 +301,3 @@ def _host() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _state(pid: int) -> str:
-    """The state of a process of this machine, by its letter in /proc; X where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"

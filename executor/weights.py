@@ -32,6 +32,7 @@ class WeightUse:
         gradient_dtype: in which its gradients are added up and reduced.
         used: placements of the value that the operator reads.
         made: placements of the gradient that it makes.
+        apart: whether every microbatch has an update, and so a gradient of its own.
     """
 
     user: int
@@ -49,6 +50,7 @@ class WeightUse:
     used: Placements
     made: Placements
     home: Placements
+    apart: bool = False
 
     @property
     def parameter(self) -> str:
@@ -79,18 +81,19 @@ class WeightUse:
         where = "" if stage == self.owner_stage else f" in stage {stage}"
         return f"{self.parameter} {placements_text(placements)}{where}"
 
-    @property
-    def home_gradient(self) -> str:
+    def home_gradient(self, microbatch: int) -> str:
         """The gradient that the optimizer reads."""
-        return f"∂{self.parameter}"
+        each = f" m{microbatch}" if self.apart else ""
+        return f"∂{self.parameter}{each}"
 
     def gradient(self, microbatch: int, operator: str) -> str:
-        """The gradient as the operator makes it, summed over microbatches below ZeRO-2."""
+        """The gradient as the operator makes it; summed over microbatches, but for ZeRO-2 and 3
+        and where each has an update."""
+        each = f" m{microbatch}" if self.apart or (self.joins_owner and self.zero >= 2) else ""
         if not self.joins_owner:
-            return f"∂{self.parameter} of {operator}"
+            return f"∂{self.parameter} of {operator}{each}"
         if self.made == self.home:
-            return self.home_gradient
-        each = f" m{microbatch}" if self.zero >= 2 else ""
+            return self.home_gradient(microbatch)
         return f"∂{self.parameter} unreduced{each}"
 
     def stored(self, placements: Placements) -> Stored:
@@ -193,6 +196,7 @@ class Weights:
             used=used,
             made=made,
             home=home,
+            apart=context.stashes,
         )
 
     def _home(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stratagem.executor.expected import Expected
 from stratagem.executor.instructions import Instruction, Receive, meetings_of
 
 if TYPE_CHECKING:
-    from stratagem.executor.interpreter import Interpreter
+    from stratagem.executor.interpreter import Interpreter, StepRecord
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Where:
         doing: the instruction, or what else is being done.
         instruction: its number in the rank's program, -1 outside.
         waits: whether this may need other ranks to go on.
-        slow: whether this may take as long as it likes.
+        slow: whether nobody can say how long this takes.
+        connects: whether ranks find one another meanwhile, which a process may do idly.
+        expected: seconds that it should take, as predicted or as in the step before; 0 where it
+            is always short.
     """
 
     step: int = -1
@@ -32,6 +36,8 @@ class Where:
     instruction: int = -1
     waits: bool = False
     slow: bool = True
+    connects: bool = False
+    expected: float = 0.0
 
     def __str__(self) -> str:
         if self.step < 0:
@@ -47,14 +53,31 @@ class Place:
     def __init__(self) -> None:
         self._outside = Where()
         self._interpreter: Interpreter | None = None
+        self._expected: Expected | None = None
+        self._last: StepRecord | None = None
 
     def follow(self, interpreter: Interpreter) -> None:
         """Look up the instruction under way in `interpreter` from now on."""
+        comm = interpreter.comm
+        on_cpu = comm.device.type == "cpu"
+        self._expected = Expected(interpreter.program, comm.rank, on_cpu=on_cpu)
         self._interpreter = interpreter
 
-    def enter(self, step: int, doing: str, *, waits: bool = False, slow: bool = False) -> None:
+    def saw(self, record: StepRecord) -> None:
+        """Expect of the next step what the last one took."""
+        self._last = record
+
+    def enter(
+        self,
+        step: int,
+        doing: str,
+        *,
+        waits: bool = False,
+        slow: bool = False,
+        connects: bool = False,
+    ) -> None:
         """Say what is done now, outside the instructions of a step."""
-        self._outside = Where(step, doing, waits=waits, slow=slow)
+        self._outside = Where(step, doing, waits=waits, slow=slow, connects=connects)
 
     @property
     def now(self) -> Where:
@@ -63,8 +86,31 @@ class Place:
         at = -1 if interpreter is None else interpreter.at
         if interpreter is None or at < 0:
             return outside
-        instruction = interpreter.mine.instructions[at]
-        return Where(outside.step, str(instruction), at, waits=_waits(instruction), slow=False)
+        instructions = interpreter.mine.instructions
+        if at == len(instructions):
+            doing, waits, at = "waiting for the device", True, -1
+        else:
+            doing, waits = str(instructions[at]), interpreter.waits or _waits(instructions[at])
+        expected = self._seconds(interpreter, at)
+        return Where(outside.step, doing, at, waits=waits, slow=False, expected=expected)
+
+    def _seconds(self, interpreter: Interpreter, at: int) -> float:
+        """That an instruction may be expected to take.
+
+        A GPU is behind the host, which may be anywhere in the step when it waits for it.
+        """
+        assert self._expected is not None
+        last = self._last
+        if interpreter.comm.device.type != "cpu":
+            predicted = self._expected.whole_step
+            return max(predicted, 0.0 if last is None else last.duration_ns * 1e-9)
+        if at < 0:
+            return 0.0
+        predicted = self._expected.seconds(interpreter.mine.instructions[at])
+        if last is None:
+            return predicted
+        start, end = last.spans[at]
+        return max(predicted, (end - start) * 1e-9)
 
 
 def _waits(instruction: Instruction) -> bool:

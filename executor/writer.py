@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.executor.context import Context, Crossing
+from stratagem.executor.homes import joint_number
 from stratagem.executor.instructions import (
     Convert,
     Instruction,
@@ -42,6 +43,11 @@ class Writer:
     def write(self, instruction: Instruction) -> None:
         """Append an instruction."""
         self.instructions.append(instruction)
+
+    def on_both_homes(self) -> Writer:
+        """The same on the joint mesh of both homes of the stage."""
+        number = joint_number(self.context.plan, self.stage)
+        return Writer(self.context, number, self._device, self.instructions)
 
     def holds(self, placements: Placements | Config) -> bool:
         """Whether nothing is pinned elsewhere."""

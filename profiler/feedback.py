@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.dispatch import dispatch_key
-from stratagem.profiler.keys import Environment, Measurement, TimingKey
+from stratagem.profiler.keys import Environment, Measurement, TimingKey, operator_digest
 from stratagem.simulator.costs import Direction, local_operator
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.placement import Config, Shard, local_sizes
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.rules import rule_of
+from stratagem.simulator.schedule import ActionKind
+from stratagem.simulator.sliced_plan import pass_graphs
 from stratagem.simulator.timeline import Timeline
 
 ORIGIN = "a run of a plan"
@@ -36,7 +41,8 @@ def learn(
 
     A time is the median over ranks and microbatches, less the dispatch where the cache has one.
     Left out are operators whose passes are no one task: those in pieces or with collectives
-    inside, and backward passes whose gradients of weights are made apart.
+    inside, and backward passes whose gradients of weights are made apart. Passes over token slices
+    have one name: which slice is which follows from the order of the plan's schedule.
 
     Args:
         timeline: measured; of `execute` or of a result file.
@@ -53,31 +59,68 @@ def learn(
     """
     graph = plan.rewrite(graph).graph
     plan.check(graph)
-    part = graph.microbatch(plan.num_microbatches)
+    plan, parts = pass_graphs(plan, graph)
     took = _seconds_by_task(timeline)
     kept = 0
-    for stage in plan.stages:
+    for s, stage in enumerate(plan.stages):
         for name, choice in stage.choices.items():
-            operator = part.operator(name)
-            if choice.chunks > 1 or _has_collectives(operator, choice.config):
+            if choice.chunks > 1 or _has_collectives(parts[0].operator(name), choice.config):
                 continue
-            sizes = local_sizes(operator, choice.config, stage.mesh.shape)
             for direction in _whole_passes(plan):
-                seconds = took.get(f"{name} {direction.value}")
-                if seconds:
-                    local = local_operator(operator, sizes)
+                runs = took.get(f"{name} {direction.value}", [])
+                slices = _slices_in_order(plan, s, direction)
+                for local, seconds in _by_operator(name, choice, stage, parts, runs, slices):
                     key = TimingKey(environment, local, plan.training.precision, direction)
                     cache.put(key, _measurement(seconds, cache, environment, direction))
                     kept += 1
     return kept
 
 
-def _seconds_by_task(timeline: Timeline) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
-    spans = zip(timeline.names, timeline.start.tolist(), timeline.end.tolist(), strict=True)
-    for name, start, end in spans:
-        found[name].append((end - start) * 1e-9)
-    return found
+def _seconds_by_task(timeline: Timeline) -> dict[str, list[list[float]]]:
+    """Per task and lane the seconds that it took, one run after the other."""
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in np.argsort(timeline.start, kind="stable").tolist():
+        seconds = int(timeline.end[row] - timeline.start[row]) * 1e-9
+        found[timeline.names[row]][int(timeline.lane[row])].append(seconds)
+    return {name: list(lanes.values()) for name, lanes in found.items()}
+
+
+def _slices_in_order(plan: Plan, stage: int, direction: Direction) -> list[int]:
+    """The slices over which a stage passes in a step, one pass after the other."""
+    kinds = {
+        Direction.FORWARD: (ActionKind.FORWARD,),
+        Direction.BACKWARD: (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT),
+    }
+    return [
+        action.slice
+        for action in plan.make_schedule().orders[plan.rank_of[stage]]
+        if action.stage == stage and action.kind in kinds[direction]
+    ]
+
+
+def _by_operator(
+    name: str,
+    choice: Choice,
+    stage: Stage,
+    parts: Sequence[OperatorGraph],
+    runs: Sequence[Sequence[float]],
+    slices: Sequence[int],
+) -> list[tuple[Operator, list[float]]]:
+    """The local operators that a name stands for in the slices, and what each one took."""
+    found: dict[str, tuple[Operator, list[float]]] = {}
+    for number, part in enumerate(parts):
+        operator = part.operator(name)
+        sizes = local_sizes(operator, choice.config, stage.mesh.shape)
+        local = local_operator(operator, sizes)
+        for lane in runs:
+            if len(parts) > 1 and len(lane) != len(slices):
+                continue
+            seconds = [
+                each for n, each in enumerate(lane) if len(parts) == 1 or slices[n] == number
+            ]
+            if seconds:
+                found.setdefault(operator_digest(local), (local, []))[1].extend(seconds)
+    return list(found.values())
 
 
 def _whole_passes(plan: Plan) -> tuple[Direction, ...]:

@@ -15,6 +15,7 @@ from stratagem.simulator.costs import local_operator
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.placement import Config, local_sizes
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.sliced_plan import pass_graphs
 from stratagem.simulator.training import Training
 
 LocalSizes = Mapping[str, int]
@@ -36,16 +37,17 @@ def local_operators(
 
 
 def plan_operators(graph: OperatorGraph, plan: Plan) -> list[tuple[Operator, LocalSizes]]:
-    """What the devices run under a plan, microbatch by microbatch.
+    """What the devices run under a plan, microbatch by microbatch (and slice by slice).
 
     Raises:
         ValueError: when the plan is not for this graph.
     """
     graph = plan.rewrite(graph).graph
     plan.check(graph)
-    part = graph.microbatch(plan.num_microbatches)
+    plan, graphs = pass_graphs(plan, graph)
     return [
         (part.operator(name), local_sizes(part.operator(name), choice.config, stage.mesh.shape))
+        for part in graphs
         for stage in plan.stages
         for name, choice in stage.choices.items()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numba
 import numpy as np
@@ -54,34 +55,17 @@ def _make_try_plans(fingerprint: int):  # type: ignore[no-untyped-def]
         blocks: tuple[Ints, ...],
         tensors: tuple[Ints, ...],
         ranks: tuple[Ints, ...],
-        crossings: Ints,
-        arrivals: Ints,
-        macro: tuple[Ints, ...],
-        macro_work: Ints,
-        table: Ints,
-        plays: Ints,
+        *others: Any,
     ) -> int:
         """Score up to `num_plans` plans from `choice` on; return how many there were.
 
+        The arguments from `block_ns` on, `others` too, are those of `score`.
         `scores` is [excess over the memory, score] of `best`, the least pair, the first of equals.
         """
         _ = fingerprint
         for tried in range(num_plans):
             value = score(
-                dirty,
-                choice,
-                block_ns,
-                profiles,
-                capacities,
-                blocks,
-                tensors,
-                ranks,
-                crossings,
-                arrivals,
-                macro,
-                macro_work,
-                table,
-                plays,
+                dirty, choice, block_ns, profiles, capacities, blocks, tensors, ranks, *others
             )
             if value < scores[1] or scores[0] > 0.0:
                 excess = excess_of(profiles, capacities, *ranks)

@@ -16,6 +16,7 @@ from stratagem.search.strategies import (
     tensor_parallel,
     with_recompute,
 )
+from stratagem.simulator.chimera import CHIMERA
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
@@ -100,7 +101,7 @@ def baseline_plans(
     for name, plans in _families(situation, schedule, pipelines):
         simulated = [situation.simulate(plan) for plan in plans]
         if simulated and not any(simulation.fits for simulation in simulated):
-            simulated += [situation.simulate(_recomputed(situation, plan)) for plan in plans]
+            simulated += [situation.simulate(recomputed(situation, plan)) for plan in plans]
         if simulated:
             found[name] = min(simulated, key=rank)
     for name, method in (methods or {}).items():
@@ -110,7 +111,7 @@ def baseline_plans(
     return found
 
 
-def _recomputed(situation: Situation, plan: Plan) -> Plan:
+def recomputed(situation: Situation, plan: Plan) -> Plan:
     """The same plan with full recompute, as one would train where nothing fits otherwise."""
     stages = tuple(
         replace(stage, choices=with_recompute(situation.graph, dict(stage.choices), "full"))
@@ -151,14 +152,17 @@ def _families(
     names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
     names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}
     for schedule, name in names.items():
-        rounds = VIRTUAL_STAGES if schedule == "interleaved" else 1
-        yield (
-            name,
-            [
-                _plan(name, situation, meshes * rounds, sample(0), parts, schedule)
-                for meshes, parts in _pipelines(situation, rounds)
-            ],
-        )
+        yield name, pipeline_plans(situation, schedule, name)
+
+
+def pipeline_plans(situation: Situation, schedule: str, name: str) -> list[Plan]:
+    """Pipelines of stages as equal as they can be, data parallel inside, under a schedule."""
+    rounds = VIRTUAL_STAGES if schedule == "interleaved" else 1
+    return [
+        _plan(name, situation, meshes * rounds, data_parallel, parts, schedule)
+        for meshes, parts in _pipelines(situation, rounds)
+        if schedule != CHIMERA or len(meshes) % 2 == 0
+    ]
 
 
 def _flat_mesh(devices: Sequence[int], cluster: Cluster) -> DeviceMesh:

@@ -103,6 +103,17 @@ def shared_arrays(problem: Problem) -> Arrays:
     )
 
 
+def pool_starts(blocks: Sequence[StageBlocks]) -> list[int]:
+    """Where the pool of each stage begins in the pool of all; equal stages share one."""
+    starts: dict[int, int] = {}
+    size = 0
+    for stage in blocks:
+        if id(stage.pool_ns) not in starts:
+            starts[id(stage.pool_ns)] = size
+            size += stage.pool_ns.size
+    return [starts[id(stage.pool_ns)] for stage in blocks]
+
+
 # -- blocks -------------------------------------------------------------------------------------
 
 
@@ -114,10 +125,10 @@ def _plays(problem: Problem) -> Plays:
         allocate_delta(_idle(problem.stage_blocks[stage], block))
         for stage, (block, _) in zip(problem.plays[:, 0].tolist(), blocks, strict=True)
     ]
-    pools = np.cumsum([1, *(stage.pool_ns.size for stage in problem.stage_blocks)])
+    pools = pool_starts(problem.stage_blocks)
     num_operators = len(problem.choices)
     touched = [
-        _touches(block, last, int(pools[stage]), num_operators)
+        _touches(block, last, pools[stage], num_operators)
         for (block, last), stage in zip(blocks, problem.plays[:, 0].tolist(), strict=True)
     ]
     before = np.cumsum([0, *(rows.shape[0] for _, rows in touched)])[:-1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from stratagem.search.baselines import Situation
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.cost_table import TableBuilder, price_key
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.rules import rule_of
@@ -66,12 +68,14 @@ class ComputingBounds:
     """
 
     def __init__(self, situation: Situation, options: Options = Options()) -> None:  # noqa: B008
-        self._situation, self._options = situation, options
+        # What only converts inputs again computes nothing.
+        self._situation, self._options = situation, replace(options, regather=False)
         self._known: dict[Any, float] = {}
         self._priced: dict[Any, float] = {}
         self._builders: list[TableBuilder] = []
         self._models: dict[int, _Model] = {}
         self._stages: dict[Any, float] = {}
+        self._alike: dict[int, tuple[DeviceMesh, int]] = {}
 
     def seconds(self, skeleton: Skeleton) -> float:
         """No plan of the skeleton takes less than so many seconds a step."""
@@ -90,7 +94,7 @@ class ComputingBounds:
     def _stage(self, names: tuple[str, ...], k: int, skeleton: Skeleton) -> float:
         s, mesh = self._situation, skeleton.meshes[k]
         parts, policy = skeleton.num_microbatches, skeleton.policies[k]
-        alike = s.memory.number(price_key(mesh, s.cluster))
+        alike = self._price_number(mesh)
         key = (s.memory.number(names), alike, parts, policy)
         if key in self._stages:
             return self._stages[key]
@@ -113,6 +117,13 @@ class ComputingBounds:
             total += self._known[row]
         self._stages[key] = total
         return total
+
+    def _price_number(self, mesh: DeviceMesh) -> int:
+        """Equal for meshes on which everything costs the same."""
+        if id(mesh) not in self._alike:
+            key = price_key(mesh, self._situation.cluster)
+            self._alike[id(mesh)] = mesh, self._situation.memory.number(key)
+        return self._alike[id(mesh)][1]
 
     def _fastest(self, builder: TableBuilder, model: _Model, i: int, recompute: bool) -> float:
         graph, kind = model.graph, model.kinds[i]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 from stratagem.search.literature.dims import logical_dims
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
@@ -20,6 +21,9 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import Simulation
+
+AXES = ("node", "device", "outer", "inner", "data", "tensor")
+"""What the meshes of the search call their axes (see `Constraints`)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Constraints:
 
     Attributes:
         pin: configs by operator, or by a pattern such as ``layers.*.attention``: those operators
-            must have exactly these placements. Such a search only tries meshes with as many axes.
+            must have exactly these placements. Such a search only tries meshes with as many axes,
+            and leaves out rewritten graphs that lack one of those operators.
         forbid: (dim, axis) pairs: the dim may not be sharded along the axis.
         require: (dim, axis) pairs: whatever can be sharded along the dim must be, on that axis,
             on every mesh that has the axis.
@@ -88,6 +93,16 @@ class Constraints:
             if getattr(self, name) == ():
                 raise ValueError(f"constraints: {name} allows nothing; name at least one")
 
+    def describe(self) -> str:
+        """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
+        plain = Constraints()
+        told = [
+            f"{each.name}={getattr(self, each.name)!r}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(plain, each.name)
+        ]
+        return ", ".join(told) or "(none)"
+
     def bind(self, graph: OperatorGraph) -> BoundConstraints:
         """The constraints with the names of a model looked up.
 
@@ -95,6 +110,23 @@ class Constraints:
             ValueError: an operator pattern or a dim that the model lacks; it names what is near.
         """
         return BoundConstraints(self, graph)
+
+    def check_axes(self, others: Iterable[str] = ()) -> None:
+        """Refuse pairs with an axis that no mesh has.
+
+        Args:
+            others: axes that a plan to start from has beside those of the search.
+
+        Raises:
+            ValueError: names the axis, and what is near.
+        """
+        known = [*AXES, *(axis for axis in others if axis not in AXES)]
+        for what, pairs in (("forbid", self.forbid), ("require", self.require)):
+            for dim, axis in pairs:
+                if axis not in known:
+                    raise unknown(
+                        f"axis to {what} for dim {dim!r} called", axis, known, where="constraints"
+                    )
 
 
 class BoundConstraints:
@@ -108,10 +140,30 @@ class BoundConstraints:
             matched = fnmatch.filter(names, pattern)
             if not matched:
                 raise unknown(f"operator of {graph.name!r} to constrain called", pattern, names)
+            for name in matched:
+                _check_dims(graph.operator(name), config)
             self._pins.update(dict.fromkeys(matched, config))
         self._forbid = _by_operator(constraints.forbid, graph)
         self._require = _by_operator(constraints.require, graph)
         self._graph = graph
+
+    def lost_in(self, graph: OperatorGraph) -> str:
+        """Why the constraints cannot be held on a graph made from this one; empty if they can."""
+        lost = [name for name in self._pins if name not in graph.index]
+        if lost:
+            return f"{lost[0]!r} is pinned, which they merge with others or split"
+        try:
+            self.constraints.bind(graph)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def allows_all(self) -> bool:
+        """Whether every operator may have every choice."""
+        c = self.constraints
+        named = self._pins or self._forbid or self._require
+        return not named and c.zero_stages is None and (c.tensor or c.max_tensor) is None
 
     def allows(self, operator: Operator, choice: Choice, mesh: DeviceMesh) -> bool:
         """Whether an operator may have a choice on a mesh."""
@@ -166,7 +218,7 @@ class BoundConstraints:
             found.append(
                 f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
             )
-        for stage in plan.stages:
+        for stage in () if self.allows_all else plan.stages:
             for name, choice in stage.choices.items():
                 operator = self._graph.operator(name)
                 if not self.allows(operator, choice, stage.mesh):
@@ -209,6 +261,15 @@ def most_tensor_ways(plan: Plan, graph: OperatorGraph) -> int:
         for stage in plan.stages
         for name, choice in stage.choices.items()
     )
+
+
+def _check_dims(operator: Operator, config: Config) -> None:
+    """Refuse a pinned config with a dim that the operator lacks."""
+    for placement in config:
+        if isinstance(placement, Shard) and placement.dim not in operator.sizes:
+            raise unknown(
+                "dim", str(placement.dim), operator.sizes, where=f"pin of {operator.name!r}"
+            )
 
 
 def _by_operator(

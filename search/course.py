@@ -1,4 +1,4 @@
-"""The course of a search: bounding, ranking, planning, searching and certifying skeletons."""
+"""The course of a search: bounding, planning, ranking, surveying and searching skeletons."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
+from stratagem.search.refine import Refiner
 from stratagem.search.result import (
     Budget,
     Fate,
@@ -27,7 +28,8 @@ from stratagem.search.result import (
     TracePoint,
     front_of,
 )
-from stratagem.search.space import Skeleton
+from stratagem.search.room import roomy_problem
+from stratagem.search.space import Options, Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
 from stratagem.search.strategies import Choices
 from stratagem.search.windows import improve_by_windows
@@ -39,12 +41,14 @@ CHAINS = 4
 """Chains on a skeleton: so many cores can help, and one core makes the same plan."""
 MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
+REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
+"""Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
 ENUMERATED = 100_000
 """Skeletons with so many plans at most are enumerated."""
-PROBES = 50
-"""A skeleton that is bounded only gets this part of the budget for a chain."""
+SURVEYED = 0.4
+"""Of the seconds of a budget, how many may pass before chains begin."""
 CERTIFIED_OPERATORS, FEW_CERTIFIED, MOST_CERTIFIED = 3_000, 24, 200
 """Bounds are sharpened on so many skeletons times operators, within limits, unless told."""
 LEAST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 4, 3_000_000_000, 40_000
@@ -105,7 +109,7 @@ class Course:
         num_skeletons: int,
         num_bounded: int | None,
     ) -> StopReason:
-        """Bound, rank, search and certify."""
+        """Bound, rank, survey, search and certify."""
         space = self.space
         space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-4)))
         planned = self._plan_stages(schedules, num_skeletons)
@@ -117,20 +121,25 @@ class Course:
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
-        order = sorted([*planned, *ranked], key=lambda entry: entry.rank)
-        chosen = self._open(order)[:num_skeletons]
-        if start is not None:
-            chosen = [self._entry_of(start), *chosen]
+        best_ranked = self._open(sorted([*planned, *ranked], key=lambda entry: entry.rank))
+        most_refined = min(REFINED, num_skeletons)
+        refined = self._refine(best_ranked[:most_refined], schedules)
+        best_ranked = self._open([*refined, *best_ranked[most_refined:]])[:num_skeletons]
+        # A start is among the choices of its skeleton from the first, so that none is renumbered.
+        own = [] if start is None else [self._entry_of(start)]
+        weakest = min(max(CERTIFIED_OPERATORS // operators, FEW_CERTIFIED), MOST_CERTIFIED)
+        work = float(CERTIFIED_WORK)
+        if num_bounded is not None:
+            weakest, work = num_bounded, np.inf
+        left = self._survey(best_ranked, weakest, work) if weakest else 0
+        chosen = self._promising(best_ranked)[:num_skeletons]
+        chosen = [*own, *(entry for entry in chosen if entry not in own)]
         share, rest = divmod(self.budget.evaluations, max(1, len(chosen)))
         for number, entry in enumerate(chosen):
             self._search_entry(entry, share + (number < rest), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
-        if num_bounded is None:
-            wanted = min(max(CERTIFIED_OPERATORS // operators, FEW_CERTIFIED), MOST_CERTIFIED)
-            self._certify(wanted, CERTIFIED_WORK)
-        else:
-            self._certify(num_bounded, np.inf)
+        self._certify(left, work, self._time_is_up)
         if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
             return StopReason.PROVED
         if self._time_is_up():
@@ -161,6 +170,33 @@ class Course:
         allowed = [(s, c) for s, c in simulated if self.offer(s)]
         return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
 
+    def _refine(self, listed: Sequence[Entry], schedules: Sequence[str]) -> list[Entry]:
+        """The same, a pipeline as single changes leave it: it takes the place of what it was."""
+        space, operators = self.space, len(self.space.situation.graph.operators)
+        refiner = Refiner(
+            space.situation,
+            space.options,
+            space.policies,
+            tuple(schedules),
+            space.computing_bound,
+            space.allows,
+            self.offer,
+        )
+        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // operators))
+        found: list[Entry] = []
+        for entry in listed:
+            found.append(entry)
+            if entry.simulation is None or len(entry.skeleton.stages) == 1:
+                continue
+            self.report(f"refining {entry.skeleton}", 0.25)
+            skeleton, best, made = refiner.refine(
+                entry.skeleton, entry.simulation, most, self._time_is_up
+            )
+            if made:
+                self.notes[f"refined {entry.skeleton}"] = "; ".join(made)
+                found[-1] = space.take(skeleton, choices_of(best.plan), best)
+        return found
+
     def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
         """Skeletons with something to choose, each under the policy that does best on it."""
         best: dict[Skeleton, Entry] = {}
@@ -172,21 +208,60 @@ class Course:
         """The skeleton of a plan that somebody gave, with the plan as its start."""
         graph = self.space.situation.graph
         start.check(graph)
+        if start.is_mirrored:
+            raise ValueError(
+                f"the plan to start from, {start.name!r}, has two homes for each stage (chimera), "
+                "which a search does not choose: give it the schedule 1f1b"
+            )
         if start.cluster != self.space.situation.cluster:
             raise ValueError(
                 f"the plan to start from is for cluster {start.cluster.name!r} as it was then, "
                 f"not for the {self.space.situation.cluster.name!r} given: search anew"
             )
+        if start.token_slices != 1:
+            raise ValueError(
+                f"the plan to start from, {start.name!r}, slices tokens, which is not searched: "
+                "set token_slices to 1 and another schedule, and slice the plan that is found"
+            )
         simulation = self.space.situation.simulate(start)
         self.offer(simulation)
         return self.space.take(skeleton_of(start), choices_of(start), simulation)
+
+    def _survey(self, listed: Sequence[Entry], weakest: int, work: float) -> int:
+        """Sharpen the bounds of the best and of the `weakest`; how many of these are left.
+
+        What is met on the way tells more of a skeleton than known strategies do. It may take a
+        part of the seconds of the budget only.
+        """
+        limit = self.budget.seconds
+        until = np.inf if limit is None else self.started + SURVEYED * limit
+
+        def stop() -> bool:
+            return time.monotonic() > until
+
+        for number, entry in enumerate(listed):
+            if stop():
+                return weakest
+            self.report("surveying skeletons", 0.25 + 0.05 * number / len(listed))
+            if entry.bound < self.best_time:
+                self._bound_entry(entry)
+        return self._certify(weakest, work, stop)
+
+    def _promising(self, listed: Sequence[Entry]) -> list[Entry]:
+        """Skeletons worth searching: first where best plan known and bound together are least."""
+        bounded = [e for e in self.space.entries if e.fate is Fate.BOUNDED and e.met is not None]
+        if not bounded:
+            return list(listed)
+        order = sorted(bounded, key=lambda e: e.promise)
+        left = [e for e in [*order, *listed] if e.bound < self.best_time]
+        return [e for e in self._open(left) if e.fate is not Fate.ENUMERATED]
 
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
         """Bound, integer program, chains and windows on one skeleton."""
         if entry.bound >= self.best_time:
             entry.fate = Fate.PRUNED
             return
-        low, high = 0.25 + 0.6 * number / count, 0.25 + 0.6 * (number + 1) / count
+        low, high = 0.4 + 0.5 * number / count, 0.4 + 0.5 * (number + 1) / count
         self._phase = (f"searching {entry.skeleton}", low, high)
         self.report(self._phase[0], low)
         key = digest(entry.skeleton, entry.starts[:1])
@@ -194,17 +269,12 @@ class Course:
         if known is not None:
             self._recall(entry, known)
             return
-        try:
-            problem = self._problem(entry)
-        except NoChoiceError as error:
-            entry.fate, entry.why = Fate.FORBIDDEN, str(error)
-            return
-        if self._enumerate(entry, problem):
+        problem = self._problem(entry)
+        if problem is None or self._enumerate(entry, problem):
             return
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
-        first = starts[0] if starts else np.zeros(len(problem.choices), dtype=np.int64)
-        bound, shared = self._sharpen(entry, problem, first)
+        bound, shared = entry.met or self._sharpen(entry, problem)
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
@@ -229,9 +299,12 @@ class Course:
         entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
         self.space.share_bound(entry, known.shared_bound)
 
-    def _sharpen(self, entry: Entry, problem: Problem, first: IntArray) -> tuple[Bound, float]:
+    def _sharpen(self, entry: Entry, problem: Problem) -> tuple[Bound, float]:
         """A skeleton's bound, and what it says of policies that recompute more (0: nothing)."""
         rounds, target = BOUND_ROUNDS, self.best_time
+        first = np.zeros(len(problem.choices), dtype=np.int64)
+        if entry.starts:
+            first = problem.encode(entry.starts[0])
         bound = lower_bound(problem, first, rounds=rounds, target=target)
         entry.bound = max(entry.bound, bound.seconds)
         if not np.isfinite(bound.seconds):
@@ -296,36 +369,39 @@ class Course:
         self.report(name, low + (high - low) * done / total, min(best, self.best_time))
         return self._time_is_up()
 
-    def _certify(self, most: int, work_left: float) -> None:
-        """Sharpen the bounds that limit the certificate, weakest first."""
+    def _certify(self, most: int, work_left: float, stop: Callable[[], bool]) -> int:
+        """Sharpen the bounds that limit the certificate, weakest first; how many are left."""
         for number in range(most):
             if work_left <= 0 and number >= LEAST_CERTIFIED:
-                return
+                return 0
             weak = [
                 entry
                 for entry in self.space.entries
                 if entry.bound < self.best_time and entry.fate in (Fate.OPEN, Fate.RANKED)
             ]
-            if not weak or self._time_is_up():
-                return
-            self.report("certifying", 0.85 + 0.15 * number / most)
-            entry = min(weak, key=lambda e: e.bound)
-            try:
-                problem = self._problem(entry)
-            except NoChoiceError as error:
-                entry.fate, entry.why = Fate.FORBIDDEN, str(error)
-                continue
-            widest = max(map(len, problem.choices))
-            work_left -= len(problem.choices) * (widest**2 + WORK_OF_CHOICES)
-            entry.fate = Fate.BOUNDED
-            first = np.zeros(len(problem.choices), dtype=np.int64)
-            if entry.starts:
-                first = problem.encode(entry.starts[0])
-            if self._enumerate(entry, problem):
-                continue
-            bound, _ = self._sharpen(entry, problem, first)
-            if entry.bound < self.best_time and np.isfinite(bound.score):
-                self._probe(problem, bound.choice, number)
+            if not weak:
+                return 0
+            if stop():
+                return most - number
+            self.report("sharpening bounds", 0.3 + 0.1 * number / most)
+            work_left -= self._bound_entry(min(weak, key=lambda e: e.bound))
+        return 0
+
+    def _bound_entry(self, entry: Entry) -> float:
+        """Sharpen the bound of a skeleton, or enumerate it; how much work that was."""
+        problem = self._problem(entry)
+        if problem is None:
+            return 0.0
+        entry.fate = Fate.BOUNDED
+        if not self._enumerate(entry, problem):
+            entry.met = self._sharpen(entry, problem)
+            if entry.bound < self.best_time and np.isfinite(entry.met[0].score):
+                simulation = self._simulate(problem, entry.met[0].choice)
+                if self.offer(simulation):
+                    entry.know(simulation)
+        return float(
+            len(problem.choices) * (max(map(len, problem.choices)) ** 2 + WORK_OF_CHOICES)
+        )
 
     def _enumerate(self, entry: Entry, problem: Problem) -> bool:
         """Score every plan of a skeleton that has few; whether it has."""
@@ -336,15 +412,6 @@ class Course:
         entry.bound = max(entry.bound, optimum.score if optimum.fits else float("inf"))
         entry.fate = Fate.ENUMERATED
         return True
-
-    def _probe(self, problem: Problem, start: IntArray, number: int) -> None:
-        """A short chain from the best plan met while bounding."""
-        chain = Chain(
-            problem, start, self.budget.evaluations // PROBES, self.seed * 7919 + 1000 + number
-        )
-        chain.advance(chain.total)
-        self.evaluations += chain.done
-        self.offer(self._simulate(problem, chain.best))
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -364,7 +431,9 @@ class Course:
         return True
 
     def _is_option(self, plan: Plan) -> bool:
-        """Whether a plan only does what the options of the search allow."""
+        """Whether a plan trains as others do, and only does what the options allow."""
+        if plan.make_schedule().update_every is not None:
+            return False
         options = self.space.options
         regathers = any(c.regather for stage in plan.stages for c in stage.choices.values())
         return (options.inputs_first or not plan.inputs_first) and (
@@ -393,21 +462,34 @@ class Course:
         )
         return self.space.situation.simulate(plan)
 
-    def _problem(self, entry: Entry) -> Problem:
+    def _problem(self, entry: Entry) -> Problem | None:
+        """The choices of a skeleton and their prices; None, and why, where none is allowed."""
         s = self.space.situation
         include: Choices = entry.starts[0] if entry.starts else {}
-        problem = make_problem(
-            s.graph,
-            entry.skeleton,
-            s.cluster,
-            s.training,
-            s.costs,
-            self.space.zero_stages,
-            s.memory,
-            self.space.options,
-            include=include,
-            constraints=self.space.constraints,
-        )
+
+        def make(options: Options) -> Problem:
+            return make_problem(
+                s.graph,
+                entry.skeleton,
+                s.cluster,
+                s.training,
+                s.costs,
+                self.space.zero_stages,
+                s.memory,
+                options,
+                include=include,
+                constraints=self.space.constraints,
+            )
+
+        try:
+            problem, left_out = roomy_problem(
+                s, entry.skeleton, self.space.options, make, ENUMERATED
+            )
+        except NoChoiceError as error:
+            entry.fate, entry.why = Fate.FORBIDDEN, str(error)
+            return None
+        if left_out:
+            self.notes[f"left out on {entry.skeleton}"] = left_out
         widest = max(map(len, problem.choices))
         if len(problem.choices) * widest**2 > LARGE_TABLES:
             s.memory.edges.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numba
 import numpy as np
 
 from stratagem.simulator.resharding import FloatArray, IntArray
@@ -58,9 +59,13 @@ def minimise_forest(
     """
     total = [node.copy() for node in nodes]
     inside = set(forest)
+    least: dict[int, FloatArray] = {}
     for (i, j), matrix in pairs.items():
         if (i, j) not in inside:
-            total[i] = total[i] + matrix.min(axis=1)
+            # Repeated layers share their matrices.
+            if id(matrix) not in least:
+                least[id(matrix)] = matrix.min(axis=1)
+            total[i] = total[i] + least[id(matrix)]
     order, parent = _from_roots(len(nodes), forest)
     answers: dict[int, IntArray] = {}
     value = 0.0
@@ -74,16 +79,30 @@ def minimise_forest(
             value += float(total[node].min())
             continue
         toward = pairs[pair] if pair[0] == above else pairs[pair].T
-        summed = toward + total[node][None, :]
-        best = summed.argmin(axis=1)
-        answers[node] = best
-        total[above] = total[above] + summed[np.arange(len(best)), best]
+        answers[node], least_sums = _answers(toward, total[node])
+        total[above] = total[above] + least_sums
     choice = np.zeros(len(nodes), dtype=np.int64)
     for node in order:
         found = answers.get(node)
         own = int(total[node].argmin()) if found is None else int(found[choice[parent[node]]])
         choice[node] = own
     return value, choice
+
+
+@numba.njit(cache=True)
+def _answers(toward: FloatArray, total: FloatArray) -> tuple[IntArray, FloatArray]:
+    """Per choice of the node above the best choice below, the first of equals, and its value."""
+    count = toward.shape[0]
+    best, values = np.zeros(count, dtype=np.int64), np.empty(count)
+    for a in range(count):
+        least = toward[a, 0] + total[0]
+        for b in range(1, total.size):
+            value = toward[a, b] + total[b]
+            if value < least:
+                least = value
+                best[a] = b
+        values[a] = least
+    return best, values
 
 
 def _from_roots(num_nodes: int, forest: Sequence[Pair]) -> tuple[list[int], list[int]]:

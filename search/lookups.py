@@ -189,6 +189,19 @@ def longest_path(offsets: IntArray, successors: IntArray, durations: FloatArray)
     return queue[:length][::-1].copy()
 
 
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """Pairs of operators with the same look-ups.
+
+    `rows` has a line a pair, of its rows among the rows of all parts; `terms` says of each column
+    (pool, resource, base, whether the lower operator comes first, stride, second stride).
+    """
+
+    pairs: list[tuple[int, int]]
+    rows: IntArray
+    terms: IntArray
+
+
 class Tables:
     """Node vectors and pair matrices of weighted sums of look-ups.
 
@@ -201,15 +214,26 @@ class Tables:
     """
 
     def __init__(self, sizes: Sequence[int], parts: Sequence[Lookups]) -> None:
-        self.sizes, self._parts = list(sizes), list(parts)
-        pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, part in enumerate(parts):
+        self.sizes = list(sizes)
+        pools = {(id(part.pool), id(part.mask)): part for part in parts}
+        self._pools = list(pools.values())
+        numbers = {key: number for number, key in enumerate(pools)}
+        lows, highs, columns = [], [], []
+        for part in parts:
             ends = np.where(part.second_stride == 0, part.first, part.second)
-            low, high = np.minimum(part.first, ends), np.maximum(part.first, ends)
-            for row, pair in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
-                pairs.setdefault(pair, []).append((number, row))
-        self._terms = pairs
-        self.pairs = [pair for pair in pairs if pair[0] != pair[1]]
+            low = np.minimum(part.first, ends)
+            lows.append(low)
+            highs.append(np.maximum(part.first, ends))
+            number = numbers[id(part.pool), id(part.mask)]
+            same = np.full(len(low), number), np.full(len(low), part.resource)
+            columns.append(
+                np.column_stack(
+                    (*same, part.base, part.first == low, part.stride, part.second_stride)
+                )
+            )
+        low, high, terms = np.concatenate(lows), np.concatenate(highs), np.concatenate(columns)
+        self._alike = _alike(self.sizes, low, high, terms)
+        self.pairs = [pair for alike in self._alike for pair in alike.pairs if pair[0] != pair[1]]
 
     def combine(
         self, weights: Sequence[FloatArray]
@@ -219,53 +243,86 @@ class Tables:
         Args:
             weights: per part, one number a row.
         """
+        every = np.concatenate(weights)
         nodes = [np.zeros(size) for size in self.sizes]
         pairs: dict[tuple[int, int], FloatArray] = {}
-        made: dict[tuple[object, ...], FloatArray] = {}
-        for (i, j), rows in self._terms.items():
-            terms = [(n, r) for n, r in rows if weights[n][r] != 0.0]
-            if not terms:
-                continue
-            key = (
-                self.sizes[i],
-                self.sizes[j],
-                i == j,
-                *(
-                    (
-                        id(self._parts[n].pool),
-                        self._parts[n].resource,
-                        int(self._parts[n].base[r]),
-                        bool(self._parts[n].first[r] == i),
-                        float(weights[n][r]),
-                    )
-                    for n, r in terms
-                ),
-            )
-            if key not in made:
-                made[key] = self._sum(i, j, terms, weights)
-            if i == j:
-                nodes[i] = made[key]
-            else:
-                pairs[i, j] = made[key]
+        made: dict[tuple[int, int, bool, bytes, bytes], FloatArray] = {}
+        for alike in self._alike:
+            i, j = alike.pairs[0]
+            weighed = every[alike.rows]
+            found: dict[bytes, FloatArray | None] = {}
+            for line, (low, high) in zip(weighed, alike.pairs, strict=True):
+                seen = line.tobytes()
+                if seen not in found:
+                    used = np.flatnonzero(line)
+                    terms, factors = alike.terms[used], line[used]
+                    ends = (self.sizes[i], self.sizes[j], i == j)
+                    key = (*ends, terms.tobytes(), factors.tobytes())
+                    if len(used) and key not in made:
+                        made[key] = self._sum(*ends, terms, factors)
+                    found[seen] = made.get(key)
+                total = found[seen]
+                if total is None:
+                    continue
+                if low == high:
+                    nodes[low] = total
+                else:
+                    pairs[low, high] = total
         return nodes, pairs
 
     def _sum(
-        self,
-        i: int,
-        j: int,
-        terms: Sequence[tuple[int, int]],
-        weights: Sequence[FloatArray],
+        self, ours: int, theirs: int, one: bool, terms: IntArray, factors: FloatArray
     ) -> FloatArray:
-        ours, theirs = np.arange(self.sizes[i]), np.arange(self.sizes[j])
-        total = np.zeros(self.sizes[i]) if i == j else np.zeros((self.sizes[i], self.sizes[j]))
-        for n, r in terms:
-            part = self._parts[n]
-            base, stride, second = part.base[r], part.stride[r], part.second_stride[r]
-            if i == j:
-                where = base + ours * (stride + second)
-            elif part.first[r] == i:
-                where = base + ours[:, None] * stride + theirs[None, :] * second
-            else:
-                where = base + ours[:, None] * second + theirs[None, :] * stride
-            total += weights[n][r] * part.at(where)
-        return total
+        total = np.zeros((ours, 1 if one else theirs))
+        for (pool, resource, base, lower_first, stride, second), factor in zip(
+            terms.tolist(), factors.tolist(), strict=True
+        ):
+            part = self._pools[pool]
+            steps = (stride, second) if lower_first else (second, stride)
+            steps = (stride + second, 0) if one else steps
+            bit = -1 if part.mask is None or resource == PLAIN else resource
+            mask = part.pool if part.mask is None else part.mask
+            _add(total, part.pool, mask, bit, base, steps[0], steps[1], factor)
+        return total[:, 0] if one else total
+
+
+def _alike(
+    sizes: Sequence[int], low: IntArray, high: IntArray, terms: IntArray
+) -> tuple[_Alike, ...]:
+    """The pairs with something to look up, those with equal terms together."""
+    order = np.lexsort((high, low))
+    low, high, terms = low[order], high[order], np.ascontiguousarray(terms[order])
+    changes = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1
+    begins, ends = [0, *changes.tolist()], [*changes.tolist(), len(low)]
+    pairs: dict[tuple[int, int, bool, bytes], list[tuple[tuple[int, int], IntArray]]] = {}
+    kept: dict[tuple[int, int, bool, bytes], IntArray] = {}
+    for begin, end in zip(begins, ends, strict=True):
+        i, j = int(low[begin]), int(high[begin])
+        mine = terms[begin:end]
+        key = (sizes[i], sizes[j], i == j, mine.tobytes())
+        kept.setdefault(key, mine)
+        pairs.setdefault(key, []).append(((i, j), order[begin:end]))
+    return tuple(
+        _Alike([pair for pair, _ in found], np.stack([rows for _, rows in found]), kept[key])
+        for key, found in pairs.items()
+    )
+
+
+@numba.njit(cache=True)
+def _add(
+    total: FloatArray,
+    pool: IntArray,
+    mask: IntArray,
+    bit: int,
+    base: int,
+    stride: int,
+    second: int,
+    factor: float,
+) -> None:
+    """Add `factor` times a table of look-ups to `total`; those without the bit (≥ 0) are 0."""
+    for i in range(total.shape[0]):
+        where = base + i * stride
+        for j in range(total.shape[1]):
+            if bit < 0 or (mask[where] >> bit) & 1:
+                total[i, j] += factor * pool[where]
+            where += second

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Method, Situation
+from stratagem.search.baselines import Method, Situation, pipeline_plans, recomputed
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
@@ -23,9 +23,12 @@ from stratagem.search.problem import Problem, make_problem
 from stratagem.search.rewriting import rewritings
 from stratagem.search.space import Options, Skeleton, stage_meshes
 from stratagem.search.strategies import data_parallel, known_strategies
+from stratagem.simulator.chimera import CHIMERA
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan_model import crossing_ties
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.stashing import check_stashing
 
 FLEXFLOW_EVALUATIONS = 20_000
 """Proposals of each of FlexFlow's two chains."""
@@ -102,6 +105,27 @@ def _pipedream(situation: Situation) -> Iterator[Plan]:
         yield candidate.plan(situation, name="PipeDream")
 
 
+def _pipedream_stashing(situation: Situation) -> Iterator[Plan]:
+    """The same pipelines under PipeDream's own schedule, as far as it can run them.
+
+    They make an update a microbatch, so they are shown beside the others, and no search takes one
+    for its result.
+    """
+    for plan in _pipedream(situation):
+        own = replace(plan, name="PipeDream asynchronous", schedule="pipedream")
+        if len(own.stages) > 1 and _can_stash(own, situation.graph):
+            yield own
+
+
+def _can_stash(plan: Plan, graph: OperatorGraph) -> bool:
+    """Whether a plan can update amid its step."""
+    try:
+        check_stashing(plan, graph, crossing_ties(plan.stage_of, graph))
+    except ValueError:
+        return False
+    return True
+
+
 def _dapple(situation: Situation) -> Iterator[Plan]:
     """DAPPLE (Fan et al. 2021): the same stages under synchronous early-backward schedules, with
     recomputing where memory needs it."""
@@ -109,6 +133,15 @@ def _dapple(situation: Situation) -> Iterator[Plan]:
     found = candidates(situation, schedules=("1f1b", "gpipe"), limit=6, limits=limits)
     for candidate in found.plans:
         yield candidate.plan(situation, name="DAPPLE")
+
+
+def _chimera(situation: Situation) -> Iterator[Plan]:
+    """Chimera (Li and Hoefler 2021): two opposite pipelines of stages as equal as they can be,
+    replicated as they are; all is recomputed where nothing fits without."""
+    plans = pipeline_plans(situation, CHIMERA, "Chimera")
+    yield from plans
+    if not any(situation.simulate(plan).fits for plan in plans):
+        yield from (recomputed(situation, plan) for plan in plans)
 
 
 def _exhaustive(situation: Situation) -> Iterator[Plan]:
@@ -194,7 +227,9 @@ METHODS: dict[str, Method] = {
     "OptCNN": _optcnn,
     "FlexFlow": _flexflow,
     "PipeDream": _pipedream,
+    "PipeDream asynchronous": _pipedream_stashing,
     "DAPPLE": _dapple,
+    "Chimera": _chimera,
     "Alpa": _alpa,
     "Unity": _unity,
     "exhaustive": _exhaustive,

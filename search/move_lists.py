@@ -10,6 +10,7 @@ from stratagem.search._moves import Moves
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import OperatorRow
 
 
 def make_moves(tables: Sequence[CostTable], choices: Sequence[Sequence[Choice]]) -> Moves:
@@ -133,14 +134,23 @@ def _answers(table: CostTable) -> list[list[int]]:
     Best is the least of conversion both ways plus the answering operator's own passes.
     """
     found: list[list[int]] = []
-    for k, edge in enumerate(table.edges):
-        row = table.edge_rows[table.edge_row_of[k]]
-        both = row.both_ns
-        for asks, answers, cost in (
-            (edge.producer, edge.consumer, both),
-            (edge.consumer, edge.producer, both.T),
-        ):
-            own = table.row(answers)
-            total = cost + (own.passes_ns + own.recompute.ns)[None, :]
-            found.append([asks, answers, *(int(c) for c in np.argmin(total, axis=1))])
+    known: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
+    for edge, number in zip(table.edges, table.edge_row_of, strict=True):
+        ends = edge.producer, edge.consumer
+        key = number, table.row_of[edge.producer], table.row_of[edge.consumer]
+        if key not in known:
+            both = table.edge_rows[number].both_ns
+            ours, theirs = (_own_ns(table.row(end)) for end in ends)
+            known[key] = (
+                np.argmin(both + theirs[None, :], axis=1).tolist(),
+                np.argmin(both.T + ours[None, :], axis=1).tolist(),
+            )
+        ahead, back = known[key]
+        found += [[*ends, *ahead], [*ends[::-1], *back]]
     return found
+
+
+def _own_ns(row: OperatorRow) -> IntArray:
+    """An operator's own passes, repeated ones too."""
+    own: IntArray = row.passes_ns + row.recompute.ns
+    return own

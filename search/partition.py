@@ -28,17 +28,70 @@ def balanced_stages(
     Raises:
         ValueError: when there are fewer operators than stages, or `num_stages` is below 1.
     """
-    layers = [i for i, operator in enumerate(graph.operators) if operator.kind != "source"]
-    if not 1 <= num_stages <= len(layers):
-        raise ValueError(
-            f"{graph.name!r} has {len(layers)} operators; it cannot be {num_stages} stages"
-        )
-    seconds = _operator_seconds(graph, layers, cluster, costs or default_costs())
-    sends = _cut_seconds(graph, layers, cluster)
-    cuts = _best_cuts(seconds, sends, num_stages)
-    bounds = [0, *cuts, len(layers)]
-    stage_of = {layers[k]: s for s in range(num_stages) for k in range(bounds[s], bounds[s + 1])}
-    return by_stage(graph, stage_of, num_stages)
+    return StageCutter(graph, cluster, costs).stages(num_stages)
+
+
+class StageCutter:
+    """Cuts a graph into any number of stages, see `balanced_stages`; what numbers share is kept.
+
+    Example:
+        >>> from stratagem.simulator.models import mlp
+        >>> graph, cluster = mlp([64] * 4, batch=8), Cluster.preset("dgx-a100")
+        >>> cutter = StageCutter(graph, cluster)
+        >>> all(cutter.stages(n) == balanced_stages(graph, cluster, n) for n in (3, 1, 2))
+        True
+    """
+
+    def __init__(
+        self, graph: OperatorGraph, cluster: Cluster, costs: CostModel | None = None
+    ) -> None:
+        self._graph = graph
+        operators = enumerate(graph.operators)
+        self._layers = [i for i, operator in operators if operator.kind != "source"]
+        count = len(self._layers)
+        seconds = _operator_seconds(graph, self._layers, cluster, costs or default_costs())
+        sends = _cut_seconds(graph, self._layers, cluster)
+        self._until = np.concatenate([[0.0], np.cumsum(seconds)])
+        self._tails = np.array([0.0, *sends[: count - 1], 0.0])
+        self._best = self._until + np.where(np.arange(count + 1) > 0, self._tails, 0.0)
+        self._origins: list[IntArray] = []
+
+    def stages(self, num_stages: int) -> tuple[tuple[str, ...], ...]:
+        """The operators of each of so many stages.
+
+        Raises:
+            ValueError: as `balanced_stages`.
+        """
+        layers = self._layers
+        if not 1 <= num_stages <= len(layers):
+            raise ValueError(
+                f"{self._graph.name!r} has {len(layers)} operators; it cannot be {num_stages} "
+                "stages"
+            )
+        return cut_stages(self._graph, layers, self._cuts(num_stages))
+
+    def _cuts(self, num_stages: int) -> list[int]:
+        """Cut positions that minimise the slowest stage (its time plus what it sends on)."""
+        while len(self._origins) < num_stages - 1:
+            self._add_stage()
+        cuts: list[int] = []
+        end = len(self._layers)
+        for origin in reversed(self._origins[: num_stages - 1]):
+            end = int(origin[end])
+            cuts.append(end)
+        return cuts[::-1]
+
+    def _add_stage(self) -> None:
+        """From the best slowest stage of the operators before each cut to that with one more."""
+        count, stage = len(self._layers), len(self._origins) + 1
+        until, tails, best = self._until, self._tails, self._best
+        after, origin = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        for end in range(stage + 1, count + 1):
+            slowest = np.maximum(best[stage:end], until[end] - until[stage:end] + tails[end])
+            cut = int(np.argmin(slowest))
+            after[end], origin[end] = slowest[cut], stage + cut
+        self._best = after
+        self._origins.append(origin)
 
 
 def layer_stages(
@@ -137,18 +190,29 @@ def _by_threshold(weights: Sequence[int], num_stages: int) -> list[int]:
     return stages
 
 
+def cut_stages(
+    graph: OperatorGraph, layers: Sequence[int], cuts: Sequence[int]
+) -> tuple[tuple[str, ...], ...]:
+    """Names by stage, where the operators `layers`, in order, are cut at some places of theirs."""
+    bounds = [0, *cuts, len(layers)]
+    stage_of = {
+        layers[k]: s for s in range(len(cuts) + 1) for k in range(bounds[s], bounds[s + 1])
+    }
+    return by_stage(graph, stage_of, len(cuts) + 1)
+
+
 def by_stage(
     graph: OperatorGraph, stage_of: dict[int, int], num_stages: int
 ) -> tuple[tuple[str, ...], ...]:
     """Names by stage; what has none yet (sources) goes to the stage of its first reader."""
     for i in reversed(range(len(graph.operators))):
         if i not in stage_of:
-            readers = [e.consumer for e in graph.edges if e.producer == i]
+            readers = (edge.consumer for edge in graph.readers[i])
             stage_of[i] = min((stage_of[r] for r in readers), default=0)
-    return tuple(
-        tuple(op.name for i, op in enumerate(graph.operators) if stage_of[i] == s)
-        for s in range(num_stages)
-    )
+    names: list[list[str]] = [[] for _ in range(num_stages)]
+    for i, operator in enumerate(graph.operators):
+        names[stage_of[i]].append(operator.name)
+    return tuple(map(tuple, names))
 
 
 def _operator_seconds(
@@ -183,26 +247,3 @@ def _cut_seconds(graph: OperatorGraph, layers: Sequence[int], cluster: Cluster) 
         for k in range(position[i], end):
             crossing[k] += 2 * nbytes * per_byte
     return crossing
-
-
-def _best_cuts(seconds: Sequence[float], sends: Sequence[float], num_stages: int) -> list[int]:
-    """Cut positions that minimise the slowest stage (its time plus what it sends on)."""
-    count = len(seconds)
-    until = np.concatenate([[0.0], np.cumsum(seconds)])
-    tails = np.array([0.0, *sends[: count - 1], 0.0])
-    best = until + np.where(np.arange(count + 1) > 0, tails, 0.0)
-    origins: list[IntArray] = []
-    for stage in range(1, num_stages):
-        after, origin = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
-        for end in range(stage + 1, count + 1):
-            slowest = np.maximum(best[stage:end], until[end] - until[stage:end] + tails[end])
-            cut = int(np.argmin(slowest))
-            after[end], origin[end] = slowest[cut], stage + cut
-        best = after
-        origins.append(origin)
-    cuts: list[int] = []
-    end = count
-    for origin in reversed(origins):
-        end = int(origin[end])
-        cuts.append(end)
-    return cuts[::-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from stratagem.search._anneal import Arrays
 from stratagem.search._moves import Moves
-from stratagem.search.chain_arrays import shared_arrays
+from stratagem.search.chain_arrays import pool_starts, shared_arrays
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.move_lists import make_moves
 from stratagem.search.space import Options, Skeleton, distinct_stages, operator_choices
@@ -23,7 +23,13 @@ from stratagem.simulator.block import (
     StageBlocks,
     slowdown_of,
 )
-from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
+from stratagem.simulator.boundary import (
+    BoundaryRow,
+    blocks_compute,
+    networked,
+    price_boundary,
+    price_tie,
+)
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
@@ -166,8 +172,17 @@ def make_problem(
         num_ranks=skeleton.num_ranks,
     )
     check_priced(schedule)
+    if schedule.update_every is not None:
+        raise ValueError(
+            f"schedule {schedule.name!r} updates weights amid a step, which a search does not "
+            "choose for: simulate the plan as it is, or search with 1f1b"
+        )
+    crossed, meshes = crossing_edges(stage_of, small), skeleton.meshes
+    pairs = stage_pairs(crossed, stage_of, small)
+    stalled = networked(pairs, meshes, cluster)
     builders = [
-        TableBuilder(small, mesh, cluster, training, costs, memory) for mesh in skeleton.meshes
+        TableBuilder(small, mesh, cluster, training, costs, memory, stalls=s in stalled)
+        for s, mesh in enumerate(meshes)
     ]
     zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
     choices = _all_choices(small, skeleton, stage_of, zero_stages, options, include or {})
@@ -184,11 +199,7 @@ def make_problem(
         slowdown=slowdown_of(cluster),
     )
     blocks = [shapes.blocks(table) for table in tables]
-    edges = [
-        (edge, _price(edge, small, stage_of, builders, choices, cluster))
-        for edge in crossing_edges(stage_of, small)
-    ]
-    pairs = stage_pairs([edge for edge, _ in edges], stage_of, small)
+    edges = [(edge, _price(edge, small, stage_of, builders, choices, cluster)) for edge in crossed]
     ties = crossing_ties(stage_of, small)
     crossing = [
         _Crossing(
@@ -208,7 +219,6 @@ def make_problem(
         crossing.append(_Crossing(TIE, item, i, j, price, (parameter, j), ()))
     crossing.sort(key=lambda c: (c.kind == TIE, repr(c.group)))
     flat_blocks, crossings, arrivals = _flat_blocks(blocks, crossing)
-    meshes = skeleton.meshes
     macro = macro_graph(
         schedule,
         pairs,
@@ -303,6 +313,9 @@ def _allowed(
 ) -> tuple[tuple[Choice, ...], ...]:
     """The choices that constraints leave; equal lists stay one object, which prices them once."""
     lists: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+    if constraints.allows_all:
+        distinct = {id(listed): lists.setdefault(listed, listed) for listed in _distinct(choices)}
+        return tuple(distinct[id(listed)] for listed in choices)
     found: list[tuple[Choice, ...]] = []
     for operator, listed in zip(graph.operators, choices, strict=True):
         mesh = skeleton.meshes[stage_of[operator.name]]
@@ -315,6 +328,11 @@ def _allowed(
         kept = listed if len(kept) == len(listed) else kept
         found.append(lists.setdefault(kept, kept))
     return tuple(found)
+
+
+def _distinct(choices: Sequence[tuple[Choice, ...]]) -> Iterable[tuple[Choice, ...]]:
+    """Each list once, the first first."""
+    return {id(listed): listed for listed in choices}.values()
 
 
 def _stages(stage_of: Mapping[str, int], graph: OperatorGraph, i: int, j: int) -> tuple[int, int]:
@@ -341,16 +359,15 @@ def _flat_blocks(
     crossing: Sequence[_Crossing],
 ) -> tuple[tuple[IntArray, ...], IntArray, IntArray]:
     """All blocks in one set of arrays, all pools in one pool; and what crosses between stages."""
-    pool_ns, pool_mask, shift = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 1
     shifted: list[tuple[IntArray, IntArray]] = []
     flat = [block for stage in blocks for block in stage.all]
-    for stage in blocks:
+    for stage, start in zip(blocks, pool_starts(blocks), strict=True):
         for block in stage.all:
-            moved = (np.where(b > 0, b + shift, 0) for b in (block.base, block.inner_base))
+            moved = (np.where(b > 0, b + start, 0) for b in (block.base, block.inner_base))
             shifted.append((next(moved), next(moved)))
-        pool_ns.append(stage.pool_ns)
-        pool_mask.append(stage.pool_mask)
-        shift += stage.pool_ns.size
+    pools = {id(stage.pool_ns): stage for stage in blocks}.values()
+    pool_ns, pool_mask = [s.pool_ns for s in pools], [s.pool_mask for s in pools]
+    shift = sum(pool.size for pool in pool_ns)
     crossings: list[tuple[int, ...]] = []
     begins: dict[tuple[object, ...], int] = {}
     numbers: dict[Placements, int] = {}
@@ -371,8 +388,8 @@ def _flat_blocks(
         return np.concatenate([pick(k) for k in range(len(flat))])
 
     arrays = (
-        np.concatenate(pool_ns),
-        np.concatenate(pool_mask),
+        _joined(pool_ns),
+        _joined(pool_mask),
         tasks.astype(np.int64),
         starts.astype(np.int64),
         joined(lambda k: flat[k].successor_offsets),
@@ -392,6 +409,11 @@ def _flat_blocks(
     )
     flat_crossings = np.array(crossings, dtype=np.int64).reshape(-1, 8)
     return arrays, flat_crossings, np.array(arrivals, dtype=np.int64)
+
+
+def _joined(parts: Sequence[IntArray]) -> IntArray:
+    """One array of all; a single one as it is, because pools are large."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _plays(blocks: Sequence[StageBlocks], kinds: IntArray) -> IntArray:

@@ -52,7 +52,8 @@ class Budget:
     def __post_init__(self) -> None:
         if self.evaluations < 0 or (self.seconds is not None and self.seconds <= 0):
             raise ValueError(
-                f"budget of {self.evaluations} evaluations and {self.seconds} seconds; "
+                f"budget of {self.evaluations} evaluations and "
+                f"{'any number of' if self.seconds is None else self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
             )
 
@@ -148,7 +149,8 @@ class SearchResult:
         space: every skeleton of the space and what became of it.
         front: plans of which none is better in time, memory and devices at once.
         trace: how the best score fell.
-        notes: what else was left out of the space, and why: counts by reason.
+        notes: what else was left out of the space, and why: counts by reason; and the single
+            changes by which pipelines were refined.
         stop_reason: why the search ended.
         evaluations: plans that chains decided on.
         seconds: wall time of the search.

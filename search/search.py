@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from stratagem.search.baselines import Method, Situation, baseline_plans, rank
 from stratagem.search.checkpoint import Checkpoint, digest
+from stratagem.search.collecting import seldom_collected
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Course, Report
 from stratagem.search.methods import METHODS
@@ -35,6 +38,7 @@ QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 """Methods of the literature that every search is compared with unless told."""
 
 
+@seldom_collected()
 def search(
     graph: OperatorGraph,
     cluster: Cluster,
@@ -59,13 +63,14 @@ def search(
     """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
 
     Baselines are simulated first. Every skeleton of the space (stages × meshes × microbatches) is
-    bounded by what it computes; those that no bound excludes are ranked by known strategies. On
-    the best `num_skeletons` the lower bound is sharpened (`bound`), an integer program chooses for
-    all operators (`intra`), Metropolis–Hastings chains go on from the best plans under the event
-    simulator (FlexFlow, Jia et al. 2019), and windows of operators are solved anew along the
-    critical path (`windows`). The bounds of further skeletons are then sharpened, weakest first,
-    which makes the certificate. The result is never worse than the best baseline that meets the
-    constraints. Equal arguments give equal plans, unless the budget's time runs out.
+    bounded by what it computes; those that no bound excludes are ranked by known strategies. Of
+    the best, and of those with the weakest bounds, the bound is sharpened (`bound`). On the
+    `num_skeletons` whose best plan known and bound are together least an integer program chooses
+    for all operators (`intra`), Metropolis–Hastings chains go on from the best plans under the
+    event simulator (FlexFlow, Jia et al. 2019), and windows of operators are solved anew along the
+    critical path (`windows`). The least bound of all skeletons makes the certificate. The result
+    is never worse than the best baseline that meets the constraints. Equal arguments give equal
+    plans, unless the budget's time runs out.
 
     Example:
         >>> from stratagem.simulator.models import mlp
@@ -79,15 +84,16 @@ def search(
         graph: the model at its whole batch.
         cluster: where it is to run; all its devices are used.
         costs: prices of operators; the device model of the cluster when left out.
-        training: precision and optimizer; float32 and Adam when left out.
+        training: precision and optimizer; float32 and Adam when left out, as models are captured.
+            (A `TrainingSetup` takes bfloat16, as the runs that it states do.)
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number.
         schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``.
         zero_stages: the ZeRO stages that a choice may have.
         num_skeletons: how many skeletons are searched.
-        num_bounded: how many more have their bounds sharpened, those that limit the certificate;
-            fewer of larger models when left out.
+        num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
+            first; fewer of larger models when left out.
         options: recomputing, pieces, fusion and buckets; see `Options`.
         constraints: what every plan must meet; see `Constraints`.
         baselines: names of `methods.METHODS` to compare with, beside the simple strategies; those
@@ -112,8 +118,11 @@ def search(
     """
     spend, base = budget or Budget(), Training() if training is None else training
     begin = time.monotonic()
+    wishes = constraints or Constraints()
+    wishes.check_axes(_axes(start))
     situation = Situation(graph, cluster, base, costs or default_costs())
-    graphs = [Rewritten(graph), *_rewritten(situation, num_rewritten)]
+    others, left_out = _rewritten(situation, wishes, num_rewritten)
+    graphs = [Rewritten(graph), *others]
     parts: list[SearchResult] = []
     for number, each in enumerate(graphs):
         try:
@@ -126,7 +135,7 @@ def search(
                 num_skeletons=num_skeletons,
                 num_bounded=num_bounded,
                 options=options or Options(),
-                wishes=constraints or Constraints(),
+                wishes=wishes,
                 baselines=QUICK_METHODS if baselines is None else baselines,
                 start=start if not each.steps else None,
                 checkpoint=checkpoint if not each.steps else None,
@@ -141,25 +150,44 @@ def search(
         parts.append(part)
         if part.stop_reason is StopReason.INTERRUPTED:
             break
-    return _joined(graph, graphs, parts) if num_rewritten else parts[0]
+    return _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
 
 
-def _rewritten(situation: Situation, count: int) -> list[Rewritten]:
-    """The best graphs that compute the same but are not the model's own."""
+def _axes(start: Plan | None) -> list[str]:
+    """The axes of the meshes of a plan."""
+    return [] if start is None else [a.name for stage in start.stages for a in stage.mesh.axes]
+
+
+def _rewritten(
+    situation: Situation, wishes: Constraints, count: int
+) -> tuple[list[Rewritten], dict[str, str]]:
+    """The best graphs that compute the same but are not the model's own.
+
+    Those on which the constraints cannot be held are left out, and counted by reason.
+    """
     if count == 0:
-        return []
+        return [], {}
+    bound, left_out = wishes.bind(situation.graph), Counter[str]()
 
     def score(graph: OperatorGraph) -> float:
+        why = bound.lost_in(graph)
+        if why:
+            left_out[f"rewritten graphs left out: {why}"] += 1
+            return inf
         here = replace(situation, graph=graph)
         found = baseline_plans(here, pipelines=False)
         return min(rank(simulation)[-1] for simulation in found.values())
 
     found = rewritings(situation.graph, score, limit=4 * count + 4)
-    return [r.rewritten for r in found if r.rewritten.steps][:count]
+    made = [r.rewritten for r in found if r.rewritten.steps and r.score < inf]
+    return made[:count], {why: str(number) for why, number in left_out.items()}
 
 
 def _joined(
-    graph: OperatorGraph, graphs: Sequence[Rewritten], parts: Sequence[SearchResult]
+    graph: OperatorGraph,
+    graphs: Sequence[Rewritten],
+    parts: Sequence[SearchResult],
+    left_out: Mapping[str, str],
 ) -> SearchResult:
     """The best of searches on graphs that compute the same, as many as there was time for."""
     best = min(range(len(parts)), key=lambda k: (rank(parts[k].simulation), k))
@@ -176,6 +204,7 @@ def _joined(
         bound=min(known) if len(known) == len(graphs) else None,
         space=tuple(record for part in parts for record in part.space),
         trace=tuple(point for part in parts for point in part.trace),
+        notes={**winner.notes, **left_out},
         stop_reason=next(r for r in StopReason if any(p.stop_reason is r for p in parts)),
         evaluations=sum(part.evaluations for part in parts),
         seconds=sum(part.seconds for part in parts),
@@ -275,7 +304,8 @@ def _no_plan(run: Course, wishes: Constraints) -> str:
     forbidden = sum(entry.fate is Fate.FORBIDDEN for entry in entries)
     reasons = sorted({entry.why for entry in entries if entry.why})
     return (
-        f"no plan meets the constraints {wishes}: of {len(entries)} skeletons {forbidden} have "
+        f"no plan meets the constraints {wishes.describe()}: of {len(entries)} skeletons "
+        f"{forbidden} have "
         f"degrees that they do not allow; {'; '.join(reasons[:3]) or 'none was searched'}. Loosen "
         "one of them"
     )

@@ -46,7 +46,9 @@ class TrainingSetup:
         pipeline: pipeline-parallel ways.
         virtual_stages: stages on each pipeline rank; above 1 the schedule is interleaved 1F1B.
         schedule: of the microbatches, by its name; it is ``interleaved`` with virtual stages.
-        training: precision and optimizer.
+        training: precision and optimizer; bfloat16 and Adam when left out, as nearly all such runs
+            train. (`search` takes float32 when it is left out, as captured models have it, so that
+            its plans compute what the model does.)
         zero: ZeRO stage of all parameters, over the data-parallel ranks (Rajbhandari et al. 2020).
         recompute: ``none``, ``selective`` or ``full`` (see `segments.recomputed_operators`).
         expert_parallel: whether experts are shared out over the data-parallel ranks (Lepikhin et

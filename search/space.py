@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stratagem.search.partition import balanced_stages
+from stratagem.search.partition import StageCutter
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -76,7 +76,7 @@ class Options:
         inputs_first: gradients of weights run beside the conversion of those of inputs (see
             `Plan`).
         regather: whether layers may keep a shard of their gathered inputs only and gather again
-            in backward (see `Choice`).
+            in backward (see `Choice`). It is not tried where every plan fits anyway.
 
     Raises:
         ValueError: on an unknown policy, none at all, chunks below 1 or a negative size.
@@ -299,6 +299,7 @@ def skeletons(
     total = cluster.num_devices
     axes = max_axes or (3 if total <= SMALL_CLUSTER else 2)
     num_layers = sum(op.kind != "source" for op in graph.operators)
+    cutter = StageCutter(graph, cluster)
     for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
         rounds = VIRTUAL_STAGES if schedule == "interleaved" and num_ranks > 1 else 1
         if total % num_ranks or num_ranks * rounds > num_layers:
@@ -308,12 +309,12 @@ def skeletons(
         counts = [
             parts
             for parts in _microbatch_counts(graph.batch, num_ranks, max_microbatches)
-            if (rounds == 1 or parts % num_ranks == 0)
+            if fills_rounds(schedule, num_ranks, parts)
             and (graph.batch // parts >= least or parts <= 2)
         ]
         if not counts:
             continue
-        stages = balanced_stages(graph, cluster, num_ranks * rounds)
+        stages = cutter.stages(num_ranks * rounds)
         groups = [range(r * share, (r + 1) * share) for r in range(num_ranks)]
         options = _alike_meshes(groups, cluster, axes)
         for meshes in zip(*options, strict=True):
@@ -336,6 +337,16 @@ def all_skeletons(
             same = name == "interleaved" and "1f1b" in schedules
             if skeleton.num_ranks > 1 or not same:
                 yield skeleton
+
+
+def fills_rounds(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether a schedule can run so many microbatches: interleaved, as many a round as ranks.
+
+    Example:
+        >>> fills_rounds("interleaved", 8, 12), fills_rounds("1f1b", 8, 12)
+        (False, True)
+    """
+    return schedule != "interleaved" or num_microbatches % num_ranks == 0
 
 
 def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:

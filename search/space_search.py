@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from stratagem.search.baselines import Situation, rank
+from stratagem.search.bound import Bound
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.result import Fate, SkeletonRecord
@@ -20,7 +21,8 @@ class Entry:
     """A skeleton of the space and what is known of it.
 
     `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
-    `simulation` the best one's. The choices of the first start are among those searched.
+    `simulation` the best one's. The choices of the first start are among those searched. `met` is
+    its sharpened bound with the best plan met, and what it says of policies that recompute more.
     """
 
     skeleton: Skeleton
@@ -29,6 +31,7 @@ class Entry:
     starts: list[Choices] = field(default_factory=list)
     simulation: Simulation | None = None
     why: str = ""
+    met: tuple[Bound, float] | None = None
 
     @property
     def fits(self) -> bool:
@@ -36,9 +39,22 @@ class Entry:
         return self.simulation is not None and self.simulation.fits
 
     @property
+    def best_time(self) -> float:
+        """Seconds of the best plan known, if it fits; infinite else."""
+        return self.simulation.step_time if self.simulation and self.fits else float("inf")
+
+    @property
     def rank(self) -> tuple[float, float]:
         """Sorts entries by their best plan (see `baselines.rank`); those without come last."""
         return rank(self.simulation) if self.simulation is not None else (float("inf"), 0.0)
+
+    @property
+    def promise(self) -> float:
+        """Bound and best plan known together, in seconds: where the least is, one may hope most.
+
+        A plan over the memory counts with its score, which grows with the excess.
+        """
+        return self.bound + min(self.best_time, self.met[0].score if self.met else float("inf"))
 
     def know(self, simulation: Simulation) -> None:
         """Take a plan of the skeleton; the best one is remembered."""
@@ -48,8 +64,7 @@ class Entry:
     @property
     def record(self) -> SkeletonRecord:
         """What the result says of it."""
-        best = self.simulation
-        known = best.step_time if best is not None and best.fits else None
+        known = self.best_time if self.fits else None
         return SkeletonRecord(self.skeleton, self.fate, self.bound, known, self.why)
 
 
@@ -88,22 +103,30 @@ class Space:
         known = {entry.skeleton for entry in self.entries}
         for number, skeleton in enumerate(skeletons):
             tick(number)
-            fine = self.constraints.allows_skeleton(
-                skeleton.num_ranks,
-                skeleton.num_microbatches,
-                skeleton.schedule,
-                skeleton.meshes,
-            )
+            fine = self.allows(skeleton)
             for policy in self.policies:
                 entry = Entry(replace(skeleton, recompute=policy), float("inf"))
                 if entry.skeleton in known:
                     continue
                 if fine:
-                    entry.bound = self._computing.seconds(entry.skeleton)
+                    entry.bound = self.computing_bound(entry.skeleton)
                 else:
                     entry.fate = Fate.FORBIDDEN
                 self.entries.append(entry)
         self.entries.sort(key=lambda entry: entry.bound)
+
+    def allows(self, skeleton: Skeleton) -> bool:
+        """Whether the constraints allow plans on a skeleton."""
+        return self.constraints.allows_skeleton(
+            skeleton.num_ranks,
+            skeleton.num_microbatches,
+            skeleton.schedule,
+            skeleton.meshes,
+        )
+
+    def computing_bound(self, skeleton: Skeleton) -> float:
+        """Seconds that no plan of a skeleton is under, by what it computes."""
+        return self._computing.seconds(skeleton)
 
     def take(self, skeleton: Skeleton, choices: Choices, simulation: Simulation) -> Entry:
         """The entry of a skeleton for which a plan is known; it comes first among its starts."""
@@ -113,7 +136,7 @@ class Space:
                 entry.know(simulation)
                 break
         else:
-            bound = self._computing.seconds(skeleton)
+            bound = self.computing_bound(skeleton)
             entry = Entry(skeleton, bound, Fate.RANKED, [choices], simulation)
             self.entries.append(entry)
         entry.fate = Fate.RANKED if entry.fate is Fate.OPEN else entry.fate

@@ -7,7 +7,7 @@ heads and the hidden layer of an MLP, wherever such a chain is found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
@@ -59,8 +59,8 @@ def tensor_parallel(
         elif sequence_parallel and operator.kind != "source":
             config[axis] = _activation_shard(operator, config, shape, axis)
         choice = _with_zero(graph, operator, tuple(config), zero)
-        again = regather and operator.name in sharded and bool(operator.weights)
-        choices[operator.name] = replace(choice, regather=again)
+        again = regather and operator.name in sharded and operator.weights
+        choices[operator.name] = replace(choice, regather=True) if again else choice
     return choices
 
 
@@ -87,8 +87,16 @@ def with_recompute(graph: OperatorGraph, choices: Choices, policy: str) -> Choic
     Raises:
         ValueError: if there is no such policy (see `recomputed_operators`).
     """
-    again = recomputed_operators(graph, policy)
-    return {name: replace(choice, recompute=name in again) for name, choice in choices.items()}
+    return recomputing(choices, recomputed_operators(graph, policy))
+
+
+def recomputing(choices: Choices, names: Container[str]) -> Choices:
+    """The same choices with the operators called `names`, and no others, recomputed."""
+    return {
+        name: replace(choice, recompute=again) if choice.recompute != again else choice
+        for name, choice in choices.items()
+        for again in [name in names]
+    }
 
 
 def known_strategies(
@@ -133,6 +141,13 @@ def tensor_dims(graph: OperatorGraph, ways: int) -> dict[str, str]:
     loss over a vocabulary), no member must be whole or counts samples, all can be cut `ways`
     times, and none of its operators is in an earlier chain.
     """
+    known: dict[int, dict[str, str]] = graph.derived.setdefault(tensor_dims, {})
+    if ways not in known:
+        known[ways] = _tensor_dims(graph, ways)
+    return known[ways]
+
+
+def _tensor_dims(graph: OperatorGraph, ways: int) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for chain in dim_chains(graph):
         members = [(graph.operators[i], name) for i, name in chain]

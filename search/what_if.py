@@ -63,8 +63,8 @@ class WhatIf:
         now: what the plan does with all that was accepted.
 
     Raises:
-        ValueError: when the plan is not for `graph`, pins operators to parts of a mesh, or has
-            orders of its own, which are not re-simulated.
+        ValueError: when the plan is not for `graph`, pins operators to parts of a mesh, has orders
+            of its own or two homes for each stage, which are not re-simulated.
     """
 
     def __init__(
@@ -221,10 +221,16 @@ def _check_supported(plan: Plan) -> None:
                     f"plan {plan.name!r} pins operator {name!r} to a part of its mesh: changes of "
                     "such plans are not re-simulated; simulate the changed plan"
                 )
-    if plan.schedule == CUSTOM:
+    if plan.schedule == CUSTOM or plan.is_mirrored:
+        has = "two homes for each stage" if plan.is_mirrored else "orders of its own"
         raise ValueError(
-            f"plan {plan.name!r} has orders of its own: changes of such plans are not "
-            "re-simulated; simulate the changed plan"
+            f"plan {plan.name!r} has {has}: changes of such plans are not re-simulated; simulate "
+            "the changed plan"
+        )
+    if plan.token_slices != 1:
+        raise ValueError(
+            f"plan {plan.name!r} slices tokens: changes of such plans are not re-simulated; "
+            "simulate the changed plan"
         )
 
 

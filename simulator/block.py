@@ -51,10 +51,12 @@ class Role(enum.Enum):
     __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
 
     LAUNCH = "launch"
+    LAUNCH_CONVERSION = "launch conversion"
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recompute"
     WEIGHT_GRADIENT = "weight gradient"
+    STASH = "stash"
     UPDATE = "update"
     CONVERT = "convert"
     CONVERT_BACK = "convert back"
@@ -62,6 +64,7 @@ class Role(enum.Enum):
     GATHER = "gather"
     BUCKET = "bucket is full"
     SYNC = "sync"
+    HOME_SYNC = "sync of both homes"
     PUBLISH = "publish"
     TIE_GRADIENT = "tie gradient"
     TIE_PUBLISH = "tie publish"
@@ -69,10 +72,12 @@ class Role(enum.Enum):
 
 KIND_OF_ROLE = {
     Role.LAUNCH: TaskKind.OTHER,
+    Role.LAUNCH_CONVERSION: TaskKind.OTHER,
     Role.FORWARD: TaskKind.FORWARD,
     Role.BACKWARD: TaskKind.BACKWARD,
     Role.RECOMPUTE: TaskKind.RECOMPUTE,
     Role.WEIGHT_GRADIENT: TaskKind.BACKWARD,
+    Role.STASH: TaskKind.UPDATE,
     Role.UPDATE: TaskKind.UPDATE,
     Role.CONVERT: TaskKind.COMMUNICATION,
     Role.CONVERT_BACK: TaskKind.COMMUNICATION,
@@ -80,6 +85,7 @@ KIND_OF_ROLE = {
     Role.GATHER: TaskKind.GRADIENT_SYNC,
     Role.BUCKET: TaskKind.GRADIENT_SYNC,
     Role.SYNC: TaskKind.GRADIENT_SYNC,
+    Role.HOME_SYNC: TaskKind.GRADIENT_SYNC,
     Role.PUBLISH: TaskKind.GRADIENT_SYNC,
     Role.TIE_GRADIENT: TaskKind.GRADIENT_SYNC,
     Role.TIE_PUBLISH: TaskKind.GRADIENT_SYNC,
@@ -87,7 +93,14 @@ KIND_OF_ROLE = {
 
 
 PAIRED = frozenset(
-    {Role.CONVERT, Role.CONVERT_BACK, Role.CONVERT_AGAIN, Role.TIE_GRADIENT, Role.TIE_PUBLISH}
+    {
+        Role.LAUNCH_CONVERSION,
+        Role.CONVERT,
+        Role.CONVERT_BACK,
+        Role.CONVERT_AGAIN,
+        Role.TIE_GRADIENT,
+        Role.TIE_PUBLISH,
+    }
 )
 """Roles of tasks whose subject is an edge or a tied parameter."""
 
@@ -116,7 +129,8 @@ class Block:
     """One direction of one stage: a fixed topology and where each task's duration is looked up.
 
     `base` is for the last microbatch of a step, `inner_base` for all before it, which neither
-    update parameters nor (below ZeRO-2) reduce gradients. Pool entry 0 is "nothing to do". `first`
+    update parameters nor (below ZeRO-2) reduce gradients; where weights are stashed, every one
+    does, and only those of `base` stash them before. Pool entry 0 is "nothing to do". `first`
     and `second` are operator indices of the graph, `operators` its names; `second_stride` is 0
     where `second` does not count. `labels` name the tasks, ``{0}`` and ``{1}`` being the two.
     `roles` say what each task is, and `subjects` of what: the index of an operator, or the number
@@ -186,7 +200,8 @@ class StageBlocks:
     @cached_property
     def all(self) -> tuple[Block, ...]:
         """The blocks that there are."""
-        blocks = (self.forward, self.backward, self.input_backward, self.weight_backward)
+        parts = (self.input_backward, self.weight_backward)
+        blocks = (self.forward, self.backward, *parts)
         return tuple(block for block in blocks if block is not None)
 
     @property

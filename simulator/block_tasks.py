@@ -6,21 +6,22 @@ Forward tasks of operator v reading u:
 
 Backward runs along the same edges the other way round, and ends in the parameters:
 
-    [gather v] ──▶ backward v ──▶ [u ← v] ──▶ backward u ──▶ [sync u] ──▶ [update u] ──▶ [publish
-    u]
+    [gather v] ──▶ backward v ──▶ [u ← v] ──▶ backward u ──▶ [sync u] ──▶ [stash u] ──▶ [update u]
+    ──▶ [publish u]
 
 Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
 recomputed is made again when backward comes to the first operator that may need it; inputs that
 are only converted again are so beside the operator before. An operator
 that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
-operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Syncs of a
+operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Where the
+host's time counts, passes and conversions wait for their launches, one after the other. Syncs of a
 bucket wait for its last gradient, and a path of collectives that two of them share pays its
 latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +31,7 @@ from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.parameters import gradient_buckets
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, Timed
+from stratagem.simulator.rows import BoolArray, EdgeLaunches, EdgeRow, OperatorRow, Timed
 
 
 def stage_blocks(
@@ -40,6 +41,7 @@ def stage_blocks(
     bucket_bytes: int = 0,
     slowdown: int = 0,
     inputs_first: bool = False,
+    stashes: bool = False,
 ) -> StageBlocks:
     """The blocks of the stage that `table` prices.
 
@@ -51,8 +53,10 @@ def stage_blocks(
         slowdown: per mille by which computing and communication slow each other down.
         inputs_first: whether an operator makes the gradients of its inputs before those of its
             weights, so that these run while the first are converted.
+        stashes: whether every backward ends in an update; the last block also copies the weights
+            before it, for microbatches that have seen them (PipeDream).
     """
-    writer = _Writer(table, bucket_bytes, inputs_first)
+    writer = _Writer(table, bucket_bytes, inputs_first, stashes)
     forward = writer.forward()
     backward = writer.backward(parameters=True)
     parts: tuple[Block | None, Block | None] = (None, None)
@@ -85,6 +89,18 @@ class _Host:
         self._last = [self.draft.operator_task(label, Role.LAUNCH, i, number, self._last)]
         return self._last
 
+    def converts(self, k: int, role: Role, pick: Callable[[EdgeLaunches], Timed]) -> list[int]:
+        """What a conversion of edge `k` waits for; nothing where its launch costs nothing."""
+        launches = self.writer.edge_row(k).launches
+        if launches is None:
+            return []
+        label = f"{_ARROWS[role]} launch"
+        task = self.writer.pair(
+            self.draft, k, label, Role.LAUNCH_CONVERSION, pick(launches), self._last
+        )
+        self._last = [task]
+        return self._last
+
 
 @dataclass(eq=False)
 class _Writer:
@@ -93,6 +109,7 @@ class _Writer:
     table: CostTable
     bucket_bytes: int
     inputs_first: bool
+    stashes: bool
     pool: Pool = field(default_factory=Pool)
     _parts: dict[tuple[int, int, str], Timed] = field(default_factory=dict)
 
@@ -112,10 +129,11 @@ class _Writer:
             first += host.launches(i, "forward", self._row(i).launch_forward)
             arrivals: list[list[int]] = [[] for _ in range(pieces)]
             for k in self.incoming.get(i, ()):
-                edge, row = self.table.edges[k], self._edge_row(k)
+                edge, row = self.table.edges[k], self.edge_row(k)
                 made = row.made_forward, row.read_forward
+                launch = host.converts(k, Role.CONVERT, lambda each: each.forward)
                 tasks = self._conversion(
-                    draft, k, Role.CONVERT, row.forward, made, done[edge.producer]
+                    draft, k, Role.CONVERT, row.forward, made, done[edge.producer], launch
                 )
                 _arrive(arrivals, first, tasks)
             done[i] = self._passes(
@@ -141,7 +159,7 @@ class _Writer:
             gate = [done[order[place - 1]][-1]] if place else []
             for j in self.triggers.at.get(place, ()):
                 launch = host.launches(j, "recompute", self._row(j).launch_recompute)
-                again[j] = self._again(draft, j, again, gate, gathers, launch)
+                again[j] = self._again(draft, j, again, gate, gathers, host, launch)
             first = [again[i]] if i in again else gathers.before(i)
             first += [
                 again[edge.producer]
@@ -149,7 +167,8 @@ class _Writer:
                 for edge in [self.table.edges[k]]
                 if edge.producer in again
             ]
-            first += self._regathered(draft, i, again, done[order[place - 2]] if place > 1 else [])
+            before = done[order[place - 2]] if place > 1 else []
+            first += self._regathered(draft, i, again, before, host)
             first += host.launches(i, "backward", self._row(i).launch_backward)
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
             for tasks in returned.get(i, ()):
@@ -161,9 +180,12 @@ class _Writer:
             if parameters and not together and self._row(i).weighs:
                 ends[i] = self._weight_gradient(draft, i, [ends[i]])
             for k in self.incoming.get(i, ()):
-                edge, row = self.table.edges[k], self._edge_row(k)
+                edge, row = self.table.edges[k], self.edge_row(k)
                 made = row.made_backward, row.read_backward
-                tasks = self._conversion(draft, k, Role.CONVERT_BACK, row.backward, made, done[i])
+                launch = host.converts(k, Role.CONVERT_BACK, lambda each: each.backward)
+                tasks = self._conversion(
+                    draft, k, Role.CONVERT_BACK, row.backward, made, done[i], launch
+                )
                 returned.setdefault(edge.producer, []).append(tasks)
         if parameters:
             self._parameters(draft, ends)
@@ -216,29 +238,43 @@ class _Writer:
         timed: Timed,
         pieces: tuple[IntArray, IntArray],
         made: Sequence[int],
+        launch: Sequence[int],
     ) -> tuple[list[int], list[int]]:
         """Tasks of a conversion: in the pieces of what makes the tensor, and of what reads it."""
         by_maker, by_reader = pieces
         last = len(made) - 1
-        if last == 0 and self._edge_row(k).is_whole:
-            return [self._pair(draft, k, role, 0, timed, made)], []
+        if last == 0 and self.edge_row(k).is_whole:
+            return [self._converted(draft, k, role, 0, timed, [*made, *launch])], []
         ours: list[int] = []
         for j, task in enumerate(made):
             active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
             part = self._part(timed, j - len(made), active)
-            ours.append(self._pair(draft, k, role, j, part, [task]))
+            ours.append(self._converted(draft, k, role, j, part, [task, *launch]))
         theirs: list[int] = []
         for j in range(int(by_reader.max())):
             part = self._part(timed, j, by_reader > j)
-            theirs.append(self._pair(draft, k, role, j, part, [ours[-1], made[-1]]))
+            theirs.append(self._converted(draft, k, role, j, part, [ours[-1], made[-1]]))
         return ours, theirs
 
-    def _pair(
+    def _converted(
         self, draft: Draft, k: int, role: Role, j: int, timed: Timed, before: Sequence[int]
     ) -> int:
+        label = _ARROWS[role] + (f", piece {j + 1}" if j else "")
+        return self.pair(draft, k, label, role, timed, before)
+
+    def pair(
+        self,
+        draft: Draft,
+        k: int,
+        label: str,
+        role: Role,
+        timed: Timed,
+        before: Sequence[int],
+    ) -> int:
+        """A task of edge `k`, which the choices of its two ends decide."""
         edge = self.table.edges[k]
         return draft.pair_task(
-            _ARROWS[role] + (f", piece {j + 1}" if j else ""),
+            label,
             role,
             k,
             (edge.producer, edge.consumer),
@@ -254,16 +290,17 @@ class _Writer:
         again: Mapping[int, int],
         gate: Sequence[int],
         gathers: _Prefetch,
+        host: _Host,
         launch: Sequence[int],
     ) -> int:
         """Recompute an operator, its inputs converted again, not before `gate`."""
         before = [*gathers.before(i), *gate, *launch]
         for k in self.incoming.get(i, ()):
-            edge, row = self.table.edges[k], self._edge_row(k)
+            edge, row = self.table.edges[k], self.edge_row(k)
             made = [again[edge.producer]] if edge.producer in again else []
-            before.append(
-                self._pair(draft, k, Role.CONVERT_AGAIN, 0, row.recompute, [*made, *gate])
-            )
+            launched = host.converts(k, Role.CONVERT_AGAIN, lambda each: each.recompute)
+            waits = [*made, *gate, *launched]
+            before.append(self._converted(draft, k, Role.CONVERT_AGAIN, 0, row.recompute, waits))
         return draft.operator_task(
             "{0} recompute",
             Role.RECOMPUTE,
@@ -273,16 +310,17 @@ class _Writer:
         )
 
     def _regathered(
-        self, draft: Draft, i: int, again: Mapping[int, int], gate: Sequence[int]
+        self, draft: Draft, i: int, again: Mapping[int, int], gate: Sequence[int], host: _Host
     ) -> list[int]:
         """Convert inputs again that were not kept as they were read, not before `gate`."""
         tasks: list[int] = []
         for k in self.incoming.get(i, ()):
-            edge, row = self.table.edges[k], self._edge_row(k)
+            edge, row = self.table.edges[k], self.edge_row(k)
             if row.may_regather:
                 made = [again[edge.producer]] if edge.producer in again else []
-                before = [*made, *gate[-1:]]
-                tasks.append(self._pair(draft, k, Role.CONVERT_AGAIN, 0, row.regather, before))
+                launched = host.converts(k, Role.CONVERT_AGAIN, lambda each: each.regather)
+                waits = [*made, *gate[-1:], *launched]
+                tasks.append(self._converted(draft, k, Role.CONVERT_AGAIN, 0, row.regather, waits))
         return tasks
 
     # -- parameters -----------------------------------------------------------------------------
@@ -312,12 +350,16 @@ class _Writer:
             self._tie(draft, k, Role.TIE_GRADIENT, tie_rows[k].gradient, [done[ties[k][1]]])
             for k in tied
         ]
-        sync = self._sync(draft, i, before, [*full, *added])
+        ready = [self._sync(draft, i, before, [*full, *added]), *arrived]
+        if self.stashes:
+            stash = self.pool.add(row.stash)
+            ready = [draft.operator_task("{0} stash", Role.STASH, i, stash, ready, 0)]
+        base = self.pool.add(row.update)
         update = draft.operator_task(
-            "{0} update", Role.UPDATE, i, self.pool.add(row.update), [sync, *arrived], 0
+            "{0} update", Role.UPDATE, i, base, ready, self._inner(base, 0)
         )
-        publish = self.pool.add(row.publish)
-        draft.operator_task("{0} publish", Role.PUBLISH, i, publish, [update], 0)
+        base = self.pool.add(row.publish)
+        draft.operator_task("{0} publish", Role.PUBLISH, i, base, [update], self._inner(base, 0))
         for k in tied:
             self._tie(draft, k, Role.TIE_PUBLISH, tie_rows[k].publish, [update])
 
@@ -329,7 +371,8 @@ class _Writer:
             sync, each = (_shortened(timed, saved) for timed in (row.sync, row.each_sync))
         else:
             sync, each = row.sync, row.each_sync
-        bases = self.pool.add(sync), self.pool.add(each)
+        base = self.pool.add(sync)
+        bases = base, self._inner(base, self.pool.add(each))
         if before is None or not self.bucket_bytes:
             return draft.operator_task("{0} sync", role, i, bases[0], after, bases[1])
         width = len(row.choices)
@@ -351,15 +394,19 @@ class _Writer:
             len(self._row(user).choices),
             self.pool.add(timed),
             before,
-            0,
+            0 if not self.stashes else None,
         )
+
+    def _inner(self, base: int, inner: int) -> int:
+        """Where a task is looked up in blocks before the last."""
+        return base if self.stashes else inner
 
     # -- look-ups -------------------------------------------------------------------------------
 
     def _row(self, i: int) -> OperatorRow:
         return self.table.row(i)
 
-    def _edge_row(self, k: int) -> EdgeRow:
+    def edge_row(self, k: int) -> EdgeRow:
         return self.table.edge_rows[self.table.edge_row_of[k]]
 
     def _num_pieces(self, i: int) -> int:

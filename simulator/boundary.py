@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +64,7 @@ def transfer_seconds(
     copies = target.num_devices / source.num_devices
     per_node = cluster.devices_per_node
     most = [max(mesh.per_node(per_node).values()) for mesh in (source, target)]
-    if len(source.per_node(per_node) | target.per_node(per_node)) == 1:
+    if _share_node(source, target, per_node):
         link, busiest = cluster.intra_node, max(1.0, copies)
     else:
         link = cluster.inter_node
@@ -149,14 +149,32 @@ def _landing_seconds(
 
 def transfer_mask(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> int:
     """The link class that a transfer between two meshes occupies."""
-    nodes = source.per_node(cluster.devices_per_node) | target.per_node(cluster.devices_per_node)
-    return INTRA_NODE if len(nodes) == 1 else INTER_NODE
+    inside = _share_node(source, target, cluster.devices_per_node)
+    return INTRA_NODE if inside else INTER_NODE
+
+
+def _share_node(source: DeviceMesh, target: DeviceMesh, per_node: int) -> bool:
+    """Whether all devices of two meshes are on one node."""
+    nodes = source.per_node(per_node)
+    return len(nodes) == 1 and nodes.keys() == target.per_node(per_node).keys()
 
 
 def blocks_compute(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> bool:
     """Whether a transfer between two meshes keeps the cores of their devices busy."""
     inside = transfer_mask(source, target, cluster) == INTRA_NODE
     return (cluster.intra_node if inside else cluster.inter_node).shares_compute
+
+
+def networked(
+    pairs: Iterable[tuple[int, int]], meshes: Sequence[DeviceMesh], cluster: Cluster
+) -> set[int]:
+    """The stages that exchange tensors with stages on other nodes; `pairs` are those that do."""
+    return {
+        stage
+        for a, b in pairs
+        if transfer_mask(meshes[a], meshes[b], cluster) == INTER_NODE
+        for stage in (a, b)
+    }
 
 
 def price_boundary(

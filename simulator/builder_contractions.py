@@ -177,8 +177,12 @@ class ContractionBuilder(GraphBuilderBase):
             label(made, [dim], text, 2)
         return made
 
-    def embedding(self, ids: Tensor, weight: Tensor, *, name: str = "") -> Tensor:
+    def embedding(
+        self, ids: Tensor, weight: Tensor, *, padding: int | None = None, name: str = ""
+    ) -> Tensor:
         """Rows of `weight` (vocabulary, hidden): (...) to (..., hidden).
+
+        Row `padding` gets no gradient, as with ``padding_idx`` of `torch.nn.Embedding`.
 
         Raises:
             ValueError: the weight is no parameter of two dims.
@@ -194,6 +198,8 @@ class ContractionBuilder(GraphBuilderBase):
         draft.weights.append(self._bind(draft, weight, [vocabulary, hidden]))
         label(ids, range(len(ids.dims)), "sequence", 1)
         label(weight, [0], "vocabulary", 2)
+        if padding is not None:
+            draft.attributes["padding"] = padding
         made = self._made(draft, [*leading, hidden], weight.dtype)
         label(made, [-1], "hidden", 2)
         return made

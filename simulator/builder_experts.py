@@ -112,14 +112,15 @@ class ExpertBuilder(ContractionBuilder):
         """A linear layer of its own for each expert: (..., expert, slot, in) to (..., expert,
         slot, out).
 
-        The weight is (expert, in, out), the bias (expert, out).
+        The weight is (expert, in, out), the bias (expert, out). The last two dims of the weight
+        may be seen through a transposition.
 
         Raises:
             ValueError: the weight is no parameter of three dims, or sizes differ.
         """
         x = self._written(x)
         draft = self._draft("expert_linear", name)
-        if not isinstance(weight.node, Stored) or len(weight.dims) != 3:
+        if not isinstance(weight.node, Stored) or len(weight.node.dims) != 3:
             raise ValueError(
                 f"{draft.where}: its weight has shape {weight.shape}; it must be a parameter "
                 "(expert, in, out)"
@@ -131,6 +132,8 @@ class ExpertBuilder(ContractionBuilder):
         out = self._loop(draft, "out", PARAMETER, weight.shape[2])
         draft.reads.append(self._bind(draft, x, [*leading, expert, slot, into]))
         draft.weights.append(self._bind(draft, weight, [expert, into, out]))
+        if not weight.is_plain:
+            draft.attributes["transposed"] = True
         if bias is not None:
             draft.weights.append(self._bind(draft, bias, [expert, out]))
         made = self._expert_tensor(draft, [*leading, expert, slot, out], x.dtype)

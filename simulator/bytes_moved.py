@@ -78,6 +78,8 @@ def forward_moved(operator: Operator, sizes: Sizes, training: Training) -> Moved
         # To float32 and back, where it is not already; logarithms of the softmax are written.
         widened = item + _FLOAT32 if item < _FLOAT32 else 0
         return Moved((widened + 2.0 * _FLOAT32) * logits, 2 if item == _FLOAT32 else 3)
+    if operator.kind == "prefix":
+        return Moved(2.0 * item * _output(operator, sizes), 1)
     if operator.kind == "embedding":
         return Moved(2.0 * item * _output(operator, sizes), 1)
     whole = sum(_elements(read.layout, sizes) for read in operator.inputs)
@@ -99,6 +101,9 @@ def backward_moved(operator: Operator, sizes: Sizes, training: Training) -> Move
         # The gradient of the loss is spread over zeros, then that of the softmax is taken.
         narrowed = item + _FLOAT32 if item < _FLOAT32 else 0
         return Moved((4.0 * _FLOAT32 + narrowed) * logits, 3 if item == _FLOAT32 else 4)
+    if operator.kind == "prefix":
+        # Parts of the gradient are added to what later slices have made of them.
+        return Moved(3.0 * item * _output(operator, sizes), 2)
     if operator.kind == "embedding":
         # The gradient of the whole table is zeroed, and its rows are added to.
         table = _elements(operator.weights[0].layout, sizes)

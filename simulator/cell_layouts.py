@@ -55,6 +55,7 @@ _PASSES = frozenset(
         Role.BACKWARD,
         Role.RECOMPUTE,
         Role.WEIGHT_GRADIENT,
+        Role.STASH,
         Role.UPDATE,
     }
 )
@@ -194,14 +195,14 @@ class Layouts:
         table, choices = self._table, self._choices
         if role in _TIES:
             return (subject, *(int(choices[i]) for i in table.ties[subject]))
-        if role in _CONVERSIONS:
+        if role in _CONVERSIONS or role is Role.LAUNCH_CONVERSION:
             edge = table.edges[subject]
             ends = int(choices[edge.producer]), int(choices[edge.consumer])
             return (table.edge_row_of[subject], *ends)
         return table.row_of[subject], int(choices[subject])
 
     def _layout(self, role: Role, subject: int, idle: bool) -> IntArray:
-        if role is Role.BUCKET:
+        if role in (Role.BUCKET, Role.LAUNCH_CONVERSION):
             return self.cells.own(self.cells.everywhere)
         if role in _CONVERSIONS:
             moved = [self._edge_conversion(role, subject)]

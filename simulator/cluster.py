@@ -109,6 +109,13 @@ class Calibration:
     0 no kernel is faster than its own launch on the device says. `reserved_gib` of a device's
     memory are taken by communicators and fragments, beside what the device says.
 
+    `stall_us` is what a host loses on average for each collective that it launches, while the
+    threads that serve the network keep its processor busy: all through a step where stages on
+    several nodes exchange tensors, hardly at all where the network is used at its end. The members
+    of a group lose time one now, another then, and all wait for whoever is late, so that what is
+    lost grows with the members (noise of the system: Petrini et al. 2003, SC'03; Hoefler et al.
+    2010, SC'10).
+
     Example:
         >>> Calibration(product_scale=1.05).scale(matmul=True)
         1.05
@@ -121,10 +128,11 @@ class Calibration:
     memory_scale: float = 1.0
     launch_us: float = 0.0
     reserved_gib: float = 0.0
+    stall_us: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("calibration", product_scale=self.product_scale, memory_scale=self.memory_scale)
-        for name in ("launch_us", "reserved_gib"):
+        for name in ("launch_us", "reserved_gib", "stall_us"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"calibration: {name} is {getattr(self, name)}; it must be 0 or more"

@@ -19,7 +19,6 @@ import numpy as np
 
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
-from stratagem.simulator.device import DeviceType
 from stratagem.simulator.footprint import conversion_bytes
 from stratagem.simulator.graph import (
     Edge,
@@ -35,6 +34,7 @@ from stratagem.simulator.operator_rows import OperatorPricer
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import (
     home_placements,
+    makes_input_gradients,
     trainable_weights,
     use_of,
 )
@@ -52,10 +52,20 @@ from stratagem.simulator.placement import (
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import (
     COMPUTE,
+    HOST,
     IntArray,
     shared_resharder,
 )
-from stratagem.simulator.rows import EdgeRow, OperatorRow, TieRow, Timed, timed, to_ns
+from stratagem.simulator.rows import (
+    EdgeLaunches,
+    EdgeRow,
+    OperatorRow,
+    TieRow,
+    Timed,
+    masked,
+    timed,
+    to_ns,
+)
 from stratagem.simulator.saved import saved_slots
 from stratagem.simulator.training import Training
 
@@ -92,11 +102,14 @@ class CostTable:
 class RowMemory:
     """Rows already priced, by what a mesh looks like: stages and strategies share them.
 
+    `passes` are costs of single passes by local sizes, which meshes of several shapes share.
+
     Use one for one cost model, cluster and training; others would be given the wrong prices.
     """
 
     operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
     edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
+    passes: dict[Any, tuple[float, float, str]] = field(default_factory=dict)
     _numbers: dict[Any, int] = field(default_factory=dict)
     _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
@@ -110,6 +123,9 @@ class RowMemory:
 
 class TableBuilder:
     """Prices the operators of a graph on one mesh; rows are remembered between tables.
+
+    With `stalls` the mesh exchanges tensors with other stages over the network all the time, which
+    costs the hosts time (see `Calibration.stall_us`).
 
     Example:
         >>> from stratagem.simulator.cluster import Cluster
@@ -130,13 +146,16 @@ class TableBuilder:
         training: Training,
         costs: CostModel,
         memory: RowMemory | None = None,
+        *,
+        stalls: bool = False,
     ) -> None:
         mesh.check(cluster)
         self.graph, self.mesh, self.training, self.costs = graph, mesh, training, costs
         self.links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
         self.resharder = shared_resharder(mesh.shape, self.links)
-        self.devices = _device_types(mesh, cluster)
+        self.devices = mesh.device_types(cluster)
         self.owner = graph.owners
+        self._memory = rows = memory or RowMemory()
         self._pricer = OperatorPricer(
             graph,
             mesh,
@@ -146,9 +165,11 @@ class TableBuilder:
             training,
             costs,
             cluster.calibration,
+            rows.number,
+            rows.passes,
         )
-        self._memory = rows = memory or RowMemory()
-        alike = price_key(mesh, cluster)
+        self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
+        alike = *price_key(mesh, cluster), self._stall
         self._rows = rows.operators.setdefault(alike, {})
         self._edge_rows = rows.edges.setdefault(alike, {})
 
@@ -162,7 +183,8 @@ class TableBuilder:
         for i in operators:
             key, row = self._operator_row(i, tuple(choices[i]), inside)
             row_of[i] = rows.setdefault(key, (len(rows), row))[0]
-        edges = tuple(e for e in self.graph.edges if self._is_priced(e, inside))
+        reads = self.graph.reads
+        edges = tuple(e for i in sorted(inside) for e in reads[i] if self._is_priced(e, inside))
         edge_rows: dict[Any, tuple[int, EdgeRow]] = {}
         edge_row_of: list[int] = []
         for edge in edges:
@@ -194,12 +216,8 @@ class TableBuilder:
         return self._pricer.pass_seconds(i, choice)
 
     def _is_priced(self, edge: Edge, inside: set[int]) -> bool:
-        """Edges from sources are slices of what every rank has: free."""
-        return (
-            edge.producer in inside
-            and edge.consumer in inside
-            and self.graph.operators[edge.producer].kind != "source"
-        )
+        """Whether an edge into the stage is: not one from a source, a slice of what all have."""
+        return edge.producer in inside and self.graph.operators[edge.producer].kind != "source"
 
     # -- operators ------------------------------------------------------------------------------
 
@@ -212,18 +230,11 @@ class TableBuilder:
         )
         number = self._memory.number
         needed = self.graph.needs_gradient[i]
-        flows = any(self.graph.edge_needs_gradient(edge) for edge in self._reads[i])
+        flows = makes_input_gradients(self.graph, i)
         key = (number(operator.signature), number(choices), uses, needed, flows)
         if key not in self._rows:
             self._rows[key] = self._pricer.row(i, choices, uses)
         return key, self._rows[key]
-
-    @cached_property
-    def _reads(self) -> list[list[Edge]]:
-        reads: list[list[Edge]] = [[] for _ in self.graph.operators]
-        for edge in self.graph.edges:
-            reads[edge.consumer].append(edge)
-        return reads
 
     def ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
         """(owner, user, owner's weight, user's weight) of all parameters tied in the stage."""
@@ -292,10 +303,14 @@ class TableBuilder:
         itemsize = self.training.bytes_of(made.dtype)
         sources = [output_placements(made, c.config) for c in ours]
         targets = [input_placements(read, c.config) for c in theirs]
-        forward = self._conversions(sizes, itemsize, sources, targets)
-        backward = Timed(np.zeros_like(forward.ns), np.zeros_like(forward.mask))
         grads = [input_gradient_placements(read, c.config) for c in theirs]
         needed = [output_gradient_placements(made, c.config) for c in ours]
+        one = len(ours) == len(theirs) == ours[0].chunks == theirs[0].chunks == 1
+        alike = sources == targets and (not flows or grads == needed)
+        if one and alike and not theirs[0].fused:
+            return UNCONVERTED
+        forward = self._conversions(sizes, itemsize, sources, targets)
+        backward = forward.where(np.zeros(forward.ns.shape, dtype=np.bool_))
         if flows:
             back = self._conversions(sizes, itemsize, grads, needed)
             backward = Timed(back.ns.T.copy(), back.mask.T.copy())
@@ -306,6 +321,16 @@ class TableBuilder:
         makes = self._pieces(producer, ours, made.layout)
         reads = self._pieces(consumer, theirs, read.layout)
         whole = forward
+        again = np.broadcast_to(recomputed[None, :], copies.shape)
+        gathers = np.broadcast_to(regathered[None, :], copies.shape)
+        launches = None
+        if self._stall:
+            there = self._stalls(sizes, itemsize, sources, targets)
+            back = Timed(np.zeros_like(there.ns), np.zeros_like(there.mask))
+            if flows:
+                stalls = self._stalls(sizes, itemsize, grads, needed)
+                back = Timed(stalls.ns.T.copy(), stalls.mask.T.copy())
+            launches = EdgeLaunches(there, back, there.where(again), there.where(gathers))
         if max(makes.max(), reads.max()) > 1:
             pieces = np.where(makes[:, None] > 1, makes[:, None], reads[None, :])
             forward = self._in_pieces(forward, pieces, sizes, itemsize, (sources, targets))
@@ -323,13 +348,14 @@ class TableBuilder:
         return EdgeRow(
             forward=forward,
             backward=backward,
-            made_forward=np.where(by_reader, 0, made_pieces),
-            read_forward=np.where(by_reader, read_pieces, 0),
-            made_backward=np.where(by_producer, 0, read_pieces),
-            read_backward=np.where(by_producer, made_pieces, 0),
-            recompute=whole.where(np.broadcast_to(recomputed[None, :], copies.shape)),
-            regather=whole.where(np.broadcast_to(regathered[None, :], copies.shape)),
+            made_forward=masked(made_pieces, ~by_reader),
+            read_forward=masked(read_pieces, by_reader),
+            made_backward=masked(read_pieces, ~by_producer),
+            read_backward=masked(made_pieces, by_producer),
+            recompute=whole.where(again),
+            regather=whole.where(gathers),
             copy_bytes=copies,
+            launches=launches,
         )
 
     def _pieces(self, operator: Operator, choices: Sequence[Choice], layout: Layout) -> IntArray:
@@ -373,6 +399,18 @@ class TableBuilder:
                 ns[:, b] = np.maximum(ns[:, b], own)
         return Timed(ns, mask)
 
+    def _stalls(
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+    ) -> Timed:
+        """What hosts lose while they launch the collectives of conversions."""
+        paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
+        lost = [(self._stall * self.resharder.members(path), HOST) for path in paths]
+        return timed(lost, (len(sources), len(targets)))
+
     def _conversions(
         self,
         sizes: tuple[int, ...],
@@ -390,12 +428,18 @@ class TableBuilder:
         return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))
 
 
+def _unconverted() -> EdgeRow:
+    """The row of one pair of choices under which a tensor stays as it is."""
+    nothing, whole = np.zeros((1, 1), dtype=np.int64), np.ones((1, 1), dtype=np.int64)
+    idle = Timed(nothing, nothing)
+    return EdgeRow(idle, idle, whole, nothing, whole, nothing, idle, idle, nothing)
+
+
+UNCONVERTED = _unconverted()
+"""Most edges of a plan are of this kind, so it is made once."""
+
+
 def price_key(mesh: DeviceMesh, cluster: Cluster) -> tuple[object, ...]:
     """What prices depend on of a mesh: its shape, its links and the types of its devices."""
     links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
-    return mesh.shape, links, tuple(device.name for device in _device_types(mesh, cluster))
-
-
-def _device_types(mesh: DeviceMesh, cluster: Cluster) -> tuple[DeviceType, ...]:
-    """The distinct device types of a mesh."""
-    return tuple({d.name: d for d in map(cluster.device_type, mesh.devices)}.values())
+    return mesh.shape, links, tuple(device.name for device in mesh.device_types(cluster))

@@ -22,6 +22,7 @@ from stratagem.simulator.timeline import (
     lane_name,
     statistics,
 )
+from stratagem.simulator.token_slices import num_slices
 
 WIDTH = 76
 """Letters in a line."""
@@ -33,6 +34,11 @@ _SCHEDULES = {
     "gpipe": "a GPipe",
     "1f1b": "a 1F1B",
     "interleaved": "an interleaved 1F1B",
+    "zb-h1": "a ZB-H1",
+    "chimera": "a Chimera",
+    "pipedream": "a PipeDream",
+    "pipedream-vertical": "a vertically synchronised PipeDream",
+    "terapipe": "a TeraPipe",
     "custom": "a custom",
 }
 _ZERO = {
@@ -114,9 +120,13 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
         how = f"in {_SCHEDULES[plan.schedule]} pipeline of {len(plan.stages)} stages"
         if plan.num_ranks < len(plan.stages):
             how += f" that take turns on {plan.num_ranks} sets of devices"
+        if plan.is_mirrored:
+            how += ", each on its own devices and on those of its mirror image"
     else:
         how = "without a pipeline"
     cut = f"as {parts} microbatches of {graph.batch // parts}" if parts > 1 else "in one piece"
+    slices = num_slices(plan.token_slices)
+    cut += f", the tokens of each in {slices} slices" if slices > 1 else ""
     return (
         f"{plan.model} trains on {devices} devices of {plan.cluster.name}, {how}; a step runs the "
         f"batch of {graph.batch} {cut}.{_substituted(plan)}"

@@ -36,6 +36,23 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_place(path: str | Path) -> None:
+    """Refuse, before a long wait, a file that could not be written after it.
+
+    Example:
+        >>> check_place("out/plan.json")
+
+    Raises:
+        ValueError: it is a folder, or the nearest folder above it is none or is read-only.
+    """
+    target = Path(path).absolute()
+    if target.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it to write")
+    folder = next(each for each in target.parents if each.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written: {folder} is no folder that can be written to")
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
     with atomic_path(path) as temporary:

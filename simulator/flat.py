@@ -31,7 +31,7 @@ import numpy as np
 from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.cells import cell_rivals
 from stratagem.simulator.engine import simulate
-from stratagem.simulator.pipeline import SEND, TIE
+from stratagem.simulator.pipeline import SEND, TIE, are_blocks
 from stratagem.simulator.plan_model import PlanModel, macro_durations
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
@@ -62,7 +62,8 @@ class _Flattening:
     def __init__(self, model: PlanModel) -> None:
         self.model, self.macro = model, model.macro
         self.table = macro_durations(model)
-        cells = [stage.cells.count for stage in model.stages]
+        self.num_slices = len(model.parts)
+        cells = [stage.cells.count for stage in model.stages[:: self.num_slices]]
         self.base = np.cumsum([0, *(NUM_RESOURCES * count for count in cells)]).tolist()
         self.num_ranks = self.macro.schedule.num_ranks
         self.durations: list[int] = []
@@ -76,9 +77,10 @@ class _Flattening:
     def result(self) -> FlatGraph:
         """All tasks, and what joins them."""
         graph = self.macro.graph
+        blocks = are_blocks(self.macro.kind)
         for task in range(graph.num_tasks):
             self.begin.append(len(self.durations))
-            if self.macro.kind[task] < SEND:
+            if blocks[task]:
                 self._add_block(task)
             else:
                 self._add_transfer(task)
@@ -104,8 +106,8 @@ class _Flattening:
         return len(self.durations) - 1
 
     def _add_block(self, task: int) -> None:
-        kind, stage = int(self.macro.kind[task]), int(self.macro.item[task])
-        graph = self.model.stages[stage].cell_blocks[kind].graph
+        kind, item = int(self.macro.kind[task]), int(self.macro.item[task])
+        graph, stage = self.model.stages[item].cell_blocks[kind].graph, item // self.num_slices
         begin = self._add(task, -1, 0, ())
         for each in range(graph.num_tasks):
             held = int(graph.resource_sets[each])
@@ -126,7 +128,7 @@ class _Flattening:
             if held >= self.num_ranks:
                 resources.append(self.base[-1] + held - self.num_ranks)
                 continue
-            for stage, rank in enumerate(self.model.plan.rank_of):
+            for stage, rank in enumerate(self.model.rank_of):
                 if rank == held:
                     resources += range(self.base[stage], self.base[stage + 1])
         self._add(task, -1, int(self.table[kind, item]), tuple(resources))
@@ -148,7 +150,7 @@ class _Flattening:
         return [
             pair
             for rank in range(self.num_ranks)
-            if self.model.plan.rank_of.count(rank) > 1
+            if self.model.rank_of.count(rank) > 1
             or any(SEND <= self.macro.kind[t] < TIE for t in holders.get(rank, ()))
             for pair in pairwise(holders.get(rank, ()))
         ]

@@ -102,7 +102,7 @@ def _state_bytes(
     training: Training,
 ) -> tuple[int, int, int, int, int]:
     """Parameters, gradients, optimizer state; parameters gathered, gradients before scattering."""
-    parameters = gradients = optimizer = gathered = scattered = 0
+    parameters = gradients = made = optimizer = gathered = scattered = 0
     for weight, use in zip(operator.weights, uses, strict=True):
         whole = factor_sizes(weight.layout, operator.sizes)
         used = local_elements(whole, weight_placements(weight, choice.config), shape)
@@ -113,16 +113,19 @@ def _state_bytes(
             case Use.TIED_ELSEWHERE:
                 parameters += used
                 gradients += used
+                made += used
             case Use.OWNED:
                 parameters += home if choice.zero == 3 else used
                 gradients += home if choice.zero >= 2 else used
+                made += used
                 gathered += used - home if choice.zero == 3 else 0
                 scattered += used if choice.zero >= 2 and used > home else 0
                 optimizer += home * training.optimizer_bytes
             case Use.TIED_HERE:
                 pass
     each, grad = training.parameter_bytes, training.gradient_bytes
-    return parameters * each, gradients * grad, optimizer, gathered * each, scattered * grad
+    held = gradients * grad + (made * each if training.holds_buckets else 0)
+    return parameters * each, held, optimizer, gathered * each, scattered * grad
 
 
 def conversion_bytes(
@@ -136,5 +139,9 @@ def conversion_bytes(
     copies = np.array(
         [local_elements(sizes, t, shape) * itemsize for t in targets], dtype=np.int64
     )
-    differs = np.array([[s != t for t in targets] for s in sources])
-    return np.where(differs, copies[None, :], 0)
+    number: dict[Placements, int] = {}
+    ours, theirs = (
+        np.array([number.setdefault(placements, len(number)) for placements in ends])
+        for ends in (sources, targets)
+    )
+    return np.where(ours[:, None] != theirs[None, :], copies[None, :], 0)

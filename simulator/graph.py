@@ -209,6 +209,14 @@ class OperatorGraph:
         return tuple(map(tuple, found))
 
     @cached_property
+    def reads(self) -> tuple[tuple[Edge, ...], ...]:
+        """Per operator the edges that it reads, by slot."""
+        found: list[list[Edge]] = [[] for _ in self.operators]
+        for edge in self.edges:
+            found[edge.consumer].append(edge)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the operators, in order."""
         return tuple(operator.name for operator in self.operators)
@@ -333,6 +341,11 @@ class OperatorGraph:
     def _microbatches(self) -> dict[int, OperatorGraph]:
         return {}
 
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others have worked out of this graph, by keys of their own: kept as long as it."""
+        return {}
+
     def _repr_html_(self) -> str:
         from stratagem.simulator.show.graph_picture import graph_picture
 
@@ -366,7 +379,11 @@ def repeated_blocks(graph: OperatorGraph) -> tuple[RepeatedBlock, ...]:
     distant producers. Greedy from the left: at each operator the period that covers most
     operators, the shortest among equals.
     """
-    keys = [_relative_signature(graph, i) for i in range(len(graph.operators))]
+    numbers: dict[tuple[Any, ...], int] = {}
+    keys = [
+        numbers.setdefault(_relative_signature(graph, i), len(numbers))
+        for i in range(len(graph.operators))
+    ]
     found: list[RepeatedBlock] = []
     start = 0
     while start < len(keys):
@@ -410,7 +427,7 @@ def _best_cut(graph: OperatorGraph, block: RepeatedBlock) -> int:
     return min(range(block.length), key=lambda cut: (crossing[cut], cut))
 
 
-def _longest_repeat(keys: list[tuple[Any, ...]], start: int) -> RepeatedBlock | None:
+def _longest_repeat(keys: list[int], start: int) -> RepeatedBlock | None:
     best: RepeatedBlock | None = None
     for length in range(2, (len(keys) - start) // 2 + 1):
         if keys[start] != keys[start + length]:

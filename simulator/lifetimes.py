@@ -15,10 +15,11 @@ so that the search reads the same table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,17 @@ class Purpose(Enum):
     RECOMPUTED = "recomputed activations"
     TENSORS = "tensors in use"
     BUFFERS = "communication buffers"
+    STASHED = "older weights"
+
+
+class Tensor(NamedTuple):
+    """A tensor of an operator whose bytes do not depend on choices."""
+
+    use: Purpose
+    owner: int
+    nbytes: int
+    birth: int
+    death: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +61,9 @@ class Lifetimes:
 
         pool[base[k] + choice[first[k]]·stride[k] + choice[second[k]]·second_stride[k]]   bytes
 
-    Parameters, gradients and optimizer state live from −1 to 3n: through the step.
+    Parameters, gradients and optimizer state live from −1 to 3n: through the step. Where each
+    microbatch has an update, gradients live until its backward is over, and the oldest version of
+    the weights until the backward of its operator.
     """
 
     num_operators: int
@@ -74,6 +88,26 @@ class Lifetimes:
         """The tensors of a stage of equal operators, `by` places further on in the graph."""
         return replace(self, first=self.first + by, second=self.second + by, owner=self.owner + by)
 
+    def with_tensors(self, more: Sequence[Tensor], *, of: BoolArray) -> Lifetimes:
+        """Those of these tensors that `of` marks, and `more`."""
+        kept = np.flatnonzero(of)
+        rows = np.array([each[1:] for each in more], dtype=np.int64).reshape(-1, 4).T
+        owner, nbytes, birth, death = rows
+        none = np.zeros_like(owner)
+        return Lifetimes(
+            num_operators=self.num_operators,
+            base=np.concatenate([self.base[kept], len(self.pool) + np.arange(len(more))]),
+            first=np.concatenate([self.first[kept], owner]),
+            stride=np.concatenate([self.stride[kept], none]),
+            second=np.concatenate([self.second[kept], owner]),
+            second_stride=np.concatenate([self.second_stride[kept], none]),
+            birth=np.concatenate([self.birth[kept], birth]),
+            death=np.concatenate([self.death[kept], death]),
+            owner=np.concatenate([self.owner[kept], owner]),
+            uses=(*(self.uses[k] for k in kept), *(each.use for each in more)),
+            pool=np.concatenate([self.pool, nbytes]),
+        )
+
     def columns(self) -> tuple[IntArray, ...]:
         """The arrays in the order in which the kernels of the search take them."""
         return (
@@ -88,7 +122,11 @@ class Lifetimes:
 
 
 def stage_lifetimes(
-    table: CostTable, arriving: Mapping[Edge, IntArray], *, split: bool = False
+    table: CostTable,
+    arriving: Mapping[Edge, IntArray],
+    *,
+    split: bool = False,
+    num_versions: int | None = None,
 ) -> Lifetimes:
     """The tensors of the stage that `table` prices.
 
@@ -97,8 +135,10 @@ def stage_lifetimes(
         arriving: per edge from another stage the bytes that one device receives, by (producer
             choice, consumer choice).
         split: whether gradients of parameters run apart.
+        num_versions: of the weights, kept where each microbatch has an update; None where only the
+            step has one.
     """
-    writer = _Writer(table, split)
+    writer = _Writer(table, split, num_versions)
     for i in table.operators:
         writer.state(i)
         writer.operator(i)
@@ -116,6 +156,7 @@ class _Writer:
 
     table: CostTable
     split: bool
+    num_versions: int | None
     rows: list[tuple[int, ...]] = field(default_factory=list)
     uses: list[Purpose] = field(default_factory=list)
     pool: list[IntArray] = field(default_factory=list)
@@ -139,8 +180,16 @@ class _Writer:
         """Parameters, gradients and optimizer state: all the time."""
         row, always = self.table.row(i), (-1, 3 * self.n)
         self._add(Purpose.PARAMETERS, i, row.parameter_bytes, *always)
-        self._add(Purpose.GRADIENTS, i, row.gradient_bytes, *always)
         self._add(Purpose.OPTIMIZER, i, row.optimizer_bytes, *always)
+        if self.num_versions is None:
+            self._add(Purpose.GRADIENTS, i, row.gradient_bytes, *always)
+            return
+        self._add(Purpose.GRADIENTS, i, row.gradient_bytes, self._back(i), 2 * self.n - 1)
+        if self.num_versions > 1:
+            oldest, others = row.stash_bytes, (self.num_versions - 2) * row.stash_bytes
+            self._add(Purpose.STASHED, i, others, *always)
+            self._add(Purpose.STASHED, i, oldest, 0, self.n - 1)
+            self._add(Purpose.STASHED, i, oldest, self.n, self._back(i))
 
     def operator(self, i: int) -> None:
         """Results, what is kept inside, gradients, gathered parameters."""

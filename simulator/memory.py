@@ -164,10 +164,12 @@ def device_memory(
     capacity: int,
     *,
     split: bool = False,
+    num_entries: int | None = None,
 ) -> DeviceMemory:
     """The peak of a rank that runs the stages of `tensors` in the situations `found`.
 
-    `split` says whether the schedule runs gradients of parameters apart.
+    `split` says whether the schedule runs gradients of parameters apart. Held entries from
+    `num_entries` on are no microbatches in flight.
     """
     state = sum(stage.state for stage in tensors.values())
     moments = [(s, which) for s in found for which in passes_of(s.kind, split=split)]
@@ -186,7 +188,11 @@ def device_memory(
         state=state,
         activations=activations,
         working=totals[worst] - activations,
-        in_flight=sum(held.waiting + held.late for held in waiting),
+        in_flight=sum(
+            held.waiting + held.late
+            for held in waiting
+            if num_entries is None or held.stage < num_entries
+        ),
         capacity=capacity,
         _tensors=tensors,
         _moment=(situation, which),

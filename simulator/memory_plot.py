@@ -26,6 +26,7 @@ COLOURS = {
     Purpose.RECOMPUTED: "#9a86c6",
     Purpose.TENSORS: "#f2a23a",
     Purpose.BUFFERS: "#a5a5a5",
+    Purpose.STASHED: "#173a5e",
 }
 
 GIB = 2**30

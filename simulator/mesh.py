@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.simulator.cluster import Cluster, Link
-from stratagem.simulator.device import GIB
+from stratagem.simulator.device import GIB, DeviceType
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,14 @@ class DeviceMesh:
 
     def memory_bytes(self, cluster: Cluster) -> int:
         """Memory of its smallest device: what every device of a stage must get by with."""
-        smallest = min(cluster.device_type(device).memory_bytes for device in self.devices)
+        smallest = min(device.memory_bytes for device in self.device_types(cluster))
         return smallest - round(cluster.calibration.reserved_gib * GIB)
+
+    def device_types(self, cluster: Cluster) -> tuple[DeviceType, ...]:
+        """The distinct types of its devices, in the order of the devices."""
+        per_node = cluster.devices_per_node
+        found = (cluster.device_type(node * per_node) for node in self.per_node(per_node))
+        return tuple({device.name: device for device in found}.values())
 
     def check(self, cluster: Cluster) -> None:
         """Raise ValueError when a device is not in `cluster`."""
@@ -138,16 +144,21 @@ class DeviceMesh:
         the same time, so they share the node's network cards. A group with few members on a node
         does not reach all of them.
         """
-        groups = self.groups(axis)
-        counts = [Counter(cluster.node_of(d) for d in group) for group in groups]
-        crossing = [count for count in counts if len(count) > 1]
+        groups = np.moveaxis(self.array, axis, -1).reshape(-1, self.shape[axis])
+        pairs = (
+            np.arange(len(groups))[:, None] * cluster.num_nodes
+            + groups // cluster.devices_per_node
+        )
+        pairs, counts = np.unique(pairs, return_counts=True)
+        group_of, node_of = np.divmod(pairs, cluster.num_nodes)
+        spread = np.bincount(group_of)
+        crosses = spread[group_of] > 1
         size = self.shape[axis]
-        if not crossing:
+        if not crosses.any():
             return axis_link(cluster.intra_node, False, 1, size)
-        sharers = max(Counter(node for count in crossing for node in count).values())
-        members = max(max(count.values()) for count in crossing)
+        sharers = int(np.bincount(node_of[crosses]).max())
+        members, nodes = int(counts[crosses].max()), int(spread.max())
         reached = members / min(cluster.inter_node.num_cards, cluster.devices_per_node)
-        nodes = max(len(count) for count in crossing)
         between = axis_link(cluster.inter_node, True, max(sharers, 1 / reached), nodes)
         if members == 1:
             return between

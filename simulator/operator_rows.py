@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,11 @@ IDLE: Priced = (0.0, 0)
 
 @dataclass(frozen=True, eq=False)
 class OperatorPricer:
-    """Prices the operators of `graph` on `mesh`, whose axes have `links`."""
+    """Prices the operators of `graph` on `mesh`, whose axes have `links`.
+
+    `known` are costs of passes that the pricers of a cost model, cluster and training share, and
+    `number` gives a small number for a large value (see `RowMemory`).
+    """
 
     graph: OperatorGraph
     mesh: DeviceMesh
@@ -52,17 +57,19 @@ class OperatorPricer:
     training: Training
     costs: CostModel
     calibration: Calibration
+    number: Callable[[Any], int]
+    known: dict[Any, tuple[float, float, str]]
 
     def row(self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...]) -> OperatorRow:
         """The row of operator `i`; `uses` says what it is to each of its weights."""
         operator = self.graph.operators[i]
-        # ZeRO changes nothing about passes, recompute nothing about parameters.
-        unsharded = dict.fromkeys(replace(choice, zero=0) for choice in choices)
-        passed = {choice: self._passes(i, choice) for choice in unsharded}
-        once = dict.fromkeys(replace(choice, recompute=False) for choice in choices)
-        placed = {choice: self._parameters(operator, uses, choice) for choice in once}
-        passes = [passed[replace(choice, zero=0)] for choice in choices]
-        moved = [placed[replace(choice, recompute=False)] for choice in choices]
+        # ZeRO changes nothing about passes, recompute and pieces nothing about parameters.
+        passed = {_pass_key(choice): choice for choice in reversed(choices)}
+        placed = {_home_key(choice): choice for choice in reversed(choices)}
+        passing = {key: self._passes(i, choice) for key, choice in passed.items()}
+        moving = {key: self._parameters(operator, uses, c) for key, c in placed.items()}
+        passes = [passing[_pass_key(choice)] for choice in choices]
+        moved = [moving[_home_key(choice)] for choice in choices]
         footprints = [
             operator_footprint(
                 operator,
@@ -92,10 +99,12 @@ class OperatorPricer:
             each_sync=timed([m.each_sync for m in moved]),
             update=timed([m.update for m in moved]),
             publish=timed([m.publish for m in moved]),
+            stash=timed([self._copy(m.stash_bytes) for m in moved]),
             sync_latency=tuple(m.latency for m in moved),
             relative_error=np.array([p.relative_error for p in passes]),
             sources=tuple(p.source for p in passes),
             parameter_bytes=_column(footprints, "parameters"),
+            stash_bytes=np.array([m.stash_bytes for m in moved], dtype=np.int64),
             gradient_bytes=_column(footprints, "gradients"),
             optimizer_bytes=_column(footprints, "optimizer"),
             output_bytes=tuple(
@@ -174,6 +183,16 @@ class OperatorPricer:
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> tuple[float, float, str]:
         """The cost on the slowest of the stage's device types: all devices wait for it."""
+        types = tuple(device.name for device in self.devices)
+        kind = self.number(operator.signature)
+        key = kind, tuple(sizes.values()), direction is Direction.FORWARD, types
+        if key not in self.known:
+            self.known[key] = self._cost(operator, sizes, direction)
+        return self.known[key]
+
+    def _cost(
+        self, operator: Operator, sizes: Mapping[str, int], direction: Direction
+    ) -> tuple[float, float, str]:
         scale = self.calibration.scale(matmul=rule_of(operator).matmul)
         costs = [
             self.costs.operator_cost(
@@ -216,7 +235,7 @@ class OperatorPricer:
     # -- parameters -----------------------------------------------------------------------------
 
     def _parameters(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> _Moved:
-        sync, gather, updated = IDLE, IDLE, 0
+        sync, gather, updated, used = IDLE, IDLE, 0, 0
         latency: dict[str, tuple[int, float]] = {}
         gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
         for lies in residences(operator, uses, choice, self.mesh.shape):
@@ -228,6 +247,7 @@ class OperatorPricer:
             if lies.use is Use.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
                 updated += local_elements(whole, lies.home, self.mesh.shape)
+                used += local_elements(whole, lies.used, self.mesh.shape)
         update = (self._update_seconds(updated), COMPUTE) if updated else IDLE
         each = sync if choice.zero >= 2 else IDLE
         if choice.fused and sync[0] > 0:
@@ -238,6 +258,7 @@ class OperatorPricer:
             gather=gather if choice.zero == 3 else IDLE,
             publish=gather if choice.zero in (1, 2) else IDLE,
             update=update,
+            stash_bytes=used * parameter,
             latency=latency,
         )
 
@@ -247,6 +268,17 @@ class OperatorPricer:
             self.costs.update_cost(num_parameters, self.training, device).seconds
             for device in self.devices
         )
+
+    def _copy(self, nbytes: int) -> Priced:
+        """Reading and writing so many bytes once."""
+        if not nbytes:
+            return IDLE
+        seconds = max(
+            2 * nbytes / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
+            + device.launch_us * 1e-6
+            for device in self.devices
+        )
+        return self.calibration.memory_scale * seconds, COMPUTE
 
     def _convert(
         self,
@@ -289,7 +321,18 @@ class _Moved:
     gather: Priced
     publish: Priced
     update: Priced
+    stash_bytes: int
     latency: Mapping[str, tuple[int, float]]
+
+
+def _pass_key(choice: Choice) -> tuple[object, ...]:
+    """What the passes of an operator depend on."""
+    return choice.config, choice.recompute, choice.chunks, choice.fused
+
+
+def _home_key(choice: Choice) -> tuple[object, ...]:
+    """What moving its parameters depends on."""
+    return choice.config, choice.zero, choice.fused
 
 
 def _add(total: Priced, more: Priced) -> Priced:

@@ -48,8 +48,10 @@ def check_pieces(operator: Operator, config: Config, shape: Sequence[int], chunk
     Raises:
         ValueError: naming the operator, what was asked for and what it can have.
     """
+    if chunks == 1:
+        return
     sizes = local_sizes(operator, config, shape)
-    if chunks > 1 and piece_dim(operator, sizes, chunks) is None:
+    if piece_dim(operator, sizes, chunks) is None:
         names = [n for n in factors(operator.outputs[0].layout) if not operator.dim(n).whole]
         have = ", ".join(f"{n} {sizes[n]}" for n in names) or "none"
         raise ValueError(

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.schedule import (
     Action,
     ActionKind,
@@ -24,14 +27,15 @@ from stratagem.simulator.schedule import (
 )
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
 
-NUM_KINDS = 12
+NUM_KINDS = 13
 """Rows of a duration table."""
 FORWARD, BACKWARD, LAST_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT = range(6)
 """What a macro task is: the row of the duration table that it reads. The last ones end in the
-gradient sync and the update of their stage."""
-SEND, SEND_BACK, RESHARD, RESHARD_BACK, TIE, REPLICA_SYNC = range(6, NUM_KINDS)
+gradient sync and the update of their stage; where weights are stashed every one does, and the last
+ones copy the weights before."""
+SEND, SEND_BACK, RESHARD, RESHARD_BACK, TIE, REPLICA_SYNC, REPLICA_UPDATE = range(6, NUM_KINDS)
 """What joins blocks: transfers between ranks, and between stages of one rank; parameters tied
-between stages; the sum of the gradients of a stage's copies, and the update after it."""
+between stages; sums of the gradients of a stage's copies, and what each copy does behind them."""
 
 _BLOCKS = {
     ActionKind.FORWARD: (FORWARD, FORWARD),
@@ -42,14 +46,29 @@ _BLOCKS = {
 """Kind of a block's macro task: without an update, with one."""
 
 
+ALL = -1
+"""The copy of a task that joins all copies of a stage."""
+
+
+class CopyTask(NamedTuple):
+    """What is done about the gradients of a stage that is there more than once.
+
+    A sum of `ALL` copies holds what joins their ranks, which go on meanwhile. What one `copy` does
+    holds its rank, behind all of its blocks and the task at place `after` of the stage's list.
+    """
+
+    copy: int
+    after: int = -1
+
+
 @dataclass(frozen=True, eq=False)
 class MacroGraph:
     """The macro tasks of a pipeline: the graph, and where each task's duration is looked up.
 
     A task's duration is ``durations[kind, item]``. With K token slices `item` is stage · K +
     slice for blocks, pair · K + slice for transfers (`pairs` of stages), the number of a tied
-    parameter for ties and a stage for the sync of its copies. `microbatch` is −1 for the last two;
-    `rank` is where a block runs and where a transfer begins.
+    parameter for ties and a number in `copies`, the stages of tasks of copies. `microbatch` is −1
+    for the last two; `rank` is where a block runs and where a transfer begins.
     """
 
     schedule: Schedule
@@ -61,12 +80,13 @@ class MacroGraph:
     number: dict[Action, int]
     pairs: tuple[tuple[int, int], ...]
     ties: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...] = ()
 
     @property
     def num_items(self) -> int:
         """Columns that a duration table needs."""
         wide = max(self.schedule.num_stages, len(self.pairs)) * self.schedule.num_slices
-        return max(wide, len(self.ties))
+        return max(wide, len(self.ties), len(self.copies))
 
     def with_durations(self, durations: IntArray) -> TaskGraph:
         """The graph under a table of durations in ns, [NUM_KINDS, num_items]."""
@@ -88,6 +108,11 @@ def macro_graph(
     pairs: Sequence[tuple[int, int]],
     ties: Sequence[tuple[int, int]] = (),
     blocking: Sequence[bool] = (),
+    longer: frozenset[Action] | None = None,
+    *,
+    num_stages: int | None = None,
+    copies: Sequence[Sequence[CopyTask]] = (),
+    blocking_copies: Sequence[bool] = (),
 ) -> MacroGraph:
     """The macro tasks of a schedule.
 
@@ -96,17 +121,27 @@ def macro_graph(
         pairs: (stage, later stage) between which activations travel.
         ties: (owner's stage, user's stage) of every parameter tied across stages.
         blocking: per pair whether a transfer keeps the cores of both ranks busy (CPU processes).
+        longer: the actions that are ``LAST_…`` blocks; those that end in an update if left out.
+        num_stages: of the model, where `schedule` counts a stage's second home as one more (see
+            `chimera.unfolded`).
+        copies: per stage the tasks of its copies; one sum and an update on each if left out.
+        blocking_copies: per stage whether its sums keep the cores of all their ranks busy.
     """
-    draft = _Draft(schedule)
+    draft = _Draft(schedule, schedule.updates if longer is None else longer)
     for p, pair in enumerate(pairs):
         draft.transfers(p, pair, bool(blocking) and blocking[p])
-    last = _last_gradients(schedule)
+    last = _last_gradients(schedule, num_stages or schedule.num_stages)
     for t, (owner, user) in enumerate(ties):
         draft.joint(TIE, t, [*last[owner], *last[user]])
-    for stage in range(schedule.num_stages):
-        if len(last[stage]) > 1:
-            draft.joint(REPLICA_SYNC, stage, last[stage])
+    for stage, actions in enumerate(last):
+        if len(actions) > 1:
+            tasks = copies[stage] if copies else _one_sum(len(actions))
+            draft.copies(stage, tasks, actions, bool(blocking_copies) and blocking_copies[stage])
     return draft.finish(pairs, ties)
+
+
+def _one_sum(num_copies: int) -> list[CopyTask]:
+    return [CopyTask(ALL), *(CopyTask(copy, 0) for copy in range(num_copies))]
 
 
 def check_priced(schedule: Schedule) -> None:
@@ -115,19 +150,18 @@ def check_priced(schedule: Schedule) -> None:
     Raises:
         ValueError: naming what it needs and what to do instead.
     """
-    needs = None
-    if schedule.num_slices > 1:
-        needs = "blocks of a slice of the tokens, whose attention grows with its place"
-    elif schedule.update_every is not None:
-        needs = "updates amid the step, and copies of the weights that wait for them"
-    elif any(len(schedule.ranks_of(stage)) > 1 for stage in range(schedule.num_stages)):
-        needs = "two copies of a stage on different devices, and the sum of their gradients"
-    if needs is not None:
+    if any(len(schedule.ranks_of(stage)) > 1 for stage in range(schedule.num_stages)):
         raise ValueError(
-            f"schedule {schedule.name!r} needs {needs}, which plans do not price yet: play it "
-            "with given durations (play_schedule), or plan with 1f1b, gpipe, interleaved, zb-h1 "
-            "or custom"
+            f"schedule {schedule.name!r} needs two copies of a stage on different devices, and "
+            "the sum of their gradients, which only plans under chimera price: play it with given "
+            "durations (play_schedule), or use chimera"
         )
+
+
+def are_blocks(kinds: IntArray) -> BoolArray:
+    """Which kinds of macro tasks are blocks in plans; the others have a duration only."""
+    found: BoolArray = kinds < SEND
+    return found
 
 
 def transfer_kinds(schedule: Schedule, pair: tuple[int, int]) -> tuple[int, int]:
@@ -136,10 +170,21 @@ def transfer_kinds(schedule: Schedule, pair: tuple[int, int]) -> tuple[int, int]
     return (RESHARD, RESHARD_BACK) if same else (SEND, SEND_BACK)
 
 
+def transfer_name(stages: tuple[int, int], microbatch: int, part: int, num_slices: int) -> str:
+    """What a transfer between two stages is called, predicted and measured.
+
+    Example:
+        >>> transfer_name((0, 1), 3, 2, num_slices=4)
+        'stage 0 ⇢ stage 1, microbatch 3, slice 2'
+    """
+    name = f"stage {stages[0]} ⇢ stage {stages[1]}, microbatch {microbatch}"
+    return f"{name}, slice {part}" if num_slices > 1 else name
+
+
 class _Draft:
     """A macro graph while it is being built: blocks first, in the order of ranks and actions."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, longer: frozenset[Action]) -> None:
         self.schedule = schedule
         actions = [action for order in schedule.orders for action in order]
         self.number = {action: task for task, action in enumerate(actions)}
@@ -150,7 +195,7 @@ class _Draft:
         self._at = np.full((len(code), *sizes), -1, dtype=np.int64)
         self._at[kind, stage, microbatch, part] = np.arange(len(actions))
         updates = np.zeros(len(actions), dtype=np.int64)
-        updates[[self.number[action] for action in schedule.updates]] = 1
+        updates[[self.number[action] for action in longer]] = 1
         rows = np.array([_BLOCKS[each] for each in ActionKind], dtype=np.int64)
         lengths = [len(order) for order in schedule.orders]
         self.kind = [rows[kind, updates]]
@@ -160,6 +205,8 @@ class _Draft:
         self.sets: list[tuple[int, ...]] = [(rank,) for rank in self.rank[0].tolist()]
         self.edges = [self._chains(), *self._own_needs()]
         self.links: dict[tuple[int, int], int] = {}
+        self.copied: list[int] = []
+        self.latest: dict[int, int] = {}  # Of each rank, what it does after all actions.
 
     @property
     def num_tasks(self) -> int:
@@ -194,13 +241,15 @@ class _Draft:
         there = np.stack([forward[source].ravel(), forward[target].ravel()])
         back = np.stack([gradient[target].ravel(), gradient[source].ravel()])
         ends = np.stack([there, back], axis=2).reshape(2, -1)
+        passes = (ends >= 0).all(axis=0)  # With two homes, half of the microbatches pass neither.
+        ends = ends[:, passes]
         count = ends.shape[1]
         tasks = self.num_tasks + np.arange(count)
         sender, receiver = self.rank[0][ends]
         kinds = np.tile([[SEND, SEND_BACK], [RESHARD, RESHARD_BACK]], count // 2)
         self.kind.append(np.where(sender == receiver, kinds[1], kinds[0]))
         parts = np.tile(np.arange(self.schedule.num_slices), self.schedule.num_microbatches)
-        self.item.append(p * self.schedule.num_slices + np.repeat(parts, 2))
+        self.item.append(p * self.schedule.num_slices + np.repeat(parts, 2)[passes])
         self.microbatch.append(self.microbatch[0][ends[0]])
         self.rank.append(sender)
         self.edges += [np.stack([ends[0], tasks], axis=1), np.stack([tasks, ends[1]], axis=1)]
@@ -217,16 +266,45 @@ class _Draft:
     def joint(self, kind: int, item: int, after: Sequence[Action]) -> None:
         """Add what several ranks do together after their last gradients."""
         ranks = tuple(sorted({self.schedule.rank_of[action] for action in after}))
+        self._add(kind, item, ranks[0], ranks, [self.number[action] for action in after])
+
+    def copies(
+        self, stage: int, tasks: Sequence[CopyTask], after: Sequence[Action], blocking: bool
+    ) -> None:
+        """Add what the copies of a stage do after their last gradients, with what they share.
+
+        Sums hold what joins the ranks both ways, so they go one after the other.
+        """
+        actions = sorted(after, key=lambda action: action.stage)
+        ranks = [self.schedule.rank_of[action] for action in actions]
+        first = self.num_tasks
+        for each in tasks:
+            item = len(self.copied)
+            self.copied.append(stage)
+            if each.copy == ALL:
+                held = {h for a, b in permutations(ranks, 2) for h in self._held(a, b, blocking)}
+                needs = [self.number[action] for action in actions]
+                self._add(REPLICA_SYNC, item, ranks[0], tuple(sorted(held)), needs)
+                continue
+            rank = ranks[each.copy]
+            own = self.latest.get(rank, self.number[self.schedule.orders[rank][-1]])
+            needs = [own, first + each.after] if each.after >= 0 else [own]
+            self.latest[rank] = self._add(REPLICA_UPDATE, item, rank, (rank,), needs)
+
+    def _add(
+        self, kind: int, item: int, rank: int, held: tuple[int, ...], after: Sequence[int]
+    ) -> int:
         task = self.num_tasks
         for column, value in (
             (self.kind, kind),
             (self.item, item),
             (self.microbatch, -1),
-            (self.rank, ranks[0]),
+            (self.rank, rank),
         ):
             column.append(np.array([value], dtype=np.int64))
-        self.sets.append(ranks)
-        self.edges.append(np.array([(self.number[a], task) for a in after], dtype=np.int64))
+        self.sets.append(held)
+        self.edges.append(np.array([(each, task) for each in after], dtype=np.int64))
+        return task
 
     def finish(
         self, pairs: Sequence[tuple[int, int]], ties: Sequence[tuple[int, int]]
@@ -248,6 +326,7 @@ class _Draft:
             number=self.number,
             pairs=tuple(pairs),
             ties=tuple(ties),
+            copies=tuple(self.copied),
         )
 
 
@@ -257,10 +336,10 @@ def _pairs(before: IntArray, after: IntArray) -> IntArray:
     return np.stack([before[both], after[both]], axis=1)
 
 
-def _last_gradients(schedule: Schedule) -> list[list[Action]]:
-    """Per stage, the last weight gradient on each of its ranks."""
-    found: list[dict[int, Action]] = [{} for _ in range(schedule.num_stages)]
+def _last_gradients(schedule: Schedule, num_stages: int) -> list[list[Action]]:
+    """Per stage of the model, the last weight gradient on each of its ranks."""
+    found: list[dict[int, Action]] = [{} for _ in range(num_stages)]
     for rank, order in enumerate(schedule.orders):
         for action in filter(makes_weight_gradient, order):
-            found[action.stage][rank] = action
+            found[action.stage % num_stages][rank] = action
     return [list(by_rank.values()) for by_rank in found]

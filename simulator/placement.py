@@ -7,6 +7,7 @@ tensor's factors, because producer and consumer name their dims differently.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -146,7 +147,7 @@ def _window_fits(operator: Operator, loop: str, config: Config, shape: Sequence[
 
 def splits_of(placements: Sequence[Placement], dim: str | int, shape: Sequence[int]) -> list[int]:
     """Sizes of the mesh axes that shard `dim`, outermost first."""
-    return [n for p, n in zip(placements, shape, strict=True) if p == Shard(dim)]
+    return [n for p, n in zip(placements, shape, strict=True) if type(p) is Shard and p.dim == dim]
 
 
 def shard_bounds(size: int, splits: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:
@@ -181,15 +182,25 @@ def smallest_shard(size: int, splits: Sequence[int]) -> int:
 
 def local_sizes(operator: Operator, config: Config, shape: Sequence[int]) -> dict[str, int]:
     """Size of each dim on the device with the most work."""
-    return {
-        d.name: largest_shard(d.size, splits_of(config, split_with(operator, d.name), shape))
-        for d in operator.dims
-    }
+    sizes = {dim.name: dim.size for dim in operator.dims}
+    slides = {dim: split_with(operator, dim) for dim in operator.windows.values()}
+    for placement, ways in zip(config, shape, strict=True):
+        if type(placement) is Shard:
+            for dim in sizes:
+                if slides.get(dim, dim) == placement.dim:
+                    sizes[dim] = -(-sizes[dim] // ways)
+    return sizes
 
 
 def split_with(operator: Operator, dim: str) -> str:
     """The dim whose sharding shards `dim`: itself, or what slides over it (see `spatial`)."""
     return next((loop for loop, inside in operator.windows.items() if inside == dim), dim)
+
+
+@functools.cache
+def _shard(factor: int) -> Shard:
+    """Made once: this is asked for millions of times."""
+    return Shard(factor)
 
 
 def _place(
@@ -205,7 +216,7 @@ def _place(
     for placement in config:
         if isinstance(placement, Shard):
             position = positions.get(str(placement.dim))
-            placed.append(absent if position is None else Shard(position))
+            placed.append(absent if position is None else _shard(position))
         else:
             placed.append(placement)
     return tuple(placed)
@@ -223,7 +234,7 @@ def output_gradient_placements(output: Output, config: Config) -> Placements:
 
 def _through_view(read: Input, placements: Placements) -> Placements:
     """From the factors of the consumer's layout to those of the source tensor."""
-    return tuple(Shard(read.order[int(p.dim)]) if isinstance(p, Shard) else p for p in placements)
+    return tuple(_shard(read.order[int(p.dim)]) if isinstance(p, Shard) else p for p in placements)
 
 
 def input_placements(read: Input, config: Config) -> Placements:
@@ -248,7 +259,9 @@ def weight_gradient_placements(weight: Weight, config: Config) -> Placements:
 
 def local_elements(sizes: Sequence[int], placements: Placements, shape: Sequence[int]) -> int:
     """Elements of the largest shard of a tensor whose factors have `sizes`."""
-    return math.prod(
-        largest_shard(size, splits_of(placements, factor, shape))
-        for factor, size in enumerate(sizes)
-    )
+    left = list(sizes)
+    for placement, ways in zip(placements, shape, strict=True):
+        if type(placement) is Shard:
+            factor = int(placement.dim)
+            left[factor] = -(-left[factor] // ways)
+    return math.prod(left)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from stratagem.simulator.chimera import (
+    CHIMERA,
+    check_homes,
+    check_pins,
+)
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.files import decode, encode, read_text, write_text
 from stratagem.simulator.graph import OperatorGraph
@@ -17,6 +22,7 @@ from stratagem.simulator.schedule import Schedule, validate
 from stratagem.simulator.schedules import schedule_by_name
 from stratagem.simulator.spatial import split_images
 from stratagem.simulator.substitutions import Rewritten, Substituted, rewrite
+from stratagem.simulator.token_slices import Slices, check_slices, num_slices
 from stratagem.simulator.training import Training
 
 PLAN_VERSION = 2
@@ -99,7 +105,8 @@ class Plan:
             weights, which then run beside the conversion of the first (Megatron-LM's
             asynchronous all-reduce of tensor parallelism).
         schedule: a name in `SCHEDULES`, or ``custom``.
-        token_slices: parts into which the tokens of a microbatch are cut (TeraPipe).
+        token_slices: parts into which the tokens of a microbatch are cut (TeraPipe): how many
+            equal ones, or the length of each.
         orders: of a custom schedule, one line a rank, such as ``rank 0: 0F0 0B0``.
         substitutions: what was rewritten in the model's graph before it was planned; operators
             and `fingerprint` are those of the rewritten graph.
@@ -120,7 +127,7 @@ class Plan:
     bucket_bytes: int = 0
     seed: int = 0
     prediction: Prediction | None = None
-    token_slices: int = 1
+    token_slices: Slices = 1
     orders: tuple[str, ...] = ()
     inputs_first: bool = False
     substitutions: tuple[Substituted, ...] = ()
@@ -134,6 +141,24 @@ class Plan:
             raise ValueError(f"plan {self.name!r} has no stages")
         self._check_devices()
         self._check_ranks()
+        if self.is_mirrored:
+            self._check_mirrored()
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether stages have a second home each, in a pipeline the other way round (Chimera)."""
+        return self.schedule == CHIMERA
+
+    def mirrored(self) -> Plan:
+        """The pipeline the other way round: each stage on the mesh of its mirror image."""
+        meshes = [stage.mesh for stage in reversed(self.stages)]
+        stages = zip(self.stages, meshes, strict=True)
+        return replace(self, stages=tuple(replace(s, mesh=mesh) for s, mesh in stages))
+
+    def homes(self, stage: int) -> tuple[DeviceMesh, ...]:
+        """The meshes that have a stage: its own, and in a mirrored plan that of its image."""
+        own = self.stages[stage].mesh
+        return (own, self.stages[-1 - stage].mesh) if self.is_mirrored else (own,)
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
@@ -150,7 +175,7 @@ class Plan:
 
     def group(self, stage: int) -> str:
         """What the lanes of a stage's devices are called: by stage, or by rank if those differ."""
-        alone = self.num_ranks == len(self.stages)
+        alone = self.num_ranks == len(self.stages) and not self.is_mirrored
         return f"stage {stage}" if alone else f"rank {self.rank_of[stage]}"
 
     @cached_property
@@ -185,7 +210,7 @@ class Plan:
             len(self.stages),
             self.num_microbatches,
             num_ranks=self.num_ranks,
-            num_slices=self.token_slices,
+            num_slices=num_slices(self.token_slices),
         )
 
     def rewrite(self, graph: OperatorGraph) -> Rewritten:
@@ -215,7 +240,8 @@ class Plan:
         Raises:
             ValueError: another model's plan; an operator that no stage or that two stages run, or
                 that runs before what it reads; a config that its operator cannot have; a batch
-                that the microbatches do not divide.
+                that the microbatches do not divide; token slices of a model that cannot be cut
+                into them (see `token_slices`), or of operators sharded along positions.
         """
         if self.fingerprint != graph.fingerprint:
             raise ValueError(
@@ -232,10 +258,19 @@ class Plan:
             check_pieces(operator, config, stage.mesh.shape, choice.chunks)
             if choice.fused:
                 check_fusion(operator)
+                if self.is_mirrored and operator.weights:
+                    raise ValueError(
+                        f"plan {self.name!r} fuses the update of operator {operator.name!r} with "
+                        "its gradient sync, but under chimera the sum over both homes comes "
+                        "between them: choose fused=False there"
+                    )
             if operator.kind == "source" and any(p != REPLICATE for p in config):
                 raise ValueError(
                     f"source {operator.name!r} must be replicated: every rank computes it in full"
                 )
+        if self.token_slices != 1:
+            configs = {name: self.choice(name).config for name in graph.names}
+            check_slices(graph, self.token_slices, configs)
 
     def _custom_schedule(self) -> Schedule:
         schedule = Schedule.parse("\n".join(self.orders), name=CUSTOM)
@@ -243,7 +278,7 @@ class Plan:
             ("stages", len(self.stages), schedule.num_stages),
             ("microbatches", self.num_microbatches, schedule.num_microbatches),
             ("ranks", self.num_ranks, schedule.num_ranks),
-            ("token slices", self.token_slices, schedule.num_slices),
+            ("token slices", num_slices(self.token_slices), schedule.num_slices),
         ):
             if ours != theirs:
                 raise ValueError(
@@ -275,6 +310,11 @@ class Plan:
                     f"plan {self.name!r}: stage {stage} is on the devices of rank {rank}, but "
                     f"schedule {self.schedule!r} places it on rank {places}"
                 )
+
+    def _check_mirrored(self) -> None:
+        check_homes(self.name, [stage.mesh for stage in self.stages], self.num_microbatches)
+        for stage in self.stages:
+            check_pins(self.name, {n: choice.config for n, choice in stage.choices.items()})
 
     def _check_stages(self, graph: OperatorGraph) -> None:
         listed = [name for stage in self.stages for name in stage.operators]
@@ -367,7 +407,7 @@ class _PlanFile:
     bucket_bytes: int = 0
     seed: int = 0
     prediction: Prediction | None = field(default=None)
-    token_slices: int = 1
+    token_slices: Slices = 1
     orders: tuple[str, ...] = ()
     inputs_first: bool = False
     substitutions: tuple[Substituted, ...] = ()

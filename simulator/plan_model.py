@@ -5,21 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from stratagem.simulator.block import StageBlocks, slowdown_of
-from stratagem.simulator.boundary import BoundaryRow, blocks_compute, price_boundary, price_tie
+from stratagem.simulator.boundary import (
+    BoundaryRow,
+    blocks_compute,
+    networked,
+    price_boundary,
+    price_tie,
+)
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock, cell_block, pinned_axes
+from stratagem.simulator.chimera import unfolded
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.home_sync import (
+    Home,
+    HomeTask,
+    home_tasks,
+    homes_block,
+    without_updates,
+)
 from stratagem.simulator.memory import StageTensors
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.pipeline import (
     NUM_KINDS,
+    REPLICA_SYNC,
+    REPLICA_UPDATE,
     TIE,
     MacroGraph,
     check_priced,
@@ -30,7 +47,10 @@ from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
+from stratagem.simulator.sliced_plan import pass_graphs
 from stratagem.simulator.stage_shapes import StageShapes
+from stratagem.simulator.stashing import check_stashing
+from stratagem.simulator.weight_versions import stashing_actions, versions_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +101,13 @@ class PlanModel:
 
     `boundaries` are the edges between stages and `ties` the parameters shared between stages, as
     (owner operator, user operator, price).
+
+    With K token slices, stage s has K entries in `stages`, from s · K on, one for each slice, and
+    `slices` has the models of the single slices; graph and boundaries are those of the first.
+    Where stages have two homes, `stages` and the stages of `macro` are those on their first homes
+    and then those on their second ones (see `chimera`), and `mirror` is the pipeline the other
+    way round by itself; `home_tasks` are what the homes of all stages do together, by `copies` of
+    `macro`.
     """
 
     graph: OperatorGraph
@@ -89,6 +116,39 @@ class PlanModel:
     boundaries: tuple[tuple[Edge, BoundaryRow], ...]
     ties: tuple[tuple[int, int, Timed], ...]
     macro: MacroGraph
+    slices: tuple[PlanModel, ...] = ()
+    mirror: PlanModel | None = None
+    home_tasks: tuple[HomeTask, ...] = ()
+
+    @property
+    def parts(self) -> tuple[PlanModel, ...]:
+        """The models of the token slices; this one itself where tokens are not sliced."""
+        return self.slices or (self,)
+
+    @property
+    def directions(self) -> tuple[PlanModel, ...]:
+        """What has the transfers and ties of each direction in which microbatches pass."""
+        return (self,) if self.mirror is None else (self, self.mirror)
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each of `stages`."""
+        ranks = self.plan.rank_of
+        return ranks if self.mirror is None else (*ranks, *reversed(ranks))
+
+    def group(self, stage: int) -> str:
+        """What the lanes of one of `stages` are called."""
+        if self.mirror is None:
+            return self.plan.group(stage)
+        return f"rank {self.rank_of[stage]}"
+
+    def number(self, stage: int) -> int:
+        """The number in the plan of one of `stages`."""
+        return stage % len(self.plan.stages)
+
+    def homes(self, stage: int) -> tuple[int, ...]:
+        """The numbers in `stages` of a stage of the plan."""
+        return tuple(range(stage, len(self.stages), len(self.plan.stages)))
 
     @cached_property
     def block_times(self) -> tuple[dict[int, Times], ...]:
@@ -131,39 +191,109 @@ def plan_model(
     """Price everything that a plan does, and nothing else.
 
     Raises:
-        ValueError: when plans of its schedule are not priced (see `check_priced`).
+        ValueError: when plans of its schedule are not priced (see `check_priced`), or weights
+            cannot be stashed as the plan would need it (see `check_stashing`).
     """
+    if plan.is_mirrored:
+        return _mirrored_model(plan, graph, costs, memory or RowMemory())
     schedule = plan.make_schedule()
     check_priced(schedule)
-    small = graph.microbatch(plan.num_microbatches)
-    memory = memory or RowMemory()
-    builders = [
-        TableBuilder(small, stage.mesh, plan.cluster, plan.training, costs, memory)
-        for stage in plan.stages
-    ]
-    boundaries = tuple(
-        (edge, _boundary(edge, plan, small, builders))
-        for edge in crossing_edges(plan.stage_of, small)
-    )
     shapes = StageShapes(
         split=schedule.splits_backward,
         bucket_bytes=plan.bucket_bytes,
         inputs_first=plan.inputs_first,
         slowdown=slowdown_of(plan.cluster),
+        stashes=schedule.stashes_weights,
     )
+    prices = _Prices(costs, memory or RowMemory(), shapes)
+    sliced, graphs = pass_graphs(plan, graph)
+    if schedule.stashes_weights:
+        check_stashing(plan, graphs[0], crossing_ties(plan.stage_of, graphs[0]))
+    parts = tuple(_part(sliced, each, prices) for each in graphs)
+    if len(parts) == 1:
+        return parts[0]
+    stages = tuple(part.stages[s] for s in range(len(plan.stages)) for part in parts)
+    return replace(parts[0], plan=plan, stages=stages, slices=parts)
+
+
+class _Prices(NamedTuple):
+    """What all parts of a plan are priced by."""
+
+    costs: CostModel
+    memory: RowMemory
+    shapes: StageShapes
+
+
+def _part(plan: Plan, small: OperatorGraph, prices: _Prices) -> PlanModel:
+    """A plan for the graph of a microbatch, or of a slice of its tokens."""
+    schedule = plan.make_schedule()
+    crossing = crossing_edges(plan.stage_of, small)
+    pairs = stage_pairs(crossing, plan.stage_of, small)
+    meshes = [stage.mesh for stage in plan.stages]
+    stalled = networked(pairs, meshes, plan.cluster)
+    builders = [
+        TableBuilder(
+            small,
+            mesh,
+            plan.cluster,
+            plan.training,
+            prices.costs,
+            prices.memory,
+            stalls=s in stalled,
+        )
+        for s, mesh in enumerate(meshes)
+    ]
+    boundaries = tuple((edge, _boundary(edge, plan, small, builders)) for edge in crossing)
     stages = [
-        _stage(s, plan, small, builders[s], boundaries, shapes) for s in range(len(builders))
+        _stage(s, plan, small, builders[s], boundaries, prices.shapes)
+        for s in range(len(builders))
     ]
     ties = _ties(plan, small, builders)
-    pairs = stage_pairs([e for e, _ in boundaries], plan.stage_of, small)
-    meshes = [stage.mesh for stage in plan.stages]
     macro = macro_graph(
         schedule,
         pairs,
         [_stages_of((i, j), plan, small) for i, j, _ in ties],
         [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
+        stashing_actions(schedule) if schedule.stashes_weights else None,
     )
     return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
+
+
+def _mirrored_model(
+    plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory
+) -> PlanModel:
+    """Both directions priced as pipelines by themselves, joined where homes sum gradients."""
+    alone = replace(plan, schedule="1f1b")
+    down, up = (plan_model(each, graph, costs, memory) for each in (alone, alone.mirrored()))
+    stages = [
+        replace(stage, blocks=without_updates(stage.blocks)) for stage in down.stages + up.stages
+    ]
+    count = len(plan.stages)
+    homes = [[Home(stage.builder, stage.table) for stage in way.stages] for way in (down, up)]
+    tasks = [
+        home_tasks(both, plan.cluster, plan.bucket_bytes) for both in zip(*homes, strict=True)
+    ]
+    meshes = [stage.builder.mesh for stage in stages]
+    pairs = [(a + k, b + k) for k in (0, count) for a, b in down.macro.pairs]
+    macro = macro_graph(
+        unfolded(plan.make_schedule()),
+        pairs,
+        down.macro.ties,
+        [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
+        num_stages=count,
+        copies=[[each.task for each in found] for found in tasks],
+        blocking_copies=[
+            homes_block(meshes[s], meshes[s + count], plan.cluster) for s in range(count)
+        ],
+    )
+    return replace(
+        down,
+        plan=plan,
+        stages=tuple(stages),
+        macro=macro,
+        mirror=up,
+        home_tasks=tuple(each for found in tasks for each in found),
+    )
 
 
 def _stage(
@@ -180,7 +310,9 @@ def _stage(
     choices = {i: (stage.choices[graph.operators[i].name],) for i in operators}
     table = builder.build(operators, choices)
     arriving = {e: row.received_bytes for e, row in boundaries if e.consumer in table.row_of}
-    lifetimes = shapes.lifetimes(table, arriving)
+    schedule = plan.make_schedule()
+    versions = versions_kept(schedule, s)[0] if schedule.stashes_weights else None
+    lifetimes = shapes.lifetimes(table, arriving, versions)
     tensors = StageTensors(
         s,
         lifetimes,
@@ -202,14 +334,19 @@ def macro_durations(model: PlanModel) -> IntArray:
     for s, times in enumerate(model.block_times):
         for kind, played in times.items():
             durations[kind, s] = played.makespan
-    for edge, row in model.sent:
-        stages = model.stages_of(edge)
-        pair = model.macro.pairs.index(stages)
-        ahead, back = transfer_kinds(model.macro.schedule, stages)
-        durations[ahead, pair] += row.forward.ns[0, 0]
-        durations[back, pair] += row.backward.ns[0, 0]
-    for t, (_, _, price) in enumerate(model.ties):
-        durations[TIE, t] = price.ns[0, 0]
+    for number, way in enumerate(model.slices or model.directions):
+        apart, beside = (len(model.slices), 1) if model.slices else (1, len(way.macro.pairs))
+        for edge, row in way.sent:
+            stages = way.stages_of(edge)
+            item = way.macro.pairs.index(stages) * apart + number * beside
+            ahead, back = transfer_kinds(way.macro.schedule, stages)
+            durations[ahead, item] += row.forward.ns[0, 0]
+            durations[back, item] += row.backward.ns[0, 0]
+    for way in model.directions:
+        for t, (_, _, price) in enumerate(way.ties):
+            durations[TIE, t] = max(durations[TIE, t], price.ns[0, 0])
+    together = [each.ns for each in model.home_tasks]
+    durations[[REPLICA_SYNC, REPLICA_UPDATE], : len(together)] = together
     return durations
 
 

@@ -85,7 +85,7 @@ def plot_timeline(
     """
     if ax is None:
         return plot_timelines([timeline], critical_path=critical_path)
-    _draw([timeline], [ax], critical_path)
+    _draw([timeline], [ax], critical_path, [""])
     return ax.figure.canvas.figure
 
 
@@ -94,6 +94,7 @@ def plot_timelines(
     path: str | Path | None = None,
     *,
     critical_path: StepPath | None = None,
+    remarks: Sequence[str] = (),
 ) -> Figure:
     """Draw timelines one below the other, on one time axis.
 
@@ -105,6 +106,7 @@ def plot_timelines(
             first one's.
         path: where to save it too; the suffix is the format. It appears whole or not at all.
         critical_path: of the first timeline, drawn as a line under its tasks and between lanes.
+        remarks: what the title of each timeline ends with; none without.
 
     Raises:
         ValueError: if there is no timeline, or the critical path runs on other lanes.
@@ -124,7 +126,7 @@ def plot_timelines(
         sharex=True,
         gridspec_kw={"height_ratios": [max(height, 4) for height in heights]},
     )
-    _draw(timelines, axes[:, 0].tolist(), critical_path)
+    _draw(timelines, axes[:, 0].tolist(), critical_path, remarks or [""] * len(timelines))
     if path is not None:
         with atomic_path(path) as temporary:
             figure.savefig(temporary, format=Path(path).suffix.lstrip(".") or "png")
@@ -163,13 +165,17 @@ class _Rows:
 
 
 def _draw(
-    timelines: Sequence[Timeline], axes: Sequence[Axes], critical_path: StepPath | None
+    timelines: Sequence[Timeline],
+    axes: Sequence[Axes],
+    critical_path: StepPath | None,
+    remarks: Sequence[str],
 ) -> None:
     longest = max(timeline.duration for timeline in timelines)
     unit, length = readable_unit(longest)
-    for timeline, ax in zip(timelines, axes, strict=True):
+    for timeline, ax, remark in zip(timelines, axes, remarks, strict=True):
         _draw_frame(timeline, ax, longest / length or 1.0)
-        ax.set_title(_title(timeline, timelines[0]), loc="left", fontsize=10)
+        title = ", ".join(filter(None, (_title(timeline, timelines[0]), remark)))
+        ax.set_title(title, loc="left", fontsize=10)
         ax.axvline(
             timeline.duration / length, color="#444444", linewidth=0.8, linestyle=(0, (4, 3))
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,31 +14,50 @@ from stratagem.simulator.memory import (
     BlockRun,
     DeviceMemory,
     MemoryTimeline,
+    StageTensors,
     device_memory,
     memory_over_time,
     passes_of,
 )
-from stratagem.simulator.pipeline import FORWARD, RESHARD_BACK, SEND, SEND_BACK, TIE
+from stratagem.simulator.pipeline import (
+    ALL,
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    REPLICA_SYNC,
+    REPLICA_UPDATE,
+    RESHARD_BACK,
+    SEND_BACK,
+    TIE,
+    WEIGHT_GRADIENT,
+    are_blocks,
+    transfer_name,
+)
 from stratagem.simulator.plan_model import PlanModel, StageModel
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.slice_memory import sliced_memory, sliced_tensors, with_waiting
 from stratagem.simulator.step_path import Played, StepPath, step_path
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
 from stratagem.simulator.traffic import crossing_bytes, stage_bytes
+
+BETWEEN_HOMES = "to the other home"
+"""The lane of sums over both homes of a stage."""
 
 
 def step_timeline(model: PlanModel, macro: Times) -> Timeline:
     """Every task of a step, `macro` being the times of its blocks and transfers."""
     rows: list[Row] = []
     lanes = {s: _lanes(model, s) for s in range(len(model.stages))}
-    for task in np.flatnonzero(model.macro.kind < SEND).tolist():
-        kind, s = int(model.macro.kind[task]), int(model.macro.item[task])
-        block, times = model.stages[s].cell_blocks[kind], model.block_times[s][kind]
-        rows += _block_rows(block, times, lanes[s], int(macro.start[task]))
-    rows += [
-        Row(*_transfer_label(model, task), int(macro.start[task]), int(macro.end[task]))
-        for task in np.flatnonzero(model.macro.kind >= SEND).tolist()
-        if macro.end[task] > macro.start[task]
-    ]
+    blocks = are_blocks(model.macro.kind)
+    for task in np.flatnonzero(blocks).tolist():
+        kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+        block, times = model.stages[item].cell_blocks[kind], model.block_times[item][kind]
+        rows += _block_rows(block, times, lanes[item], int(macro.start[task]))
+    for task in np.flatnonzero(~blocks).tolist():
+        if macro.end[task] > macro.start[task]:
+            start, end = int(macro.start[task]), int(macro.end[task])
+            name, sort, lane = _transfer_label(model, task)
+            rows += [Row(name, sort, each, start, end) for each in _both(model, task, lane)]
     used = {row.lane for row in rows}
     ordered = dict.fromkeys(lane for s in lanes for lane in lanes[s] if lane in used)
     return from_rows(rows, label="predicted", lanes=list(ordered))
@@ -46,7 +65,7 @@ def step_timeline(model: PlanModel, macro: Times) -> Timeline:
 
 def _lanes(model: PlanModel, s: int) -> list[str]:
     """A lane for each resource of the stage's cells, in the order of their numbers."""
-    stage, group = model.stages[s], model.plan.group(s)
+    stage, group = model.stages[s], model.group(s // len(model.parts))
     return [
         lane_name(f"{group}{stage.cell_name(cell)}", name)
         for cell in range(stage.cells.count)
@@ -67,22 +86,54 @@ def _block_rows(
 
 
 def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:
-    """Name, kind and lane of what happens between stages."""
+    """Name, kind and lane of what happens between stages, or outside the blocks of one."""
     kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+    if kind in (REPLICA_SYNC, REPLICA_UPDATE):
+        return _home_label(model, item)
     if kind == TIE:
         i, j, _ = model.ties[item]
         names = [model.graph.operators[k].name for k in (i, j)]
-        lane = lane_name(model.plan.group(model.macro.ties[item][0]), "tied parameters")
+        lane = lane_name(model.group(model.macro.ties[item][0]), "tied parameters")
         return f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane
-    source, target = model.macro.pairs[item]
+    pair, part = divmod(item, len(model.parts))
+    source, target = model.macro.pairs[pair]
     if kind in (SEND_BACK, RESHARD_BACK):
         source, target = target, source
-    name = f"stage {source} ⇢ stage {target}, microbatch {model.macro.microbatch[task]}"
-    return name, TaskKind.COMMUNICATION, lane_name(model.plan.group(source), f"to stage {target}")
+    microbatch = int(model.macro.microbatch[task])
+    ends = model.number(source), model.number(target)
+    lane = lane_name(model.group(source), f"to stage {ends[1]}")
+    name = transfer_name(ends, microbatch, part, len(model.parts))
+    return name, TaskKind.COMMUNICATION, lane
+
+
+def _home_label(model: PlanModel, item: int) -> tuple[str, TaskKind, str]:
+    """The same of what homes do together; a sum of both is on the lane of the first."""
+    found, stage = model.home_tasks[item], model.macro.copies[item]
+    home = model.homes(stage)[max(found.task.copy, 0)]
+    if found.task.copy == ALL:
+        return found.name, found.kind, lane_name(model.group(home), BETWEEN_HOMES)
+    return found.name, found.kind, _lanes(model, home)[found.mask.bit_length() - 1]
+
+
+def _both(model: PlanModel, task: int, lane: str) -> list[str]:
+    """The lanes of a task between stages: those of both homes where it is a sum over them."""
+    if model.macro.kind[task] != REPLICA_SYNC:
+        return [lane]
+    homes = model.homes(model.macro.copies[int(model.macro.item[task])])
+    return [lane_name(model.group(home), BETWEEN_HOMES) for home in homes]
 
 
 def communication_bytes(model: PlanModel) -> dict[str, int]:
-    """Bytes per device that each communication of a step moves once, by its name."""
+    """Bytes per device that each communication of a step moves once, by its name.
+
+    Of token slices it is their mean.
+    """
+    each = [_bytes_of_part(part) for part in model.parts]
+    names = [name for name in each[0] if all(name in found for found in each)]
+    return {name: sum(found[name] for found in each) // len(each) for name in names}
+
+
+def _bytes_of_part(model: PlanModel) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for stage in model.stages:
         sizes |= stage_bytes(stage.builder, stage.table)
@@ -103,7 +154,7 @@ def critical_path(model: PlanModel, macro: Times) -> StepPath:
 
     def inside(task: int) -> Played | None:
         kind, s = int(model.macro.kind[task]), int(model.macro.item[task])
-        if kind >= SEND:
+        if not are_blocks(model.macro.kind[task]):
             return None
         if (kind, s) not in played:
             played[kind, s] = _played_block(model, s, kind)
@@ -128,14 +179,25 @@ def _played_block(model: PlanModel, s: int, kind: int) -> Played:
 def rank_memory(model: PlanModel) -> tuple[DeviceMemory, ...]:
     """The peak of each rank."""
     schedule = model.macro.schedule
+    if model.slices:
+        return tuple(sliced_memory(model, rank) for rank in range(schedule.num_ranks))
     return tuple(
         device_memory(
             {stage: model.stages[stage].tensors for stage in {s.stage for s in found}},
             found,
-            model.plan.stages[found[0].stage].mesh.memory_bytes(model.plan.cluster),
+            model.stages[found[0].stage].table.mesh.memory_bytes(model.plan.cluster),
             split=schedule.splits_backward,
         )
         for found in schedule.situations
+    )
+
+
+def stage_seconds(model: PlanModel) -> tuple[float, ...]:
+    """What forward and backward of one microbatch take in each stage of the model."""
+    parts = (INPUT_GRADIENT, WEIGHT_GRADIENT)
+    passes = (FORWARD, *(parts if model.macro.schedule.splits_backward else (BACKWARD,)))
+    return tuple(
+        sum(times[kind].makespan for kind in passes) * 1e-9 for times in model.block_times
     )
 
 
@@ -143,11 +205,11 @@ def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline
     """The memory of one device of a rank over a step."""
     schedule = model.macro.schedule
     order = schedule.orders[rank]
-    tensors = {s: model.stages[s].tensors for s in sorted({action.stage for action in order})}
     places: dict[tuple[int, int, int], tuple[IntArray, IntArray]] = {}
     runs: list[BlockRun] = []
     for action in order:
-        task, s = model.macro.number[action], action.stage
+        task = model.macro.number[action]
+        s = int(model.macro.item[task])
         kind, offset = int(model.macro.kind[task]), int(macro.start[task])
         for which in passes_of(action.kind, split=schedule.splits_backward):
             if (s, kind, which) not in places:
@@ -155,7 +217,14 @@ def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline
                 places[s, kind, which] = _place_times(model.stages[s], kind, times, which)
             start, end = places[s, kind, which]
             runs.append(BlockRun(s, which, start + offset, end + offset))
-    capacity = model.plan.stages[order[0].stage].mesh.memory_bytes(model.plan.cluster)
+    tensors: Mapping[int, StageTensors]
+    if model.slices:
+        tensors = sliced_tensors(model, rank)
+        runs = with_waiting(model, rank, runs)
+    else:
+        tensors = {s: model.stages[s].tensors for s in sorted({action.stage for action in order})}
+    stage = order[0].stage * len(model.parts)
+    capacity = model.stages[stage].table.mesh.memory_bytes(model.plan.cluster)
     return memory_over_time(f"rank {rank}", tensors, runs, macro.makespan, capacity)
 
 

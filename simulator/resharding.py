@@ -155,6 +155,10 @@ class Resharder:
             for s in steps
         )
 
+    def members(self, steps: Sequence[Step]) -> int:
+        """Members of all collectives of a path, each counted as often as it takes part."""
+        return sum(self.shape[s.axis] for s in steps if s.collective is not Collective.SLICE)
+
     def _graph(self, sizes: tuple[int, ...], itemsize: int, pins: tuple[Pin, ...]) -> _StateGraph:
         key = (sizes, itemsize, pins)
         if key not in self._graphs:

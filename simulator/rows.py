@@ -13,6 +13,9 @@ from stratagem.simulator.resharding import FloatArray, IntArray
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
+MANY = 1000
+"""Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
+
 
 @dataclass(frozen=True, eq=False)
 class Timed:
@@ -23,7 +26,24 @@ class Timed:
 
     def where(self, keep: BoolArray) -> Timed:
         """The same where `keep` is true, nothing elsewhere."""
-        return Timed(np.where(keep, self.ns, 0), np.where(keep, self.mask, 0))
+        return Timed(masked(self.ns, keep), masked(self.mask, keep))
+
+
+def masked(values: IntArray, keep: BoolArray) -> IntArray:
+    """The values where `keep` is true, 0 elsewhere.
+
+    Where all or nothing of many is kept this takes no memory: most edges are never converted in
+    pieces, recomputed or gathered again, and there are as many numbers as pairs of choices.
+
+    Example:
+        >>> masked(np.array([3, 4]), np.array([True, False])).tolist()
+        [3, 0]
+    """
+    if keep.all():
+        return values
+    if keep.size > MANY and not keep.any():
+        return np.broadcast_to(np.int64(0), keep.shape)
+    return np.where(keep, values, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +57,8 @@ class OperatorRow:
 
     `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
     `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
-    optimizer, `publish` brings updated parameters back (ZeRO-1 and 2). `sync_latency` is, per
+    optimizer, `publish` brings updated parameters back (ZeRO-1 and 2), `stash` copies them as they
+    are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
     choice, how many of its parameters take each distinct path in the sync, and the latency of that
     path in seconds.
     `relative_error` is that of forward and backward.
@@ -58,10 +79,12 @@ class OperatorRow:
     each_sync: Timed
     update: Timed
     publish: Timed
+    stash: Timed
     sync_latency: tuple[Mapping[str, tuple[int, float]], ...]
     relative_error: FloatArray
     sources: tuple[str, ...]
     parameter_bytes: IntArray
+    stash_bytes: IntArray
     gradient_bytes: IntArray
     optimizer_bytes: IntArray
     output_bytes: tuple[IntArray, ...]
@@ -108,6 +131,16 @@ class OperatorRow:
 
 
 @dataclass(frozen=True, eq=False)
+class EdgeLaunches:
+    """What hosts lose while they launch the collectives of an edge's conversions, whole."""
+
+    forward: Timed
+    backward: Timed
+    recompute: Timed
+    regather: Timed
+
+
+@dataclass(frozen=True, eq=False)
 class EdgeRow:
     """What an edge costs by (producer choice, consumer choice).
 
@@ -116,7 +149,8 @@ class EdgeRow:
     whole, in those of the operator that reads it. The first are counted by `made_forward` and
     `made_backward` (1 where both run whole), the others by `read_forward` and `read_backward`.
     `recompute` is the whole forward conversion where the consumer is recomputed, `regather` where
-    only its input is converted again. `copy_bytes` is the size of the converted copy.
+    only its input is converted again. `copy_bytes` is the size of the converted copy. `launches`
+    are None where launching a collective costs its hosts nothing.
     """
 
     forward: Timed
@@ -128,6 +162,7 @@ class EdgeRow:
     recompute: Timed
     regather: Timed
     copy_bytes: IntArray
+    launches: EdgeLaunches | None = None
 
     @cached_property
     def may_regather(self) -> bool:

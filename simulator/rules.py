@@ -21,24 +21,28 @@ conv2d         x (sample, in_channel,       weight (out_channel,      (sample, o
                in_height, in_width)         in_channel,               height, width); `stride`,
                                             kernel_height,            `padding`, `dilation`,
                                             kernel_width); bias       `groups`
-embedding      ids (...)                    weight (vocabulary,       (..., hidden)
-                                            hidden)
+embedding      ids (...)                    weight (vocabulary,       (..., hidden);
+                                            hidden)                   [`padding`]
 layer_norm     x (..., normalised…)         weight, bias              like x; `eps`
 rms_norm       x (..., normalised…)         weight                    like x; `eps`
 batch_norm     x (sample, channel, …)       weight, bias, running     like x; `eps`, `momentum`,
                                             mean, running variance    `training`
 attention      q (sample, head, query, e),  none                      (sample, head, query, f);
                k (.., key, e),                                        `causal`, `scale`,
-               v (.., key, f)                                         [`dropout`]
+               v (.., key, f)                                         [`dropout`, `first_query`]
                [, mask broadcastable]
+prefix         x (..., own, e)               none                      (..., key, e): x behind
+                                                                      what came before; `dim`
 rotary         x (..., sequence, e), cos,   none                      like x
                sin (sequence, e)
 moe_weights    gates (group, token,         none                      (group, token, expert,
                choice)                                                slot); `top_k`
 moe_dispatch   x (group, token, hidden),    none                      (group, expert, slot,
                gates                                                  hidden); `top_k`
-expert_linear  x (..., expert, slot, in)    weight (expert, in,       (..., expert, slot, out)
-                                            out); bias (expert, out)
+expert_linear  x (..., expert, slot, in)    weight (expert, in,       (..., expert, slot, out);
+                                            out), or (expert, out,    [`transposed`]
+                                            in) if transposed; bias
+                                            (expert, out)
 moe_combine    y (group, expert, slot,      none                      (group, token, hidden);
                hidden), gates                                         `top_k`
 softmax        x                            none                      like x; `dim` [, `scale`,
@@ -173,12 +177,19 @@ def _sum_flops(operator: Operator, sizes: Sizes) -> float:
 
 
 def _attention_flops(operator: Operator, sizes: Sizes) -> float:
-    """Both matrix products, q·kᵀ and p·v; half of them when the mask is causal."""
+    """Both matrix products, q·kᵀ and p·v; half of them when the mask is causal.
+
+    Of queries that begin at key f, each sees these f keys, and half of the others on average.
+    """
     query, key, value = (factors(read.layout) for read in operator.inputs[:3])
     pairs = math.prod(sizes[n] for n in dict.fromkeys((*query, *key)))
     scores = 2.0 * pairs
     mixed = 2.0 * math.prod(sizes[n] for n in dict.fromkeys((*operator_out(operator), *value)))
-    return (scores + mixed) * (0.5 if operator.attributes.get("causal") else 1.0)
+    key_dims = operator.inputs[1].layout[-2]
+    if not operator.attributes.get("causal"):
+        return scores + mixed
+    first = int(operator.attributes.get("first_query", 0))
+    return (scores + mixed) * (0.5 + 0.5 * first / math.prod(sizes[n] for n in key_dims))
 
 
 def operator_out(operator: Operator) -> tuple[str, ...]:
@@ -254,6 +265,7 @@ RULES: dict[str, Rule] = {
     "moe_dispatch": Rule(_no_flops, saved_inputs=(1,)),
     "expert_linear": Rule(_contraction_flops, matmul=True, weight_share=0.5),
     "moe_combine": Rule(_combine_flops, saved_inputs=(0, 1)),
+    "prefix": Rule(_no_flops, saved_inputs=()),
     "rotary": Rule(_per_input(3.5), backward_flops=1.0, saved_inputs=(1, 2)),
     "softmax": Rule(_per_input(5.0), passes=1.5, saved_inputs=(), saved_output=True),
     "elementwise": Rule(_steps_flops),

@@ -87,6 +87,8 @@ class Schedule:
         update_every: None when a step ends with the one update of its weights; else a stage's
             weights are updated whenever this many microbatches have passed it backward.
         stashes_weights: whether a backward without flushes uses the weights of its forward.
+        vertical_sync: whether a microbatch uses the version that it found on the first stage on
+            all of them.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Schedule:
     num_slices: int = 1
     update_every: int | None = None
     stashes_weights: bool = False
+    vertical_sync: bool = False
 
     @classmethod
     def parse(cls, text: str, *, name: str = "custom") -> Schedule:
@@ -162,7 +165,7 @@ class Schedule:
             >>> [(s.kind.value, s.held[0].waiting) for s in schedule.situations[0]]
             [('F', 1), ('B', 1)]
         """
-        return tuple(_fullest(order) for order in self.orders)
+        return tuple(fullest(_situations(order)) for order in self.orders)
 
     @cached_property
     def _ranks_of(self) -> dict[int, tuple[int, ...]]:
@@ -344,9 +347,10 @@ def check_sizes(num_stages: int, num_microbatches: int, num_slices: int = 1) -> 
         raise ValueError(f"{num_slices} token slices: a microbatch has at least one")
 
 
-def _fullest(order: Iterable[Action]) -> tuple[Situation, ...]:
+def fullest(situations: Iterable[Situation]) -> tuple[Situation, ...]:
+    """Of situations with actions of one stage and kind, those that hold no less than another."""
     found: dict[tuple[int, ActionKind], list[Situation]] = {}
-    for situation in dict.fromkeys(_situations(order)):
+    for situation in dict.fromkeys(situations):
         rivals = found.setdefault((situation.stage, situation.kind), [])
         if not any(_covers(rival, situation) for rival in rivals):
             rivals[:] = [rival for rival in rivals if not _covers(situation, rival)]

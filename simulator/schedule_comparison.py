@@ -1,20 +1,22 @@
 """One pipeline under every schedule: what each would do to a plan's step, memory and weights.
 
 The stages of a plan are played once as blocks; every schedule then runs those blocks in its own
-order. Schedules that plans do not have (a copy of each stage, token slices, asynchronous updates)
-can be compared like this too; interleaving cannot, because its stages are others.
+order. Interleaving cannot be compared like this, because its stages are others. Chimera and slices
+of tokens are simulated as plans of their own, where the model can have them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
 from stratagem.simulator.ampnet import ampnet
-from stratagem.simulator.boundary import transfer_seconds
+from stratagem.simulator.chimera import CHIMERA
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
+from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.memory import StageTensors, device_memory
@@ -23,26 +25,26 @@ from stratagem.simulator.pipeline import (
     FORWARD,
     INPUT_GRADIENT,
     LAST_BACKWARD,
+    REPLICA_UPDATE,
     SEND,
     SEND_BACK,
     TIE,
     WEIGHT_GRADIENT,
+    are_blocks,
 )
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
+from stratagem.simulator.predicted import rank_memory
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedule_times import StageTimes, play_schedule
 from stratagem.simulator.schedules import (
-    chimera,
     gpipe,
     one_f_one_b,
     pipedream,
-    terapipe,
     zb_h1,
 )
 from stratagem.simulator.steady_state import SteadyState, steady_state
 from stratagem.simulator.table import Table, Unit, Value
-from stratagem.simulator.token_slices import SliceCosts, sliced_graph
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "chimera", "pipedream", "ampnet")
 """The schedules that are compared."""
@@ -84,6 +86,7 @@ def compare_schedules(
         graph: the model at its whole batch.
         costs: prices of operators.
         token_slices: of a microbatch under TeraPipe, which is left out for 1 slice.
+            Chimera is left out where plans cannot have it (see `chimera.check_homes`).
         memory: rows priced before under the same `costs`.
 
     Raises:
@@ -105,10 +108,11 @@ def compare_schedules(
     rows = [
         _row(name, plan, times, models["zb-h1" if name == "zb-h1" else "1f1b"])
         for name in NAMES
-        if name != "chimera" or len(plan.stages) % 2 == 0
+        if name != CHIMERA
     ]
+    rows += _chimera(whole, graph, costs, memory)
     if token_slices > 1:
-        rows.append(_terapipe(whole, graph, costs, token_slices))
+        rows.append(_terapipe(whole, graph, costs, token_slices, memory))
     table = Table(f"schedules of {plan.name}", COLUMNS, tuple(rows), NOTE)
     return table.sorted_by("step", descending=False)
 
@@ -121,7 +125,6 @@ def stage_times(model: PlanModel) -> StageTimes:
         _whole_times(model),
         input_gradient=[int(durations[INPUT_GRADIENT, s]) for s in stages],
         weight_gradient=[int(durations[WEIGHT_GRADIENT, s]) for s in stages],
-        replica_sync=[_copy_sync(model, s) for s in stages],
     )
 
 
@@ -150,36 +153,49 @@ def _whole_times(model: PlanModel) -> StageTimes:
     )
 
 
+def _chimera(
+    plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None
+) -> Iterator[tuple[Value, ...]]:
+    """The row of Chimera, simulated as the plan that it is; none where it cannot be one."""
+    try:
+        opposite = replace(plan, schedule=CHIMERA)
+        opposite.check(graph)
+    except ValueError:
+        return
+    model = plan_model(opposite, graph, costs, memory)
+    macro = model.macro
+    times = simulate(macro.with_durations(macro_durations(model)))
+    works = are_blocks(macro.kind) | (macro.kind == REPLICA_UPDATE)
+    busy = int((times.end - times.start)[works].sum())
+    bubble = 1 - busy / (macro.schedule.num_ranks * times.makespan)
+    moments = [s for found in macro.schedule.situations for s in found]
+    held = max(1 + sum(each.waiting + each.late for each in s.held) for s in moments)
+    fullest = max(memory.peak for memory in rank_memory(model))
+    yield CHIMERA, times.makespan * 1e-9, bubble, held, fullest, 1, 0
+
+
 def _terapipe(
-    plan: Plan, graph: OperatorGraph, costs: CostModel, num_slices: int
+    plan: Plan,
+    graph: OperatorGraph,
+    costs: CostModel,
+    num_slices: int,
+    memory: RowMemory | None,
 ) -> tuple[Value, ...]:
     """The row of TeraPipe: the blocks of each slice are played."""
-    small = sliced_graph(graph, num_slices)
-    models = [plan_model(plan, small, SliceCosts(costs, k)) for k in range(num_slices)]
-    each = [_whole_times(model) for model in models]
+    sliced = replace(plan, schedule="terapipe", token_slices=num_slices)
+    sliced.check(graph)
+    model = plan_model(sliced, graph, costs, memory)
+    each = [_whole_times(part) for part in model.parts]
     forward, backward, transfer = (
         [list(parts) for parts in zip(*(getattr(times, name) for times in each), strict=True)]
         for name in ("forward", "backward", "transfer")
     )
     times = StageTimes(forward, backward, transfer=transfer, update=each[0].update)
-    schedule = terapipe(len(plan.stages), plan.num_microbatches, num_slices)
-    play = play_schedule(schedule, times)
-    step = (play.makespan + _tied(models[0])) * 1e-9
+    play = play_schedule(sliced.make_schedule(), times)
+    step = (play.makespan + _tied(model)) * 1e-9
     bubble, held = float(play.bubble), max(play.peak_held)
-    name = f"terapipe, {num_slices} slices"
-    return name, step, bubble, held, _fullest(models[-1], schedule, None), 1, 0
-
-
-def _copy_sync(model: PlanModel, s: int) -> int:
-    """ns to sum the gradients of two copies of a stage: each sends and receives all of them once.
-
-    A copy of stage s of S is where stage S − 1 − s is.
-    """
-    tensors = model.stages[s].tensors
-    gradients = _bytes_for(tensors, Purpose.GRADIENTS)
-    meshes = [stage.mesh for stage in model.plan.stages]
-    seconds = transfer_seconds(gradients, meshes[s], meshes[-1 - s], model.plan.cluster)
-    return round(seconds * 1e9)
+    fullest = max(rank.peak for rank in rank_memory(model))
+    return f"terapipe, {num_slices} slices", step, bubble, held, fullest, 1, 0
 
 
 def _tied(model: PlanModel) -> int:
@@ -199,7 +215,7 @@ def _bytes_for(tensors: StageTensors, use: Purpose) -> int:
 
 def _row(name: str, plan: Plan, times: StageTimes, model: PlanModel) -> tuple[Value, ...]:
     stages, parts = len(plan.stages), plan.num_microbatches
-    made = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "chimera": chimera}
+    made = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
     if name in made:
         schedule = made[name](stages, parts)
         play = play_schedule(schedule, times)

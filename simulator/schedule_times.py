@@ -19,6 +19,7 @@ from stratagem.simulator.pipeline import (
     LAST_WEIGHT_GRADIENT,
     NUM_KINDS,
     REPLICA_SYNC,
+    REPLICA_UPDATE,
     SEND,
     SEND_BACK,
     WEIGHT_GRADIENT,
@@ -59,8 +60,10 @@ class StageTimes:
         weight_gradient: the weights' part.
         transfer: from each stage to the next, and of the gradient back; for stages on one rank it
             does not count.
-        update: the optimizer, after the last backward, or after every `update_every` of them.
-        replica_sync: summing the gradients of a stage's copies on two ranks.
+        update: the optimizer, after the last backward, or after every `update_every` of them; of
+            a stage's copies after all that their ranks do, and the sum of their gradients.
+        replica_sync: summing the gradients of a stage's copies on two ranks, which go on with
+            other stages meanwhile.
     """
 
     forward: PerStage
@@ -129,14 +132,14 @@ class Play:
 
     @cached_property
     def busy(self) -> tuple[int, ...]:
-        """Per rank, the ns in which it runs actions, updates and syncs of copies."""
+        """Per rank, the ns in which it runs actions and updates."""
         total = [0] * self.schedule.num_ranks
         for action, rank in self.schedule.rank_of.items():
             start, end = self.span(action)
             total[rank] += end - start
-        for task in np.flatnonzero(self._macro.kind == REPLICA_SYNC):
-            for rank in self.schedule.ranks_of(int(self._macro.item[task])):
-                total[rank] += int(self._times.end[task] - self._times.start[task])
+        for task in np.flatnonzero(self._macro.kind == REPLICA_UPDATE):
+            rank = int(self._macro.rank[task])
+            total[rank] += int(self._times.end[task] - self._times.start[task])
         return tuple(total)
 
     @property
@@ -175,14 +178,19 @@ class Play:
                 yield Row(name, TaskKind.UPDATE, lane, end - update, end)
 
     def _joint_rows(self) -> Iterator[Row]:
-        for task in np.flatnonzero(self._macro.kind == REPLICA_SYNC):
+        kinds = self._macro.kind
+        for task in np.flatnonzero((kinds == REPLICA_SYNC) | (kinds == REPLICA_UPDATE)):
             start, end = int(self._times.start[task]), int(self._times.end[task])
-            stage = int(self._macro.item[task])
-            name = f"sync and update of stage {stage}"
+            stage = self._macro.copies[int(self._macro.item[task])]
+            if end == start:
+                continue
+            if kinds[task] == REPLICA_UPDATE:
+                lane = lane_name(f"rank {self._macro.rank[task]}", "compute")
+                yield Row(f"update of stage {stage}", TaskKind.UPDATE, lane, start, end)
+                continue
             for rank in self.schedule.ranks_of(stage):
-                if end > start:
-                    lane = lane_name(f"rank {rank}", "compute")
-                    yield Row(name, TaskKind.GRADIENT_SYNC, lane, start, end)
+                lane = lane_name(f"rank {rank}", "to its copies")
+                yield Row(f"sync of stage {stage}", TaskKind.GRADIENT_SYNC, lane, start, end)
 
     def _transfer_rows(self) -> Iterator[Row]:
         slices = self.schedule.num_slices
@@ -229,7 +237,7 @@ def play_schedule(schedule: Schedule, times: StageTimes) -> Play:
 def duration_table(macro: MacroGraph, times: StageTimes) -> tuple[IntArray, IntArray]:
     """The duration table of a macro graph under `times`, in ns, and each stage's update.
 
-    The update of a stage that is there twice belongs to the sync of its copies.
+    The updates of a stage that is there twice come behind the sum over its copies.
     """
     schedule = macro.schedule
     stages, slices = schedule.num_stages, schedule.num_slices
@@ -249,5 +257,7 @@ def duration_table(macro: MacroGraph, times: StageTimes) -> tuple[IntArray, IntA
         table[last, :width] = table[kind, :width] + np.repeat(alone, slices)
     sent = times.numbers("transfer", len(macro.pairs), slices)
     table[SEND, : sent.size] = table[SEND_BACK, : sent.size] = sent
-    table[REPLICA_SYNC, :stages] = times.numbers("replica_sync", stages) + update
+    copies = np.array(macro.copies, dtype=np.int64)
+    table[REPLICA_SYNC, : copies.size] = times.numbers("replica_sync", stages)[copies]
+    table[REPLICA_UPDATE, : copies.size] = update[copies]
     return table, alone

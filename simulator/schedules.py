@@ -8,7 +8,7 @@ a stage's forward, backward, input gradient and weight gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stratagem.simulator.names import unknown
 from stratagem.simulator.schedule import Action, ActionKind, Schedule, check_sizes
@@ -189,6 +189,23 @@ def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
+def pipedream_vertical(num_stages: int, num_microbatches: int) -> Schedule:
+    """PipeDream with vertical sync (Narayanan et al. 2019, section 3.3).
+
+    Example:
+        >>> pipedream_vertical(4, 100).vertical_sync
+        True
+
+    A microbatch uses the version of the weights that it found on the first stage on every stage.
+    So all gradients are S − 1 updates late, and every stage keeps S versions.
+
+    Raises:
+        ValueError: if a size is below 1.
+    """
+    plain = pipedream(num_stages, num_microbatches)
+    return replace(plain, name="pipedream-vertical", vertical_sync=True)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """All that the schedules with a name are made of."""
@@ -209,6 +226,9 @@ SCHEDULES: dict[str, Callable[[Sizes], Schedule]] = {
     "chimera": lambda sizes: chimera(sizes.num_stages, sizes.num_microbatches),
     "terapipe": lambda sizes: terapipe(sizes.num_stages, sizes.num_microbatches, sizes.num_slices),
     "pipedream": lambda sizes: pipedream(sizes.num_stages, sizes.num_microbatches),
+    "pipedream-vertical": lambda sizes: pipedream_vertical(
+        sizes.num_stages, sizes.num_microbatches
+    ),
 }
 """The schedules that a plan can name; AMPNet's order depends on times (see `ampnet`)."""
 

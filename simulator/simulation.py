@@ -50,6 +50,11 @@ class Simulation:
         )
 
     @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """What the passes of one microbatch take in each stage."""
+        return predicted.stage_seconds(self._model)
+
+    @property
     def fits(self) -> bool:
         """Whether every rank fits its devices."""
         return all(rank.fits for rank in self.memory)

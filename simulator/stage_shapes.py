@@ -22,13 +22,14 @@ from stratagem.simulator.resharding import IntArray
 class StageShapes:
     """Builds blocks and lifetimes, each shape once.
 
-    `split`, `bucket_bytes`, `slowdown` and `inputs_first` are those of `stage_blocks`.
+    `split`, `bucket_bytes`, `slowdown`, `inputs_first` and `stashes` are those of `stage_blocks`.
     """
 
     split: bool = False
     bucket_bytes: int = 0
     slowdown: int = 0
     inputs_first: bool = False
+    stashes: bool = False
     _shapes: dict[int, tuple[CostTable, Any]] = field(default_factory=dict)
     _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
     _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
@@ -43,17 +44,24 @@ class StageShapes:
                 bucket_bytes=self.bucket_bytes,
                 slowdown=self.slowdown,
                 inputs_first=self.inputs_first,
+                stashes=self.stashes,
             )
             self._blocks[key] = table, made
         first, blocks = self._blocks[key]
         return blocks.moved(table.operators[0] - first.operators[0])
 
-    def lifetimes(self, table: CostTable, arriving: Mapping[Edge, IntArray]) -> Lifetimes:
-        """The tensors of a stage to which `arriving` bytes come from other stages."""
+    def lifetimes(
+        self, table: CostTable, arriving: Mapping[Edge, IntArray], num_versions: int | None = None
+    ) -> Lifetimes:
+        """The tensors of a stage to which `arriving` bytes come from other stages.
+
+        `num_versions` of the weights are kept where each microbatch has an update.
+        """
         base = table.operators[0]
         key = (
             self._shape(table),
             _leaving(table),
+            num_versions,
             tuple(
                 # A producer in another stage stands for itself: its choices price the arrival.
                 (edge.producer - base, edge.consumer - base, edge.slot, nbytes.tobytes())
@@ -61,7 +69,8 @@ class StageShapes:
             ),
         )
         if key not in self._lifetimes:
-            self._lifetimes[key] = table, stage_lifetimes(table, arriving, split=self.split)
+            made = stage_lifetimes(table, arriving, split=self.split, num_versions=num_versions)
+            self._lifetimes[key] = table, made
         first, lifetimes = self._lifetimes[key]
         return lifetimes.moved(base - first.operators[0])
 

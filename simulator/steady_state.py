@@ -16,6 +16,7 @@ from stratagem.simulator.schedule import (
     validate,
 )
 from stratagem.simulator.schedule_times import Play, StageTimes, play_schedule
+from stratagem.simulator.weight_versions import versions_kept
 
 Node = tuple[str, int, int]
 """What repeats with every microbatch: an action's kind, stage and slice, or that it is sent on."""
@@ -103,7 +104,7 @@ def steady_state(schedule: Schedule, times: StageTimes) -> SteadyState:
         if makes_weight_gradient(action):
             update = times.numbers("update", schedule.num_stages)[action.stage]
             work += Fraction(int(update), schedule.update_every * schedule.num_slices)
-    kept = [_kept(schedule, stage) for stage in range(schedule.num_stages)]
+    kept = [versions_kept(schedule, stage) for stage in range(schedule.num_stages)]
     return SteadyState(
         period=period,
         bubble=1 - work / (schedule.num_ranks * period),
@@ -121,29 +122,6 @@ def _one_microbatch(schedule: Schedule) -> list[Action]:
 def _nanoseconds(schedule: Schedule, times: StageTimes, action: Action) -> int:
     numbers = times.numbers(_FIELDS[action.kind], schedule.num_stages, schedule.num_slices)
     return int(numbers[action.stage * schedule.num_slices + action.slice])
-
-
-def _kept(schedule: Schedule, stage: int) -> tuple[int, int]:
-    """Versions of a stage's weights kept at once, and updates that a gradient comes too late for.
-
-    Both follow from the order of the stage's rank alone, because updates happen in it. Without
-    stashing there is one version.
-    """
-    most = stale = 0
-    for rank in schedule.ranks_of(stage):
-        version = 0
-        used: dict[tuple[int, int], int] = {}
-        for action in schedule.orders[rank]:
-            if action.stage != stage:
-                continue
-            key = action.microbatch, action.slice
-            if action.kind is ActionKind.FORWARD:
-                used[key] = version
-            most = max(most, len({version, *used.values()}))
-            if makes_weight_gradient(action):
-                stale = max(stale, version - used.pop(key))
-            version += action in schedule.updates
-    return most if schedule.stashes_weights else 1, stale
 
 
 def _followers(schedule: Schedule) -> dict[Node, tuple[Node, int]] | None:

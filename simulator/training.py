@@ -24,13 +24,18 @@ class Training:
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
             itself by Adam (AdamW, Loshchilov and Hutter 2019).
         clip_norm: gradients are made shorter where the norm of all of them is above it (Pascanu et
-            al. 2013); 0 for never. It is executed, and not priced: one sum of one number.
+            al. 2013); 0 for never. It is executed, and not priced: one sum of one number. In
+            float16 the same sum tells whether a gradient of any rank is not finite.
         gradient_precision: in which gradients are added up and reduced; empty: as `precision`.
             Megatron-LM adds bfloat16 gradients up in float32.
         flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
             or 3 (Shah et al. 2024, on Hopper).
         fused_loss: whether the cross-entropy is one kernel that leaves the gradient where the
             logits were; otherwise it works on float32 copies of the logits.
+        bucketed_gradients: whether gradients that are added up in another precision are also held
+            as backward makes them: in the buckets of PyTorch's DistributedDataParallel (Li et al.
+            2020), or until all of backward is through. It counts in predicted memory alone; the
+            executor holds none.
 
     Example:
         >>> Training(precision="bfloat16").optimizer_bytes
@@ -52,6 +57,7 @@ class Training:
     fused_elementwise: bool = False
     flash_version: int = 2
     fused_loss: bool = False
+    bucketed_gradients: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip_norm: float = 0.0
@@ -86,6 +92,23 @@ class Training:
     def gradient_bytes(self) -> int:
         """Bytes of the gradient of one parameter."""
         return DTYPE_BYTES[self.gradient_precision or self.precision]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are made or added up in float16, which has none as small as they are.
+
+        Example:
+            >>> Training(precision="float16").scales_loss
+            True
+            >>> Training(precision="bfloat16").scales_loss
+            False
+        """
+        return "float16" in (self.precision, self.gradient_precision)
+
+    @property
+    def holds_buckets(self) -> bool:
+        """Whether gradients are held a second time, in buckets of the parameters' precision."""
+        return self.bucketed_gradients and self.gradient_bytes != self.parameter_bytes
 
     @property
     def optimizer_bytes(self) -> int:

@@ -234,14 +234,23 @@ class FakeStreams:
         return last - first
 
 
-def run_fake(size: int, function: Callable[[NcclCommunicator], T]) -> list[T]:
+def plain(hub: Hub) -> tuple[Any, FakeStreams]:
+    """What a rank gets for NCCL and for streams."""
+    return FakeNccl(hub), FakeStreams()
+
+
+def run_fake(
+    size: int,
+    function: Callable[[NcclCommunicator], T],
+    make: Callable[[Hub], tuple[Any, FakeStreams]] = plain,
+) -> list[T]:
     """Run `function` as every rank of a world of `NcclCommunicator`."""
     hub, results, errors = Hub(), {}, []
 
     def rank_of(rank: int) -> None:
         try:
-            fake = FakeNccl(hub)
-            made = NcclCommunicator(fake, b"world", rank, size, FakeStreams())
+            fake, streams = make(hub)
+            made = NcclCommunicator(fake, b"world", rank, size, streams)
             with made as comm, comm.working():
                 results[rank] = function(comm)
         except BaseException as error:

@@ -9,8 +9,12 @@ import torch
 
 from examples.models import SmallGPT
 from stratagem.executor import execute, model_state
+from stratagem.executor.batches import Batches
+from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.judging import Limits
 from stratagem.executor.reference import errors_against
-from stratagem.executor.run import process_rank
+from stratagem.executor.run import prepare, process_rank
+from stratagem.executor.training_loop import RunOptions, train
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
 from tests.test_backends import operations
@@ -24,11 +28,40 @@ def gpt() -> tuple[SmallGPT, dict[str, torch.Tensor]]:
     return model, batch
 
 
+STEPS = 10
+"""Steps of a run that is recorded."""
+
+
+def recorded(plan: Plan, out: str) -> None:
+    """Train one by one and as a graph, with another batch in every step; writes both."""
+    model, batch = gpt()
+    graph, state = capture(model, (), batch), model_state(model)
+    batches = [{name: each.roll(step, 1) for name, each in batch.items()} for step in range(STEPS)]
+    found = {}
+    with process_rank(Limits(), backend="nccl") as (comm, watch):
+        interpreter = Interpreter(prepare(plan, graph), comm, state)
+        for cuda_graph in (False, True):
+            options = RunOptions(steps=STEPS, gradients=True, cuda_graph=cuda_graph)
+            data = Batches(batches, graph, buffers=state)
+            result = train(interpreter, data, options, place=watch.place)
+            interpreter.reset()
+            found[cuda_graph] = {
+                "losses": torch.tensor(result.losses),
+                **{f"parameter {name}": t.cpu() for name, t in result.parameters.items()},
+                **{f"gradient {name}": t.cpu() for name, t in (result.gradients or {}).items()},
+            }
+    if result.gradients:
+        torch.save(found, Path(out, "recorded.pt"))
+
+
 def main() -> None:
     """Run the plan in a file, or every operation; rank 0 writes what it found."""
-    what, out = sys.argv[1:]
+    what, out, *rest = sys.argv[1:]
+    if rest == ["recorded"]:
+        recorded(Plan.load(what), out)
+        return
     if what == "operations":
-        with process_rank(timeout=120, backend="nccl") as (comm, _):
+        with process_rank(Limits(stalled=120), backend="nccl") as (comm, _):
             everyone = tuple(range(comm.world_size))
             comm.prepare([everyone])
             with torch.device(comm.device):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.models import MLP, SmallCNN, SmallGPT
 from stratagem.executor import execute, model_state
 from stratagem.executor.reference import first_scalar, gradient_errors, relative_error
 from stratagem.simulator.cluster import Cluster
@@ -52,6 +53,29 @@ class Case:
 def make_case(model: nn.Module, **batch: Tensor) -> Case:
     """A captured model."""
     return Case(model, batch, capture(model, (), batch))
+
+
+def gpt_case() -> Case:
+    """Two layers of four heads; some labels are left out of the loss."""
+    torch.manual_seed(0)
+    model = SmallGPT(num_layers=2, hidden=24, num_heads=4, vocabulary=50, sequence=10)
+    labels = torch.randint(0, 50, (4, 10))
+    labels[0, :3] = -100
+    return make_case(model, input_ids=torch.randint(0, 50, (4, 10)), labels=labels)
+
+
+def mlp_case() -> Case:
+    """Layers of odd sizes."""
+    torch.manual_seed(1)
+    model = MLP([10, 13, 9, 7])
+    return make_case(model, x=torch.randn(6, 10), target=torch.randint(0, 7, (6,)))
+
+
+def cnn_case() -> Case:
+    """Convolutions with batch norms."""
+    torch.manual_seed(2)
+    model = SmallCNN(channels=4, image=8, classes=6)
+    return make_case(model, images=torch.randn(4, 3, 8, 8), labels=torch.randint(0, 6, (4,)))
 
 
 def built_case(

@@ -78,12 +78,17 @@ GPT = tiny_gpt()
 RESNET = resnet(18, batch=16, image=32)
 LOCAL = Cluster.preset("local-cpu")
 SLOW = replace(CLUSTER, compute_slowdown=0.13, calibration=Calibration(launch_us=2.0))
+STALLED = replace(
+    Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2),
+    calibration=Calibration(launch_us=2.0, stall_us=5.0),
+)
 CASES = {
     "one stage": Case(GPT, staged(GPT, 1, "1f1b")),
     "1f1b, a parameter tied across": Case(GPT, staged(GPT, 2, "1f1b")),
     "gpipe, little memory": Case(GPT, staged(GPT, 2, "gpipe"), tight(CLUSTER, 0.0026)),
     "zb-h1, recompute": Case(GPT, staged(GPT, 2, "zb-h1", "full")),
     "options, contention, launches": Case(GPT, staged(GPT, 2, "1f1b", "selective"), SLOW, RICH),
+    "stalls between nodes": Case(GPT, staged(GPT, 2, "1f1b", "selective"), STALLED, RICH),
     "interleaved": Case(GPT, on_ranks(GPT, 2)),
     "four stages on one rank": Case(GPT, on_ranks(GPT, 1)),
     "convolutions": Case(RESNET, staged(RESNET, 2, "1f1b")),

@@ -16,7 +16,7 @@ from stratagem.search.baselines import Situation
 from stratagem.search.bound import lower_bound
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.forest import minimise_forest, spanning_forest
-from stratagem.search.lookups import longest_path
+from stratagem.search.lookups import PLAIN, Lookups, Tables, longest_path
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import Options, Skeleton, skeletons
 from stratagem.simulator.cluster import Cluster
@@ -237,3 +237,53 @@ def test_the_computing_bound_holds_for_plans_drawn_at_random(policy: str, schedu
             assert bound <= step * (1 + 1e-9)
             closest = min(closest, step / bound)
     assert closest < 20
+
+
+def test_parts_of_one_pool_keep_their_masks() -> None:
+    """A stage shares its pool with what crosses stages, which has no mask: once the mask of the
+    first was lost with it, every task counted for every link, and a bound was above the optimum.
+    """
+    one, none = np.array([0]), np.array([0])
+    pool, mask = np.array([0, 3, 5]), np.array([0, 1, 2])
+    masked = Lookups(pool, np.array([1]), none, one + 1, none, none, mask, resource=0)
+    plain = Lookups(pool, np.array([1]), none, one + 1, none, none)
+    tables = Tables([2], [masked, plain])
+    nodes, pairs = tables.combine([np.array([1.0]), np.array([0.0])])
+    assert nodes[0].tolist() == [3.0, 0.0]
+    assert not pairs
+    nodes, _ = tables.combine([np.array([1.0]), np.array([10.0])])
+    assert nodes[0].tolist() == [33.0, 50.0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_are_sums_of_look_ups(seed: int) -> None:
+    """What tables say of choices is what the look-ups say one by one."""
+    random = np.random.default_rng(seed)
+    sizes = [2, 3, 2, 3]
+    pool = random.integers(0, 100, 60)
+    mask = random.integers(0, 4, 60)
+    parts = []
+    for resource in (0, 1, PLAIN):
+        first, second = random.integers(0, 4, 12), random.integers(0, 4, 12)
+        alone = (random.random(12) < 0.3) | (first == second)
+        width = np.where(alone, 1, np.array(sizes)[second])
+        parts.append(
+            Lookups(
+                pool,
+                random.integers(0, 60 - 9, 12),
+                first,
+                width,
+                np.where(alone, first, second),
+                np.where(alone, 0, 1),
+                mask if resource != PLAIN else None,
+                resource,
+            )
+        )
+    weights = [random.integers(0, 3, 12).astype(float) for _ in parts]
+    nodes, pairs = Tables(sizes, parts).combine(weights)
+    for choice in itertools.product(*map(range, sizes)):
+        chosen = np.array(choice)
+        wanted = sum(w @ part.values(chosen) for w, part in zip(weights, parts, strict=True))
+        found = sum(node[c] for node, c in zip(nodes, choice, strict=True))
+        found += sum(table[choice[i], choice[j]] for (i, j), table in pairs.items())
+        assert found == pytest.approx(wanted)

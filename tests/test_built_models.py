@@ -103,8 +103,11 @@ class Inception:
 
 
 def inception_state(graph: OperatorGraph) -> dict[str, Tensor]:
-    """Random parameters that keep the size of features (He et al. 2015)."""
-    torch.manual_seed(0)
+    """Random parameters that keep the size of features (He et al. 2015).
+
+    With some seeds a ReLU switches by the last digit that two ranks round otherwise; not with 1.
+    """
+    torch.manual_seed(1)
     state = {}
     for each in graph.parameters:
         if each.name.endswith(("running_mean", "running_var")):

@@ -73,6 +73,69 @@ def test_the_host_has_a_lane_of_its_own_in_the_timeline():
     assert not any("host" in lane for lane in step(graph, Calibration()).timeline.lanes)
 
 
+STALLED = Calibration(launch_us=1.0, stall_us=100.0)
+ONE_NODE = CLUSTER.resized(devices_per_node=4)
+TWO_NODES = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
+
+
+def stalls_of(setup, cluster=TWO_NODES, calibration=STALLED):
+    """Host time of launched conversions and collectives of a step, by stage."""
+    graph = gpt(num_layers=4, hidden=64, num_heads=4, sequence=16, vocabulary=64, batch=8)
+    cluster = replace(cluster, calibration=calibration)
+    timeline = simulate_plan(setup.plan(graph, cluster), graph, default_costs()).timeline
+    found = {}
+    for name, lane, start, end in zip(
+        timeline.names, timeline.lane, timeline.start, timeline.end, strict=True
+    ):
+        stage, what = timeline.lanes[lane].split(" · ")
+        lost, moved = found.get(stage, (0, 0))
+        if what == "host" and ("→" in name or "←" in name):
+            found[stage] = lost + int(end - start), moved
+        elif what == "link in node" and ("→" in name or "←" in name):
+            found[stage] = lost, moved + 1
+    return found
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_hosts_of_a_pipeline_between_nodes_stall_once_for_each_member_of_a_collective(tensor):
+    setup = TrainingSetup(tensor=tensor, pipeline=2, training=TRAINING, recompute="selective")
+    found = stalls_of(setup)
+    assert len(found) == 2
+    for lost, conversions in found.values():
+        assert conversions > 20
+        collectives, rest = divmod(lost, tensor * 100_000)
+        assert rest == 0
+        assert conversions <= collectives <= 1.05 * conversions  # Few have two.
+
+
+@pytest.mark.parametrize(
+    ("setup", "cluster"),
+    [
+        (TrainingSetup(tensor=2, training=TRAINING), TWO_NODES),
+        (TrainingSetup(tensor=2, pipeline=2, training=TRAINING), ONE_NODE),
+    ],
+    ids=["no pipeline", "one node"],
+)
+def test_where_the_network_is_idle_no_host_stalls(setup, cluster):
+    for lost, collectives in stalls_of(setup, cluster).values():
+        assert collectives > 0
+        assert lost == 0
+
+
+def test_stalls_hide_behind_long_kernels():
+    """The host is ahead of the device again as soon as kernels take longer than launches."""
+    graph = gpt(num_layers=2, hidden=2048, num_heads=16, batch=16)
+    setup = TrainingSetup(microbatch=8, tensor=2, pipeline=2, training=TRAINING)
+    cluster = TWO_NODES.resized(devices_per_node=2)
+    plain, stalled = (
+        simulate_plan(
+            setup.plan(graph, replace(cluster, calibration=calibration)), graph, default_costs()
+        ).step_time
+        for calibration in (Calibration(launch_us=1.0), Calibration(launch_us=1.0, stall_us=5.0))
+    )
+    assert plain <= stalled < 1.005 * plain
+
+
 def test_reserved_memory_is_not_for_plans():
     graph = mlp([64] * 4, batch=4)
     free = step(graph, Calibration()).memory[0].capacity
@@ -89,6 +152,7 @@ def test_reserved_memory_is_not_for_plans():
         ({"memory_scale": -1.0}, "memory_scale is -1"),
         ({"launch_us": -2.0}, "launch_us is -2"),
         ({"reserved_gib": -1.0}, "reserved_gib is -1"),
+        ({"stall_us": -3.0}, "stall_us is -3"),
     ],
 )
 def test_impossible_constants_are_refused(wrong, message):

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 
 from stratagem.search.checkpoint import Checkpoint, Searched
 from stratagem.search.constraints import Constraints, most_tensor_ways
-from stratagem.search.course import Progress
+from stratagem.search.course import Course, Progress
+from stratagem.search.problem import Problem
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.sizes import search_sizes
+from stratagem.search.space_search import Entry
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.mesh import MeshAxis
 from stratagem.simulator.models import gpt, llama, mlp
 from stratagem.simulator.placement import REPLICATE, Shard
 from stratagem.simulator.simulation import simulate_plan
@@ -137,7 +140,7 @@ def test_pinned_operators_have_the_config_asked_for() -> None:
             "no operator of 'mlp' to constrain called 'layer.0' .did you mean 'layers.0",
         ),
         ({"forbid": (("head", "device"),)}, "no dim of 'mlp' that can be sharded called 'head'"),
-        ({"pipeline": 7}, "no plan meets the constraints"),
+        ({"pipeline": 7}, "no plan meets the constraints pipeline=7: of"),
         ({"pipeline": 4, "max_pipeline": 2}, "pipeline is 4, but max_pipeline is 2"),
         ({"headroom": 1.5}, "headroom is 1.5"),
         ({"zero_stages": ()}, "zero_stages allows nothing"),
@@ -159,10 +162,14 @@ def test_one_thread_and_two_find_the_same_plan() -> None:
 def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     graph, path = tiny_gpt(), tmp_path / "search.json"
     whole = quick(graph)
+    searched: set[str] = set()
 
     def interrupt(progress: Progress) -> None:
-        if progress.phase.startswith("searching") and progress.fraction > 0.56:
-            raise KeyboardInterrupt
+        """In the second skeleton, when the first is finished."""
+        if progress.phase.startswith("searching"):
+            searched.add(progress.phase)
+            if len(searched) > 1:
+                raise KeyboardInterrupt
 
     first = quick(graph, checkpoint=path, progress=interrupt)
     assert first.stop_reason is StopReason.INTERRUPTED
@@ -197,6 +204,39 @@ def test_a_search_goes_on_from_an_edited_plan() -> None:
     other = replace(CLUSTER, name="elsewhere")
     with pytest.raises(ValueError, match="plan to start from is for cluster"):
         search(graph, other, start=result.plan, budget=Budget(evaluations=0))
+    sliced = replace(result.plan, schedule="terapipe", token_slices=2)
+    with pytest.raises(ValueError, match="slices tokens, which is not searched"):
+        search(graph, CLUSTER, start=sliced, budget=Budget(evaluations=0))
+
+
+def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put in after the survey, it renumbered choices that were kept, and was searched twice."""
+    graph = tiny_gpt()
+    found = quick(graph, budget=Budget(evaluations=0), num_skeletons=0, baselines=None)
+    plan = found.baselines["ZeRO-3"].plan
+    mesh = replace(plan.stages[0].mesh, axes=(MeshAxis("device", 4),))
+    plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh),))
+    problems: dict[int, list[Problem]] = {}
+    searched: list[int] = []
+    make, search_entry = Course._problem, Course._search_entry
+
+    def made(self: Course, entry: Entry) -> Problem | None:
+        problem = make(self, entry)
+        if problem is not None:
+            problems.setdefault(id(entry), []).append(problem)
+        return problem
+
+    def search_it(self: Course, entry: Entry, evaluations: int, number: int, count: int) -> None:
+        searched.append(id(entry))
+        search_entry(self, entry, evaluations, number, count)
+
+    monkeypatch.setattr(Course, "_problem", made)
+    monkeypatch.setattr(Course, "_search_entry", search_it)
+    quick(graph, zero_stages=(0,), start=plan, budget=Budget(evaluations=2000), num_bounded=3)
+    assert any(len(made) > 1 for made in problems.values())
+    for same in problems.values():
+        assert all(problem.choices == same[0].choices for problem in same)
+    assert len(searched) == len(set(searched))
 
 
 def test_methods_of_the_literature_are_rows() -> None:

@@ -39,6 +39,9 @@ def build():
     model = torch.nn.Linear(16, 16)
     return Net(model), {"x": torch.ones(8, 16)}
 
+def lacking():
+    return Net(torch.nn.Linear(16, 16)), {"image": torch.ones(8, 16)}
+
 def broken():
     return 1 / 0
 
@@ -194,11 +197,14 @@ def test_compare_with_diff(place: Path) -> None:
     graph = mlp([64, 64, 64], batch=32)
     timeline = face.simulate(Plan.load("plan.json"), graph).timeline
     slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
-    Report("plan", (1.0,), (slower.duration,), slower).save("run.json")
+    found = Report("plan", (1.0,), (slower.duration,), slower, peak_bytes=(3 << 20, 5 << 20))
+    found.save("run.json")
     shown = call("compare", "plan.json", "graph.json", "run.json", "--diff", "--tables", "d.json")
     assert shown.exit_code == 0, shown.output
     assert "(100.0%) longer" in shown.stdout
     assert "where the time went, by lane" in shown.stdout
+    assert "memory, predicted and measured" in shown.stdout
+    assert "5 MiB" in shown.stdout
     assert (place / "d.json").exists()
 
 
@@ -219,8 +225,13 @@ def test_capture_writes_what_search_reads(place: Path) -> None:
     ("arguments", "words"),
     [
         (("search", "no.json", *SMALL), "'no.json' is neither module:function nor the file"),
+        (("search", __file__, *SMALL), "is a Python file; name the function in it that returns"),
         (("search", "no_module:f", *SMALL), "No module named 'no_module'"),
-        (("search", "small_model:biuld", *SMALL), "has no attribute 'biuld'"),
+        (("search", "small_model:biuld", *SMALL), "called 'biuld' (did you mean 'build'?)"),
+        (
+            ("search", "small_model:lacking", *SMALL),
+            "forward takes x, and what was given is image",
+        ),
         (("search", "small_model:broken", *SMALL), "ZeroDivisionError: division by zero"),
         (("search", "small_model:wrong", *SMALL), "must return (model, dict of example inputs)"),
         (("search", "plan", *SMALL), "neither"),
@@ -270,6 +281,18 @@ def test_error_of_files(place: Path, arguments: tuple[str, ...], words: str) -> 
     assert shown.exit_code == 2
     assert_one_line(shown, words)
     assert files(place) == before
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot", "--trace", "--report"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_search(
+    place: Path, option: str
+) -> None:
+    given = ("search", "graph.json", *SMALL, "--out", "plan.json", option)
+    for path, words in ((".", ". is a folder"), ("graph.json/x", "graph.json is no folder that")):
+        shown = call(*given, path)
+        assert shown.exit_code == 2
+        assert_one_line(shown, words)
+    assert not (place / "plan.json").exists()
 
 
 def assert_one_line(shown: Result, words: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from examples.models import MLP, SmallCNN, SmallGPT
+from examples.models import MLP
 from stratagem.executor import execute, grid, launch, lower, model_state, verify
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.instructions import (
@@ -42,10 +42,13 @@ from tests.plans import (
     Chooser,
     assert_equal_to_torch,
     assert_trains_like_torch,
+    cnn_case,
     drawing,
+    gpt_case,
     make_case,
     make_plan,
     megatron,
+    mlp_case,
     random_plan,
     sharding,
     whole,
@@ -54,25 +57,17 @@ from tests.plans import (
 
 @pytest.fixture(scope="module")
 def gpt() -> Case:
-    torch.manual_seed(0)
-    model = SmallGPT(num_layers=2, hidden=24, num_heads=4, vocabulary=50, sequence=10)
-    labels = torch.randint(0, 50, (4, 10))
-    labels[0, :3] = -100
-    return make_case(model, input_ids=torch.randint(0, 50, (4, 10)), labels=labels)
+    return gpt_case()
 
 
 @pytest.fixture(scope="module")
 def mlp() -> Case:
-    torch.manual_seed(1)
-    model = MLP([10, 13, 9, 7])
-    return make_case(model, x=torch.randn(6, 10), target=torch.randint(0, 7, (6,)))
+    return mlp_case()
 
 
 @pytest.fixture(scope="module")
 def cnn() -> Case:
-    torch.manual_seed(2)
-    model = SmallCNN(channels=4, image=8, classes=6)
-    return make_case(model, images=torch.randn(4, 3, 8, 8), labels=torch.randint(0, 6, (4,)))
+    return cnn_case()
 
 
 # -- equality -----------------------------------------------------------------------------------
@@ -108,13 +103,10 @@ def test_loss_and_gradients_equal_torch(
 
 def test_schedules_that_are_simulated_only_are_refused(mlp: Case) -> None:
     plan = make_plan(mlp, whole, (1,), (1,), num_microbatches=2)
-    for fields in (
-        {"schedule": "chimera"},
-        {"schedule": "pipedream"},
-        {"schedule": "terapipe", "token_slices": 2},
-    ):
-        with pytest.raises(ValueError, match="which is simulated only; the executor runs a stage"):
-            lower(replace(plan, **fields), mlp.graph)
+    orders = ("rank 0: 0F0 1F1 1B1 0B0", "rank 1: 0F1 1F0 1B0 0B1")
+    twice = replace(plan, schedule="custom", orders=orders)
+    with pytest.raises(ValueError, match="which is simulated only; the executor runs a stage"):
+        lower(twice, mlp.graph)
 
 
 def test_a_plans_own_orders_are_run(mlp: Case) -> None:

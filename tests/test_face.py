@@ -148,8 +148,8 @@ def test_space_operators_are_distinct_and_cover_the_baselines() -> None:
 
 
 def test_execute_refuses_unknown_backend(graph: OperatorGraph) -> None:
-    with pytest.raises(ValueError, match="no backend 'ncll'; there are local, gloo"):
-        sg.execute(None, None, {}, graph=graph, backend="ncll")
+    with pytest.raises(ValueError, match="no backend 'mpi'; there are local, gloo, nccl"):
+        sg.execute(None, None, {}, graph=graph, backend="mpi")
 
 
 def timeline(label: str, lane: str, scale: int) -> Timeline:

@@ -12,20 +12,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from examples.models import MLP
+from stratagem.executor.activity import Activity
 from stratagem.executor.checkpoint import complete_checkpoints
 from stratagem.executor.checkpoint_reader import load_checkpoint
 from stratagem.executor.judging import Beat, Follower, Judge, Limits
 from stratagem.executor.launch import launch
 from stratagem.executor.report import Report
-from stratagem.executor.watch import _MainThread
-from stratagem.executor.where import Where
+from stratagem.executor.run import process_rank
+from stratagem.executor.where import Place, Where
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import REPLICATE, Shard
@@ -40,11 +44,8 @@ FOREVER = 100_000
 EVERY = 5
 
 MODEL = """
-import os
-import time
-
+import os, time
 import torch
-
 from examples.models import MLP
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -91,6 +92,30 @@ def failing():
 
 def hanging():
     return Rows(12, lambda: time.sleep(10**6))
+
+
+def busy():
+    def compute_forever():
+        from stratagem.executor import compute
+
+        def forever(*given):
+            while True:
+                pass
+        compute.run_kernel = forever
+    return Rows(12, compute_forever, 0.02)
+
+
+def never_built():
+    if RANK == 1:
+        time.sleep(10**6)
+    return build()
+"""
+
+AT_START = """
+import os, signal, time
+
+if os.environ.get("RANK") == "{rank}":
+    {does}
 """
 
 
@@ -165,7 +190,7 @@ def wait_for(what: Callable[[], object], seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def fail(data: str, hit: Callable[[dict[int, int]], None] | None = None, **more: float) -> str:
+def fail(data: str, hit: Callable[[dict[int, int]], None] | None = None, **more: object) -> str:
     """Launch a run that must fail, perhaps because something hits it; what the error says."""
     folder = Path.cwd()
     when: list[float] = []
@@ -233,9 +258,50 @@ def test_an_exception_on_one_rank_is_the_error_of_the_run(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(place: Path) -> None:
-    told = fail("hanging", stalled=4.0)
+    told = fail("hanging", limits=Limits(stalled=4.0))
     assert "no rank has gone on for 4 s: rank 1 is at step 12, taking the batch, while" in told
     assert_checkpoint_is_whole()
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_for_ever_is_named(place: Path) -> None:
+    """With the limits that hold when none are given."""
+    told = fail("busy")
+    assert re.search(
+        r"no rank has gone on for 20 s: rank 1 is at step 12, instruction \d+ '.* F0', while", told
+    )
+    assert_checkpoint_is_whole()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_it_builds_the_model_is_named(place: Path) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        launch("plan.json", "faulty:never_built", limits=Limits(stalled=4.0), timeout=60)
+    told = str(caught.value)
+    assert "no rank has gone on for 4 s: rank 1 is at building the model, while the others" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_stops_the_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    (place / "sitecustomize.py").write_text(AT_START.format(rank=rank, does="time.sleep(10**6)"))
+    monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+    with pytest.raises(RuntimeError, match=rf"rank {rank} has not joined the run 4 s after"):
+        launch("plan.json", "faulty:build", limits=Limits(stalled=4.0), timeout=60)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_it_comes_is_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = "time.sleep(6), os.kill(os.getpid(), signal.SIGKILL)"
+    (place / "sitecustomize.py").write_text(AT_START.format(rank=1, does=does))
+    monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+    either = "rank 1 (has not joined the run when|ended with exit code -9 before it joined)"
+    with pytest.raises(RuntimeError, match=either):
+        launch("plan.json", "faulty:build", timeout=60)
 
 
 @pytest.mark.slow
@@ -407,40 +473,123 @@ def test_a_step_in_which_no_rank_goes_on_is_stuck() -> None:
         assert words in findings[5].text
 
 
+def first_finding(judge: Judge, told: Callable[[int], dict[int, Beat]], most: int) -> int | None:
+    """The second at which a judge first finds something wrong."""
+    return next((count for count in range(1, most) if judge(told(count), 3) is not None), None)
+
+
 def test_a_long_instruction_is_given_time() -> None:
-    """A rank that computes is not stuck; one that does so ten times as long is."""
-    judge = Judge(2, Limits(stalled=5))
-    findings = []
-    for count in range(1, 60):
-        told = beats(count, WAITING, MOVING)
-        findings.append(judge({**told, 1: replace(told[1], busy=True)}, 3))
-    first = next(i for i, finding in enumerate(findings) if finding is not None)
-    assert 48 <= first <= 52
+    """So many times as long as expected, whatever the ranks that wait for it expect."""
+    long = replace(MOVING, doing="fc forward", instruction=3, expected=3.0)
+    waiting = replace(WAITING, expected=100.0)
+    judge = Judge(2, Limits(stalled=5, patience=4.0))
+    assert first_finding(judge, lambda count: beats(count, waiting, long), 60) == 13
+    judge = Judge(2, Limits(stalled=5, patience=1.0))
+    assert first_finding(judge, lambda count: beats(count, waiting, long), 60) == 6
+    judge = Judge(2, Limits(stalled=5, patience=0.1))
+    assert first_finding(judge, lambda count: beats(count, waiting, waiting), 60) == 11
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processor time of a thread is not known")
-def test_computing_is_told_from_waiting() -> None:
-    work = _MainThread()
-    begun = time.process_time()
-    while time.process_time() - begun < 0.3:
+BUILDING = Where(-1, "building the model")
+
+
+def test_what_has_no_expected_time_may_take_as_long_as_it_works() -> None:
+    def told(count: int, *, works: bool) -> dict[int, Beat]:
+        found = beats(count, WAITING, BUILDING)
+        return {**found, 1: replace(found[1], working=works)}
+
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: told(count, works=True), 60) == 31
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: told(count, works=count < 9), 60) == 13
+    finding = judge(told(99, works=False), 3)
+    assert finding is not None
+    assert "rank 1 is at building the model, while the others wait for it" in finding.text
+
+
+def test_ranks_that_connect_may_be_idle_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for its network, which shows neither as computing nor as reading."""
+    watch = SimpleNamespace(place=Place(), guard=nullcontext)
+
+    def fails(backend: str) -> None:
+        raise KeyError(backend)
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr("stratagem.executor.run.Watch", lambda *_: nullcontext(watch))
+    monkeypatch.setattr("stratagem.executor.run._join", fails)
+    with pytest.raises(KeyError, match="nccl"), process_rank(Limits(), backend="nccl"):
         pass
-    worked = work._worked
-    work.is_busy()
-    assert work._worked - worked > 0.25
-    time.sleep(0.3)
-    assert not work.is_busy()
+    joining = watch.place.now
+    assert str(joining) == "joining the other ranks"
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: beats(count, joining, joining), 60) == 31
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: beats(count, BUILDING, BUILDING), 60) == 6
 
 
-def test_what_may_take_long_and_what_is_done_are_left_alone() -> None:
+def test_a_rank_that_never_comes_is_missed() -> None:
+    judge = Judge(3, Limits(stalled=5))
+    alone = {0: beats(1, WAITING)[0]}
+    findings = [judge({0: replace(alone[0], count=count)}, 3) for count in range(1, 6)]
+    assert findings[:4] == [None] * 4
+    assert findings[4] is not None
+    assert findings[4].text.startswith("ranks 1, 2 have not joined the run 5 s after rank 0")
+    follower = Follower(Limits(stalled=5))
+    missed = [follower({}, 3) for _ in range(5)]
+    assert missed[:4] == [None] * 4
+    assert missed[4] is not None
+    assert missed[4].text.startswith("rank 0 has not joined the run 5 s after others")
+
+
+@pytest.mark.parametrize("name", ["silent", "stalled", "patience", "preparing"])
+def test_limits_are_above_zero(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
+        Limits(**{name: 0.0})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is not known")
+def test_working_is_told_from_waiting() -> None:
+    answers: list[bool] = []
+
+    def ask(activity: Activity, end: threading.Event) -> None:
+        activity.is_working()
+        end.wait()
+        answers.append(activity.is_working())
+
+    def compute() -> None:
+        begun = time.process_time()
+        while time.process_time() - begun < 0.3:
+            pass
+
+    started: list[subprocess.Popen[bytes]] = []
+
+    def compile_something() -> None:
+        started.append(Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+
+    for meanwhile in (compute, lambda: time.sleep(0.5), compile_something):
+        end = threading.Event()
+        asking = threading.Thread(target=ask, args=(Activity(), end))
+        asking.start()
+        time.sleep(0.1)
+        meanwhile()
+        end.set()
+        asking.join()
+    for each in started:
+        each.kill()
+        each.wait()
+    assert answers == [True, False, True]
+
+
+def test_what_is_done_is_left_alone() -> None:
     judge = Judge(2, Limits(stalled=5))
-    for count in range(1, 40):
-        assert judge(beats(count, Where(3, "writing a checkpoint", slow=True)), 3) is None
     for _ in range(40):
         assert judge(beats(50, MOVING, MOVING, done=True), 3) is None
 
 
 def test_the_others_notice_when_the_first_rank_is_gone() -> None:
-    follower = Follower()
+    follower = Follower(Limits())
     for count in range(1, 20):
         assert follower(beats(count, MOVING), 3) is None
     findings = [follower(beats(19, MOVING), 3) for _ in range(5)]

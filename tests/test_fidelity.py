@@ -19,7 +19,9 @@ from benchmarks.fidelity.sets import read_runs, set_of
 from benchmarks.fit_clusters import fit
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Calibration, Cluster
+from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
+from stratagem.simulator.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 SMALL = Model.of("gpt", num_layers=2, hidden=64, num_heads=4, sequence=32, vocabulary=256, batch=8)
@@ -57,6 +59,22 @@ def test_false_alarms_count_runs_that_ran_and_recall_those_that_did_not():
         ]
     )
     assert (found["fit_false_alarm"], found["fit_recall"], found["scored"]) == (25.0, 50.0, 4)
+
+
+def test_a_plan_that_fills_the_memory_is_chosen_only_where_none_leaves_any_free():
+    tight = [replace(outcome(1.0, 3.0), free=0.05), replace(outcome(1.1, 4.0), free=0.02)]
+    roomy = [replace(outcome(2.0, 1.2), free=0.2), outcome(3.0, 1.0)]
+    assert regrets([*tight, *roomy]) == {("a", 8): pytest.approx(0.2)}
+    assert regrets(tight) == {("a", 8): pytest.approx(0.0)}
+    full = replace(outcome(0.5, 9.0, fits=False), free=-0.1)
+    assert regrets([full, *tight]) == {("a", 8): pytest.approx(0.0)}
+
+
+def test_a_slow_run_in_nearly_full_memory_is_told_so():
+    tight, roomy = replace(outcome(1.0, 3.0), free=0.05), outcome(1.0, 3.0)
+    whys = dict.fromkeys(reason for _, reason in far_off([tight, roomy]))
+    assert any("memory nearly full" in why for why in whys)
+    assert len(whys) == 2
 
 
 def test_memory_is_scored_where_it_was_measured():
@@ -124,10 +142,25 @@ def test_rows_become_runs_and_what_is_not_told_is_left_out(measured):
     reading = read_runs(measured, kind)
     assert dict(reading.left_out) == {"mbs is not given": 1}
     first, failed, _ = reading.runs
-    assert (first.seconds, first.peak_bytes, first.ran) == (0.1, 2.5e9, True)
+    assert (first.seconds, first.peak_bytes, first.ran) == (0.1, 2.5 * 2**30, True)
+    assert first.peak_rank == 0
     assert (first.setups[0].tensor, first.setups[0].pipeline, first.setups[0].zero) == (2, 2, 0)
     assert (failed.seconds, failed.ran) == (None, False)
     assert first.model.graph().batch == 16
+
+
+def test_a_peak_is_that_of_the_rank_on_which_it_was_measured(measured):
+    kind = set_of(measured)
+    assert kind is not None
+    first = read_runs(measured, kind).runs[0]
+    reserved = round(first.cluster.calibration.reserved_gib * 2**30)
+    plan = first.setups[0].plan(first.model.graph(), first.cluster)
+    simulated = simulate_plan(plan, first.model.graph(), default_costs())
+    peaks = [rank.peak for rank in simulated.memory]
+    assert peaks[0] != peaks[1]
+    for rank, expected in ((0, peaks[0]), (1, peaks[1]), (None, max(peaks))):
+        run = replace(first, peak_rank=rank)
+        assert Predictor().outcome(run).peak_bytes == expected + reserved
 
 
 def test_the_benchmark_prints_a_line_a_file_and_writes_the_page(measured, tmp_path):
@@ -213,3 +246,43 @@ def test_runs_on_other_devices_than_the_calibration_ones_are_stated_too(tmp_path
         "activations are offloaded to the host",
         "device b200 is not bundled",
     }
+
+
+ALPA = (
+    "file,exp,instance,gpu,hosts,gpus,family,method,tflops_per_gpu,latency_s_mean,latency_s_all,"
+    "peak_mem_GB,param_B,failed,timestamp,model,seq,hidden,layers,heads,vocab,gbs,experts,"
+    "base_channels,width_factor"
+)
+
+
+def test_wide_resnets_keep_activations_and_their_convolutions_are_not_tuned(tmp_path):
+    path = tmp_path / "alpa.csv"
+    row = "x,e2e,p3,V100-16GB,1,1,wresnet,intra_only,9,40,,10,0.2,0,1,250M,,,50,,,96,,16,2"
+    path.write_text(f"{ALPA}\n{row}\n", encoding="utf-8")
+    kind = set_of(path)
+    assert kind is not None
+    (run,) = read_runs(path, kind).runs
+    assert {setup.recompute for setup in run.setups} == {"none"}
+    assert {setup.microbatch for setup in run.setups} == {2}
+    assert run.peak_bytes == 10 * 2**30
+    (device,) = run.cluster.device_types
+    gains = {each.winograd * each.winograd_backward for each in device.products.values()}
+    assert gains == {1.0}
+    assert Predictor().outcome(run).seconds > 0
+
+
+def test_alpas_methods_train_as_its_scripts_say(tmp_path):
+    path = tmp_path / "alpa.csv"
+    rows = (
+        "x,e2e,p3,V100-16GB,1,2,moe,inter_only,9,40,,10,0.7,0,1,690M,1024,768,8,16,32000,1024,16,,",
+        "x,e2e,p3,V100-16GB,1,2,moe,deepspeed,9,40,,,0.7,0,1,690M,1024,768,8,16,32000,1024,16,,",
+        "x,e2e,p3,V100-16GB,1,2,gpt,inter_only,9,40,,10,0.8,0,1,760M,1024,1536,24,16,51200,1024,,,",
+    )
+    path.write_text("\n".join((ALPA, *rows)), encoding="utf-8")
+    kind = set_of(path)
+    assert kind is not None
+    mixture, other, gpt = read_runs(path, kind).runs
+    optimizers = [{s.training.optimizer for s in run.setups} for run in (mixture, other, gpt)]
+    assert optimizers == [{"sgd"}, {"adam"}, {"adam"}]
+    assert max(setup.microbatch for setup in gpt.setups) == 16
+    assert max(setup.microbatch for setup in other.setups) > 16

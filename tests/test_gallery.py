@@ -26,6 +26,7 @@ from tests.plans import (
 PARAMETERS = {
     "gpt2": 124_439_808,
     "llama3": 8_030_261_248,
+    "mixtral": 46_702_792_704,
     "vit": 304_326_632,
     "t5": 737_668_096,
     "resnet50": 25_557_032,
@@ -33,7 +34,7 @@ PARAMETERS = {
     # two tables, four layers of which each has 8 · 1024² + 4 · 1024, attention, and the head
     "translator": 2 * 20480 * 1024 + 4 * (8 * 1024**2 + 4 * 1024) + 3 * 1024**2 + 1025 * 20480,
 }
-ZOO = ("gpt2", "llama3", "vit", "t5", "resnet50")
+ZOO = ("gpt2", "llama3", "vit", "t5", "resnet50", "mixtral")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 torch.set_num_threads(1)

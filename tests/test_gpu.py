@@ -14,8 +14,10 @@ from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.batches import Batches
 from stratagem.executor.gpu.kernels import has_cupy
+from stratagem.executor.gpu.memory import use_torch_memory
 from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
-from stratagem.executor.gpu.random_words import words as fused_words
+from stratagem.executor.gpu.random_words import DeviceWords
+from stratagem.executor.gpu.streams import CudaStreams
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.optimizers import make_optimizer
@@ -26,7 +28,7 @@ from stratagem.executor.where import Place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.randomness import RandomStream, words
 from stratagem.simulator.training import Training
-from tests.gpu_worker import gpt
+from tests.gpu_worker import STEPS, gpt
 from tests.plans import Case, make_case, make_plan, megatron, sharding, whole
 from tests.test_backends import operations
 
@@ -60,11 +62,6 @@ def case() -> Case:
     return make_case(model, **batch)
 
 
-@pytest.fixture(autouse=True)
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def run_over_nccl(
     plan: Plan, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, float]:
@@ -73,6 +70,18 @@ def run_over_nccl(
     run_worker([str(folder / "plan.json"), str(folder)], num_ranks, monkeypatch)
     found: dict[str, float] = torch.load(folder / "result.pt", weights_only=True)
     return found
+
+
+def assert_recorded_steps_train_alike(
+    plan: Plan, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run as a graph are those run instruction by instruction."""
+    plan.save(folder / "plan.json")
+    run_worker([str(folder / "plan.json"), str(folder), "recorded"], num_ranks, monkeypatch)
+    found = torch.load(folder / "recorded.pt", weights_only=True)
+    one_by_one, recorded = found[False], found[True]
+    assert len(set(recorded["losses"].tolist())) == STEPS
+    torch.testing.assert_close(recorded, one_by_one, rtol=1e-4, atol=1e-5)
 
 
 def run_worker(arguments: list[str], num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +125,54 @@ def test_fused_updates_are_those_of_torch(optimizer: str, dtype: torch.dtype) ->
 @needs_cupy
 def test_fused_words_are_those_of_torch() -> None:
     rows = torch.tensor([0, 3, 2**33], device="cuda")
-    key = RandomStream(1).key("drop")
-    assert torch.equal(fused_words(rows, 5, 1003, 9, key), words(rows, 5, 1003, 9, key))
+    key, fused = RandomStream(1).key("drop"), DeviceWords(torch.device("cuda"))
+    for step in (0, 9):
+        expected = words(rows, 5, 1003, step, key)
+        assert torch.equal(fused(rows, 5, 1003, step, key), expected)
+
+
+@pytest.mark.gpu
+@needs_cupy
+def test_cupy_and_torch_share_memory() -> None:
+    import cupy
+
+    before = torch.cuda.memory_allocated()
+    use_torch_memory()
+    try:
+        array = cupy.empty(1 << 18, dtype=cupy.float32)
+        assert torch.cuda.memory_allocated() - before >= array.nbytes
+        torch.from_dlpack(array).fill_(2.0)
+        assert set(cupy.asnumpy(array)) == {2.0}
+        del array
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+
+@pytest.mark.gpu
+@needs_cupy
+def test_a_graph_runs_kernels_of_torch_and_of_cupy_again() -> None:
+    streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()), cupy=True)
+    with streams.used():
+        update = FusedSGD(Training(optimizer="sgd", learning_rate=1.0))
+        parameter, gradient = (torch.zeros(1000, device="cuda") for _ in range(2))
+        side = streams.new()
+        update("p", parameter, gradient)
+
+        def run() -> None:
+            gradient.add_(1)
+            streams.wait(side, streams.record(streams.compute))
+            streams.wait(streams.compute, streams.record(side))
+            update("p", parameter, gradient)
+
+        graph = streams.record_graph(run)
+        assert float(parameter.sum()) == 0
+        for rate, expected in ((1.0, -1.0), (2.0, -5.0)):
+            update.rate = rate
+            graph.replay()
+            assert set(parameter.tolist()) == {expected}
+        assert update.updates("p") == 3
+        graph.reset()
 
 
 # -- one GPU ------------------------------------------------------------------------------------
@@ -179,6 +234,15 @@ def test_one_rank_over_nccl_equals_torch(
     assert max(errors.values()) < 1e-4, errors
 
 
+@pytest.mark.gpu
+@needs_cupy
+def test_recorded_steps_of_one_rank_train_alike(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(case, whole, (1,), num_microbatches=2)
+    assert_recorded_steps_train_alike(plan, 1, tmp_path, monkeypatch)
+
+
 # -- several GPUs -------------------------------------------------------------------------------
 
 
@@ -190,6 +254,15 @@ def test_plans_over_nccl_equal_torch(
 ) -> None:
     errors = run_over_nccl(plan_of(case, name), 2, tmp_path, monkeypatch)
     assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.multi_gpu
+@needs_two
+@pytest.mark.parametrize("name", PLANS)
+def test_recorded_steps_over_nccl_train_alike(
+    case: Case, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_recorded_steps_train_alike(plan_of(case, name), 2, tmp_path, monkeypatch)
 
 
 @pytest.mark.multi_gpu

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,21 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.gpu.kernels import has_cupy
+from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
+from stratagem.executor.gpu.random_words import DeviceWords
 from stratagem.executor.gpu.sources import KERNELS, SOURCE
 from stratagem.executor.optimizers import EPSILON, make_optimizer
 from stratagem.simulator.torch_ops.randomness import RandomStream, words
 from stratagem.simulator.training import Training
+from tests.host_kernels import host_kernels, start_on_host
 
 SIZE = 1000
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def compiled() -> ctypes.CDLL:
     """The kernels as functions of the host, where a loop stands for the threads."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("kernels")
-    source, library = folder / "kernels.c", folder / "kernels.so"
-    source.write_text(SOURCE)
-    options = ["-O1", "-std=c11", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared"]
-    subprocess.run([compiler, *options, str(source), "-o", str(library), "-lm"], check=True)
-    return ctypes.CDLL(str(library))
+    return host_kernels()
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -78,6 +71,39 @@ def test_updates_are_those_of_torch(
         torch.testing.assert_close(square, state["square"], rtol=1e-5, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_fused_optimizers_are_those_of_torch(
+    optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels on the host: arguments, rates that change, copies, states to go on from."""
+    monkeypatch.setattr("stratagem.executor.gpu.optimizers.start", start_on_host)
+    training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
+    theirs = make_optimizer(training)
+    ours: FusedSGD = FusedAdam(training, EPSILON) if optimizer == "adam" else FusedSGD(training)
+    parameters = [numbers(0), numbers(0)]
+    copies = [torch.empty(SIZE, dtype=dtype) for _ in range(2)]
+    for step in range(6):
+        if step == 3:
+            before, ours = ours, type(ours)(*([training, EPSILON][: 1 + (optimizer == "adam")]))
+            ours.load("p", before.state("p"), before.updates("p"))
+        ours.rate = theirs.rate = 0.01 / (step + 1)
+        gradient = numbers(step + 1).to(dtype)
+        for update, parameter, copy in zip((ours, theirs), parameters, copies, strict=True):
+            update("p", parameter, gradient, None if dtype == torch.float32 else copy)
+        torch.testing.assert_close(*parameters, rtol=2e-6, atol=1e-6)
+        if dtype != torch.float32:
+            assert torch.equal(copies[0], parameters[0].to(dtype))
+    assert ours.updates("p") == theirs.updates("p") == 6
+
+
+def test_fused_words_follow_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.executor.gpu.random_words.start", start_on_host)
+    rows, key, fused = torch.tensor([0, 3, 2**33]), (1, 2), DeviceWords(torch.device("cpu"))
+    for step in (0, 4, 2**32 - 1, 0):
+        assert torch.equal(fused(rows, 5, 30, step, key), words(rows, 5, 30, step, key))
+
+
 def test_without_a_copy_nothing_else_is_written(compiled: ctypes.CDLL) -> None:
     parameter, gradient = numbers(0), numbers(1)
     expected = parameter - 0.5 * gradient
@@ -114,10 +140,10 @@ def test_words_are_those_of_dropout(
     key = RandomStream(11).key("drop", 2)
     expected = words(rows, first, stop, step, key)
     drawn = torch.full_like(expected, -1)
-    large, word = ctypes.c_longlong, ctypes.c_uint32
+    large, word, moment = ctypes.c_longlong, ctypes.c_uint32, torch.tensor(step)
     compiled.words(
         *(address(rows), large(len(rows)), large(first), large(stop)),
-        *(word(step), word(key[0]), word(key[1]), address(drawn)),
+        *(address(moment), word(key[0]), word(key[1]), address(drawn)),
     )
     assert torch.equal(drawn, expected)
 
@@ -128,9 +154,11 @@ def test_words_are_those_of_dropout(
 def test_sources_compile_for_gpus(architecture: str, tmp_path: Path) -> None:
     nvrtc: Any = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     try:
-        nvrtc.getVersion()
+        version = nvrtc.getVersion()
     except RuntimeError as error:
         pytest.skip(f"no NVRTC: {error}")
+    if version >= (13, 0) and architecture == "sm_70":
+        pytest.skip("CUDA 13 builds for no GPU below sm_75")
     program = nvrtc.createProgram(SOURCE, "kernels.cu", (), ())
     try:
         nvrtc.compileProgram(program, (f"-arch={architecture}", "--std=c++17"))

@@ -3,64 +3,66 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from examples.models import MLP, SmallCNN, SmallGPT
+from examples.models import MLP
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches
-from stratagem.executor.gpu.wire import rounds
+from stratagem.executor.gpu.wire import end_to_end, rounds
 from stratagem.executor.instructions import Receive, Send
 from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.measure import timeline
 from stratagem.executor.reference import gradient_errors
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.run import default_backend
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.timeline import lane_name
 from stratagem.simulator.training import Training
 from tests.fake_nccl import StuckError, run_fake
 from tests.plans import (
     TOLERANCE,
     Case,
     backward_of,
+    cnn_case,
+    gpt_case,
     make_case,
     make_plan,
     megatron,
+    mlp_case,
     random_plan,
     sharding,
 )
 from tests.test_backends import operations
+from tests.test_chimera import random_plan as opposite_plan
+from tests.test_models_executed import case_of
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def gpt() -> Case:
-    torch.manual_seed(0)
-    model = SmallGPT(num_layers=2, hidden=24, num_heads=4, vocabulary=50, sequence=10)
-    labels = torch.randint(0, 50, (4, 10))
-    return make_case(model, input_ids=torch.randint(0, 50, (4, 10)), labels=labels)
+    return gpt_case()
 
 
 @pytest.fixture(scope="module")
 def mlp() -> Case:
-    torch.manual_seed(1)
-    model = MLP([10, 13, 9, 7])
-    return make_case(model, x=torch.randn(6, 10), target=torch.randint(0, 7, (6,)))
+    return mlp_case()
 
 
 @pytest.fixture(scope="module")
 def cnn() -> Case:
-    torch.manual_seed(2)
-    model = SmallCNN(channels=4, image=8, classes=6)
-    return make_case(model, images=torch.randn(4, 3, 8, 8), labels=torch.randint(0, 6, (4,)))
+    return cnn_case()
 
 
 def run_plan(case: Case, plan: Plan, *, steps: int = 1) -> ExecutionResult:
@@ -99,6 +101,19 @@ def test_pipelines_equal_torch(gpt: Case, schedule: str) -> None:
     assert_equals_torch(gpt, plan)
 
 
+@pytest.mark.parametrize(
+    ("model", "plan_of", "seed"),
+    [("lstm", random_plan, 249), ("gpt", random_plan, 434), ("lstm", opposite_plan, 28)],
+)
+def test_traffic_both_ways_over_two_axes_equals_torch(
+    model: str, plan_of: Callable[[Case, int], Plan], seed: int
+) -> None:
+    case = case_of(model)
+    plan = plan_of(case, seed)
+    assert max(len(stage.mesh.shape) for stage in plan.stages) == 2
+    assert_equals_torch(case, plan)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_uneven_shards_and_zero_equal_torch(mlp: Case, zero: int) -> None:
     assert_equals_torch(mlp, make_plan(mlp, sharding("sample", zero=zero), (3,)))
@@ -123,6 +138,24 @@ def test_the_timeline_has_a_row_for_every_task(gpt: Case) -> None:
     assert ours.lanes == local.lanes
     assert ours.start.min() >= 0
     assert ours.duration > 0
+
+
+def test_messages_of_one_task_may_end_before_those_in_front_of_them() -> None:
+    """They were posted early, and their task ends with the last of them."""
+    case = case_of("lstm")
+    program = lower(opposite_plan(case, 28), case.graph)
+    spans = {
+        rank.rank: [
+            (n, 10_000 - n) if isinstance(each, Receive) else (n, n + 1)
+            for n, each in enumerate(rank.instructions)
+        ]
+        for rank in program.ranks
+    }
+    found = timeline(program, spans)
+    for rank in program.ranks:
+        first = next(n for n, each in enumerate(rank.instructions) if isinstance(each, Receive))
+        lane = found.lanes.index(lane_name(f"rank {rank.rank}", "communication"))
+        assert found.end[found.lane == lane].max() == 10_000 - first
 
 
 # -- operations ---------------------------------------------------------------------------------
@@ -152,6 +185,42 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(b, list):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
+
+
+def test_chunks_that_lie_one_behind_the_other_are_not_copied() -> None:
+    flat = torch.arange(12.0)
+    views = flat[2:].split([4, 1, 5])
+    assert end_to_end(views).data_ptr() == flat[2:].data_ptr()
+    assert torch.equal(end_to_end(views), flat[2:])
+    swapped = [views[1], views[0]]
+    strided = [flat.view(3, 4)[:, :2], flat[4:6]]
+    apart = [flat[:2], flat.clone()[2:4]]
+    for chunks in (swapped, strided, apart):
+        made = end_to_end(chunks)
+        assert torch.equal(made, torch.cat([chunk.reshape(-1) for chunk in chunks]))
+        assert made.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+
+
+def test_a_reduce_scatter_of_a_bucket_sends_from_where_it_was_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The chunks of all gradients are laid out once, in the order in which members get them.
+
+    The weights are cut along their columns, of which they have more than rows.
+    """
+    torch.manual_seed(4)
+    case = make_case(MLP([8, 6, 4]), x=torch.randn(6, 8), target=torch.randint(0, 4, (6,)))
+    plan = make_plan(case, sharding("sample", zero=2), (2,))
+    copied = []
+
+    def watched(chunks: Sequence[Tensor]) -> Tensor:
+        made = end_to_end(chunks)
+        copied.append(made.data_ptr() != chunks[0].data_ptr())
+        return made
+
+    monkeypatch.setattr("stratagem.executor.gpu.wire.end_to_end", watched)
+    assert_equals_torch(case, replace(plan, bucket_bytes=10**6))
+    assert copied == [False] * 2
 
 
 def test_messages_arrive_in_the_order_of_sends_whatever_their_tags() -> None:

@@ -146,6 +146,7 @@ def stages_on(*devices: tuple[int, ...]) -> tuple[Stage, ...]:
         (((0,), (1,)), {"schedule": "zb-h1"}),
         (((0,), (1,)), {"schedule": "chimera"}),
         (((0,), (1,)), {"schedule": "pipedream"}),
+        (((0,), (1,)), {"schedule": "pipedream-vertical"}),
     ],
 )
 def test_every_schedule_has_a_plan_file(devices, fields, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

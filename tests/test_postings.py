@@ -14,6 +14,7 @@ from stratagem.executor.instructions import Receive, Send, meetings_of
 from stratagem.executor.postings import Posting, postings, targets
 from stratagem.executor.program import Program
 from tests.plans import Case, make_case, make_plan, random_plan, sharding, whole
+from tests.test_models_executed import case_of
 
 Op = tuple[str, object, object]
 
@@ -119,6 +120,19 @@ def test_pipelines_end_in_lockstep(
 ) -> None:
     plan = make_plan(mlp, sharding("parameter"), *shapes, num_microbatches=4, schedule=schedule)
     check(lower(plan, mlp.graph))
+
+
+CROSSING = [("gpt", 434), ("lstm", 249)]
+"""Interleaved plans whose stages send both ways while they convert along two axes.
+
+Where such a conversion may be left half done, their replay does not end.
+"""
+
+
+@pytest.mark.parametrize(("model", "seed"), CROSSING)
+def test_plans_with_traffic_both_ways_over_two_axes_end_in_lockstep(model: str, seed: int) -> None:
+    case = case_of(model)
+    check(lower(random_plan(case, seed), case.graph))
 
 
 def test_one_message_of_a_sender_is_set_aside_at_a_time(mlp: Case) -> None:

@@ -89,10 +89,3 @@ def gradients_at_home(program: Program, case: Case, plan: Plan) -> list[Tensor]:
         return list(interpreter.gradients.values())
 
     return [each for rank in run_local(plan.num_devices, run) for each in rank]
-
-
-def test_float16_says_what_is_missing() -> None:
-    case = case_of("gpt")
-    plan = make_plan(case, whole, (1,), training=Training(precision="float16"))
-    with pytest.raises(ValueError, match="float16, whose gradients need a loss scale"):
-        lower(plan, case.graph)

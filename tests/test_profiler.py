@@ -44,9 +44,11 @@ from stratagem.simulator.costs import Direction, RooflineCosts, Source, local_op
 from stratagem.simulator.draft import permute, reshape, select
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis, axis_link
+from stratagem.simulator.models import gpt
 from stratagem.simulator.placement import REPLICATE, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.rules import RULES
+from stratagem.simulator.token_slices import token_slices
 from stratagem.simulator.training import Training
 
 QUICK = Effort(seconds=0.0, min_repeats=3, evict_bytes=0, max_drift=math.inf)
@@ -109,7 +111,13 @@ def experts() -> OperatorGraph:
     return build.build(build.pointwise("mul", build.mean(x), build.mean(weights)))
 
 
-GRAPHS = (transformer(), convolutional(), experts())
+def sliced():
+    """The second half of the tokens of a causal model, whose attention has keys before its own."""
+    model = gpt(num_layers=1, hidden=8, num_heads=2, vocabulary=32, sequence=6, batch=2)
+    return token_slices(model, 2)[1].graph
+
+
+GRAPHS = (transformer(), convolutional(), experts(), sliced())
 OPERATORS = [o for graph in GRAPHS for o in graph.operators if o.kind != "source"]
 LINEAR = GRAPHS[0].operator("linear")
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: f"{o.kind}-{o.name}")

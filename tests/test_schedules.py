@@ -224,8 +224,9 @@ class TestPlay:
     def test_updates_and_copies_are_in_the_timeline(self) -> None:
         times = StageTimes(10, 20, transfer=3, update=5, replica_sync=4)
         timeline = play_schedule(chimera(2, 2), times).timeline
-        synced = [n for n, k in zip(timeline.names, timeline.kinds, strict=True) if "sync" in n]
-        assert sorted(synced) == sorted(2 * [f"sync and update of stage {s}" for s in (0, 1)])
+        for what, kind in (("sync", TaskKind.GRADIENT_SYNC), ("update", TaskKind.UPDATE)):
+            found = [n for n, k in zip(timeline.names, timeline.kinds, strict=True) if k is kind]
+            assert sorted(found) == sorted(2 * [f"{what} of stage {s}" for s in (0, 1)])
         plain = play_schedule(gpipe(2, 2), times).timeline
         assert plain.kinds.count(TaskKind.UPDATE) == 2
         assert plain.kinds.count(TaskKind.COMMUNICATION) == 4

@@ -138,6 +138,22 @@ def test_gradients_added_up_in_float32_take_twice_the_memory():
     assert gradients[1] == 2 * gradients[0] == 4 * graph.num_parameters
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_buckets_hold_every_gradient_in_the_precision_of_the_parameters(zero):
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=64, sequence=16, batch=8)
+    training = Training(precision="bfloat16", gradient_precision="float32")
+    setup = TrainingSetup(tensor=2, training=training, zero=zero)
+    bucketed = replace(setup, training=replace(training, bucketed_gradients=True))
+    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+    plain, more = (
+        simulate_plan(each.plan(graph, cluster), graph, RooflineCosts()).memory[0]
+        for each in (setup, bucketed)
+    )
+    parameters = sum(a.total for a in plain.alive if a.use.value == "parameters")
+    assert more.state - plain.state == parameters  # Both in bfloat16.
+    assert more.peak - plain.peak == parameters
+
+
 def test_an_unknown_gradient_precision_is_refused():
     with pytest.raises(ValueError, match="no gradient_precision 'float64'"):
         Training(gradient_precision="float64")

@@ -237,9 +237,14 @@ def test_between_stages_of_one_mesh_a_tensor_is_resharded() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schedule": "terapipe", "token_slices": 2}, "'terapipe' needs blocks of a slice"),
-        ({"schedule": "chimera"}, "'chimera' needs two copies of a stage"),
-        ({"schedule": "pipedream"}, "'pipedream' needs updates amid the step"),
+        (
+            {
+                "num_microbatches": 2,
+                "schedule": "custom",
+                "orders": ("rank 0: 0F0 1F1 1B1 0B0", "rank 1: 0F1 1F0 1B0 0B1"),
+            },
+            "'custom' needs two copies of a stage",
+        ),
     ],
 )
 def test_schedules_that_plans_do_not_price_are_refused(

@@ -7,28 +7,36 @@ from collections.abc import Iterator
 from benchmarks.fidelity.runs import Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.device import GIB
 from stratagem.simulator.training import Training
 
 COLUMNS = frozenset({"clean", "status", "peak_mem_GB", "embed_inferred", "ffn"})
-TIED = {"1B": True}
-"""Where a run that failed does not show whether embeddings are tied."""
+TIED = ("1B",)
+"""Models whose embeddings are tied where one rank has both ends, for rows that do not say so."""
 
 
 def nanotron(number: int, row: Row) -> Iterator[Run]:
-    """bf16 with float32 gradients, 1F1B, sequence parallelism, no recompute."""
+    """bf16 with float32 gradients, 1F1B, sequence parallelism, no recompute.
+
+    nanotron's log tells what PyTorch allocated on rank 0, on the first stage, in GiB.
+    """
     gpus, ran = whole(row, "gpus"), row["status"] == "ok"
     setup = TrainingSetup(
         microbatch=whole(row, "mbs"),
         tensor=whole(row, "tp"),
         pipeline=whole(row, "pp"),
-        training=Training(precision="bfloat16", gradient_precision="float32"),
+        training=Training(
+            precision="bfloat16",
+            gradient_precision="float32",
+            bucketed_gradients=True,
+        ),
         zero=whole(row, "zero"),
         sequence_parallel=True,
         overlap_gradients=False,
         partition="parameters",
     )
     embedding = row["embed_inferred"]
-    tied = embedding == "tied" if embedding else TIED.get(row["model"], False)
+    tied = embedding == "tied" if embedding else row["model"] in TIED and setup.pipeline == 1
     timed = ran and row["clean"] == "1"
     yield Run(
         row=number,
@@ -49,6 +57,7 @@ def nanotron(number: int, row: Row) -> Iterator[Run]:
         cluster=Cluster.preset("h100-3200g").with_devices(gpus, device=device_named(row["gpu"])),
         setups=(setup,),
         seconds=float(row["iter_ms"]) * 1e-3 if timed else None,
-        peak_bytes=float(row["peak_mem_GB"]) * 1e9 if ran and row["peak_mem_GB"] else None,
+        peak_bytes=float(row["peak_mem_GB"]) * GIB if ran and row["peak_mem_GB"] else None,
+        peak_rank=0,
         ran=ran,
     )

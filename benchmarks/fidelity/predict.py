@@ -20,7 +20,7 @@ from stratagem.simulator.training import Training
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run and what was predicted of it."""
+    """A run and what was predicted of it; `free` is the share of the fullest device's memory."""
 
     run: Run
     setup: TrainingSetup
@@ -28,6 +28,7 @@ class Outcome:
     relative_error: float
     peak_bytes: int
     fits: bool
+    free: float = 1.0
 
     @property
     def error(self) -> float:
@@ -77,8 +78,9 @@ class Predictor:
             setup,
             best.step_time,
             best.relative_error,
-            best.peak_memory + _reserved_bytes(run.cluster),
+            _peak_bytes(run, best),
             best.fits,
+            min(1.0 - rank.peak / rank.capacity for rank in best.memory),
         )
 
     def _simulate(self, run: Run, setup: TrainingSetup) -> Simulation:
@@ -94,6 +96,8 @@ class Predictor:
         return self._memories.setdefault(key, RowMemory())
 
 
-def _reserved_bytes(cluster: Cluster) -> int:
-    """What measured peaks on a cluster hold beside the tensors of a plan."""
-    return round(cluster.calibration.reserved_gib * GIB)
+def _peak_bytes(run: Run, predicted: Simulation) -> int:
+    """What is taken of the device that was measured, beside the tensors of a plan too."""
+    rank = run.peak_rank
+    tensors = predicted.peak_memory if rank is None else predicted.memory[rank].peak
+    return tensors + round(run.cluster.calibration.reserved_gib * GIB)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.fidelity.predict import Outcome
+from benchmarks.fidelity.score import HEADROOM
 
 FAR = 0.2
 """Relative error from which a row is listed."""
@@ -22,18 +23,15 @@ def far_off(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, str]]:
 def likely_reason(outcome: Outcome, others: Sequence[Outcome]) -> str:
     """What tells this row from those that are predicted well."""
     setup, cluster = outcome.setup, outcome.run.cluster
-    capacity = min(device.memory_bytes for device in cluster.device_types)
     if outcome.error < 0:
+        if outcome.free < HEADROOM:
+            return "memory nearly full: the allocator frees and retries, which is not modelled"
         near = _neighbours(outcome, others)
         if near and statistics.median(o.error for o in near) > outcome.error + ALIKE:
             return (
                 f"measured far slower than {len(near)} runs of the same model with almost the "
                 "same plan: an outlier of the measurement"
             )
-        if outcome.run.model.builder == "wide_resnet":
-            return "convolutions by another library: Winograd's savings are not made there"
-        if outcome.peak_bytes > 0.85 * capacity:
-            return "memory nearly full: the allocator frees and retries, which is not modelled"
         if setup.tensor > cluster.devices_per_node:
             return "tensor parallelism crosses nodes: contention beyond shared cards"
         if setup.tensor > 1 and setup.pipeline > 1 and setup.microbatch <= 2:

@@ -48,9 +48,9 @@ from its own runs (`python -m benchmarks.fit_clusters`). This page is written by
     python -m benchmarks.fidelity --data DIR --report docs/accuracy.md
 
 Errors are per cent of the measured value. *Regret*: choosing among the measured plans of a model
-and number of devices the one that is predicted to be fastest, how much slower it was than the
-fastest. *False alarms*: runs that ran although they were predicted not to fit. *Recall*: runs that
-did not run and were predicted not to fit.
+and number of devices the one that is predicted to be fastest of those that leave a tenth of the
+memory free, how much slower it was than the fastest. *False alarms*: runs that ran although they
+were predicted not to fit. *Recall*: runs that did not run and were predicted not to fit.
 """
 
 

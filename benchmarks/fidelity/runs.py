@@ -51,6 +51,7 @@ class Run:
         seconds: of a step, None where it was not measured or is not to be trusted.
         peak_bytes: of device memory, None where it was not measured.
         ran: False where memory did not suffice, None where that is not known.
+        peak_rank: the pipeline rank whose device the peak was measured on; None: the fullest.
     """
 
     row: int
@@ -62,6 +63,7 @@ class Run:
     seconds: float | None
     peak_bytes: float | None = None
     ran: bool | None = None
+    peak_rank: int | None = None
 
 
 @dataclass

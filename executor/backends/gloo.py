@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from time import perf_counter_ns
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,8 @@ from stratagem.executor.backends.base import (
     done,
     num_bytes,
     position,
-    ring_bytes,
-    unequal_shapes,
 )
+from stratagem.executor.backends.member import ProcessMember, packed, prepared
 from stratagem.executor.clock import HostClock
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
@@ -39,7 +37,7 @@ PIECE, MESSAGE = 1, 2
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class GlooCommunicator:
+class GlooCommunicator(ProcessMember):
     """This process's rank in the world that ``torchrun`` describes in the environment.
 
     Example:
@@ -78,17 +76,14 @@ class GlooCommunicator:
         Raises:
             ValueError: when a group names a rank that is not in the world, or names one twice.
         """
-        members = {tuple(sorted(group)) for group in groups if len(group) > 1}
-        for group in sorted(members - self._groups.keys()):
-            if len(set(group)) != len(group) or not 0 <= group[0] <= group[-1] < self.world_size:
-                raise ValueError(f"group {group} is not made of ranks below {self.world_size}")
+        for group in self._new_groups(groups, self._groups):
             self._groups[group] = dist.new_group(list(group), timeout=self._timeout)
 
     def all_reduce(self, tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
         """See `Communicator.all_reduce`."""
         if len(group) == 1:
             return tensor
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        total = packed(tensor)
         dist.all_reduce(total, OPERATIONS[op], self._process_group(group))
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
@@ -101,7 +96,7 @@ class GlooCommunicator:
             return done(tensor)
         total = tensor.detach()
         if not overwrite or not total.is_contiguous():
-            total = total.clone(memory_format=torch.contiguous_format)
+            total = packed(total)
         work = dist.all_reduce(total, group=self._process_group(group), async_op=True)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return _pending(work, lambda: total)
@@ -134,23 +129,16 @@ class GlooCommunicator:
     ) -> list[Tensor]:
         """See `Communicator.all_to_all`."""
         received = self._exchange(chunks, shapes, group)
-        own = chunks[position(self.rank, group)]
-        self.sent[Collective.ALL_TO_ALL.value] += num_bytes(*chunks) - num_bytes(own)
+        self._count_chunks(Collective.ALL_TO_ALL, chunks, group)
         return received
 
     def broadcast(
         self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
     ) -> Tensor:
         """See `Communicator.broadcast`."""
-        if self.rank == source:
-            assert tensor is not None, "the source of a broadcast has the tensor"
-            self._check_shape(tensor, shape)
-            self._count(Collective.BROADCAST, num_bytes(tensor), group)
-            if len(group) == 1:
-                return tensor
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        else:
-            copy = torch.empty(shape, dtype=dtype)
+        copy = self._to_broadcast(tensor, shape, dtype, source, group)
+        if len(group) == 1:
+            return copy
         dist.broadcast(_bytes(copy), source, self._process_group(group))
         return copy
 
@@ -158,7 +146,7 @@ class GlooCommunicator:
         """See `Communicator.reduce`."""
         if len(group) == 1:
             return tensor
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        total = packed(tensor)
         dist.reduce(total, target, group=self._process_group(group))
         if self.rank == target:
             return total
@@ -191,9 +179,8 @@ class GlooCommunicator:
         if self.rank != source:
             return self._take(shape, dtype, source, PIECE)
         assert chunks is not None, "the source of a scatter has the chunks"
-        own = chunks[position(source, group)]
+        own = self._count_chunks(Collective.SCATTER, chunks, group)
         self._check_shape(own, shape)
-        self.sent[Collective.SCATTER.value] += num_bytes(*chunks) - num_bytes(own)
         for rank, chunk in zip(group, chunks, strict=True):
             if rank != source:
                 self._post(chunk, rank, PIECE)
@@ -228,20 +215,6 @@ class GlooCommunicator:
         """Leave the world without waiting for anyone."""
         self._groups.clear()
         dist.destroy_process_group()
-
-    def __enter__(self) -> GlooCommunicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.leave()
 
     def _exchange(
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
@@ -283,10 +256,10 @@ class GlooCommunicator:
 
     def _post(self, tensor: Tensor, target: int, tag: int) -> None:
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
-        packed = _bytes(tensor.detach().clone(memory_format=torch.contiguous_format))
-        work = dist.isend(packed, target, tag=tag)
+        message = _bytes(packed(tensor))
+        work = dist.isend(message, target, tag=tag)
         assert work is not None
-        self._pending.append((work, packed))
+        self._pending.append((work, message))
 
     def _take(self, shape: Shape, dtype: torch.dtype, source: int, tag: int) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)
@@ -294,18 +267,7 @@ class GlooCommunicator:
         return tensor
 
     def _process_group(self, group: Group) -> dist.ProcessGroup | None:
-        position(self.rank, group)
-        members = tuple(sorted(group))
-        if members not in self._groups:
-            raise ValueError(f"group {group} was not prepared; pass it to prepare() at the start")
-        return self._groups[members]
-
-    def _check_shape(self, tensor: Tensor, shape: Shape) -> None:
-        if tuple(tensor.shape) != tuple(shape):
-            raise unequal_shapes(self.rank, self.rank, tuple(shape), tuple(tensor.shape))
-
-    def _count(self, kind: Collective, nbytes: int, group: Group) -> None:
-        self.sent[kind.value] += ring_bytes(kind, nbytes, len(group))
+        return self._groups[prepared(self._groups, self.rank, group)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -24,9 +24,8 @@ from stratagem.executor.backends.base import (
     done,
     num_bytes,
     position,
-    ring_bytes,
-    unequal_shapes,
 )
+from stratagem.executor.backends.member import Member
 from stratagem.executor.backends.rendezvous import Aborted, Call, World
 from stratagem.executor.clock import Clock, HostClock
 from stratagem.executor.gpu.event_clock import EventClock
@@ -110,7 +109,7 @@ def _run_threads(threads: Sequence[threading.Thread], world: World) -> None:
         raise world.failure
 
 
-class LocalCommunicator:
+class LocalCommunicator(Member):
     """One rank of a world of threads; made by `run_local`."""
 
     def __init__(
@@ -172,8 +171,7 @@ class LocalCommunicator:
             group, call, chunks, lambda given: [_copies(column) for column in _columns(given)]
         )
         self._check_shapes(received, shapes, group)
-        own = chunks[position(self.rank, group)]
-        self.sent[Collective.ALL_TO_ALL.value] += num_bytes(*chunks) - num_bytes(own)
+        self._count_chunks(Collective.ALL_TO_ALL, chunks, group)
         return list(received)
 
     def broadcast(
@@ -227,8 +225,7 @@ class LocalCommunicator:
         """See `Communicator.scatter`."""
         root = position(source, group)
         if self.rank == source and chunks is not None:
-            own = num_bytes(chunks[root])
-            self.sent[Collective.SCATTER.value] += num_bytes(*chunks) - own
+            self._count_chunks(Collective.SCATTER, chunks, group)
         call = Call(f"scatter from rank {source}", dtype)
         mine: Tensor = self._meet(group, call, chunks, lambda given: _copies(given[root]))
         self._check_shapes([mine], [shape], (source,))
@@ -275,16 +272,6 @@ class LocalCommunicator:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank} in a world of {self.world_size} ranks")
-
-    def _check_shapes(
-        self, tensors: Sequence[Tensor], shapes: Sequence[Shape], sources: Group
-    ) -> None:
-        for tensor, shape, source in zip(tensors, shapes, sources, strict=True):
-            if tuple(tensor.shape) != tuple(shape):
-                raise unequal_shapes(self.rank, source, tuple(shape), tuple(tensor.shape))
-
-    def _count(self, kind: Collective, nbytes: int, group: Group) -> None:
-        self.sent[kind.value] += ring_bytes(kind, nbytes, len(group))
 
 
 def _reduced(tensors: Sequence[Tensor], op: Reduction = "sum") -> Tensor:

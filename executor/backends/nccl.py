@@ -23,8 +23,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,12 +37,12 @@ from stratagem.executor.backends.base import (
     done,
     num_bytes,
     position,
-    ring_bytes,
-    unequal_shapes,
 )
+from stratagem.executor.backends.member import ProcessMember, packed, prepared
 from stratagem.executor.gpu.event_clock import EventClock
 from stratagem.executor.gpu.kernels import INSTALL, check_gpu
-from stratagem.executor.gpu.streams import CudaStreams, Event, Stream, Streams
+from stratagem.executor.gpu.memory import use_torch_memory
+from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
 from stratagem.executor.gpu.wire import Among, Wire, rounds
 from stratagem.simulator.collectives import Collective
 
@@ -84,6 +84,7 @@ def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"stratagem/nccl/{attempt}/{next(_WORLDS)}"
     streams = CudaStreams(torch.device("cuda", local), cupy=True)
+    use_torch_memory()
     if rank == 0:
         store.set(key, nccl.get_unique_id().hex())
     unique = bytes.fromhex(store.get(key).decode())
@@ -113,7 +114,7 @@ class _Posted:
     waited: bool = False
 
 
-class NcclCommunicator:
+class NcclCommunicator(ProcessMember):
     """One rank of a world of GPUs, see `Communicator`; made by `join_nccl`.
 
     Args:
@@ -149,6 +150,8 @@ class NcclCommunicator:
         self._groups: dict[Group, Any] = {everyone: self._world}
         self._beside: dict[Group, Any] = self._split([everyone])
         self._side = streams.new()
+        self._forked: list[Stream] | None = None
+        self._graphs: WeakSet[Graph] = WeakSet()
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._posted: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
 
@@ -160,11 +163,7 @@ class NcclCommunicator:
         Raises:
             ValueError: when a group names a rank that is not in the world, or names one twice.
         """
-        members = {tuple(sorted(group)) for group in groups if len(group) > 1}
-        new = sorted(members - self._groups.keys())
-        for group in new:
-            if len(set(group)) != len(group) or not 0 <= group[0] <= group[-1] < self.world_size:
-                raise ValueError(f"group {group} is not made of ranks below {self.world_size}")
+        new = self._new_groups(groups, self._groups)
         self._groups |= self._split(new)
         self._beside |= self._split(new)
 
@@ -188,11 +187,8 @@ class NcclCommunicator:
 
     def _of(self, group: Group, among: dict[Group, Any]) -> Among:
         """The communicator of a group, and its ranks in the order of that."""
-        position(self.rank, group)
-        members = sorted(group)
-        if tuple(members) not in among:
-            raise ValueError(f"group {group} was not prepared; pass it to prepare() at the start")
-        return among[tuple(members)], members
+        members = prepared(among, self.rank, group)
+        return among[members], list(members)
 
     # -- collectives ----------------------------------------------------------------------------
 
@@ -201,7 +197,7 @@ class NcclCommunicator:
         if len(group) == 1:
             return tensor
         comm, _ = self._of(group, self._groups)
-        total = _copy(tensor)
+        total = packed(tensor)
         self._wire.sum(comm, total, op, self._compute)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
@@ -214,7 +210,7 @@ class NcclCommunicator:
             return done(tensor)
         comm, _ = self._of(group, self._beside)
         keeps = not overwrite or not tensor.is_contiguous()
-        total = _copy(tensor) if keeps else tensor.detach()
+        total = packed(tensor) if keeps else tensor.detach()
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return self._aside(lambda: self._wire.sum(comm, total, "sum", self._side), lambda: total)
 
@@ -259,23 +255,16 @@ class NcclCommunicator:
             return list(chunks)
         among = self._of(group, self._groups)
         received = self._wire.exchange(chunks, shapes, group, among, self._compute)
-        own = chunks[position(self.rank, group)]
-        self.sent[Collective.ALL_TO_ALL.value] += num_bytes(*chunks) - num_bytes(own)
+        self._count_chunks(Collective.ALL_TO_ALL, chunks, group)
         return received
 
     def broadcast(
         self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
     ) -> Tensor:
         """See `Communicator.broadcast`."""
-        if self.rank == source:
-            assert tensor is not None, "the source of a broadcast has the tensor"
-            self._check_shape(tensor, shape)
-            self._count(Collective.BROADCAST, num_bytes(tensor), group)
-            if len(group) == 1:
-                return tensor
-            copy = _copy(tensor)
-        else:
-            copy = torch.empty(shape, dtype=dtype, device=self.device)
+        copy = self._to_broadcast(tensor, shape, dtype, source, group)
+        if len(group) == 1:
+            return copy
         comm, members = self._of(group, self._groups)
         at, root = copy.data_ptr(), members.index(source)
         comm.broadcast(at, at, num_bytes(copy), self._wire.nccl.NCCL_UINT8, root, self._here)
@@ -286,7 +275,7 @@ class NcclCommunicator:
         if len(group) == 1:
             return tensor
         comm, members = self._of(group, self._groups)
-        total = _copy(tensor)
+        total = packed(tensor)
         at, root = total.data_ptr(), members.index(target)
         dtype, op = self._wire.dtype(tensor), self._wire.nccl.NCCL_SUM
         comm.reduce(at, at, total.numel(), dtype, op, root, self._here)
@@ -333,12 +322,11 @@ class NcclCommunicator:
             self._wire.get(comm, mine, members.index(source), self._compute)
             return mine
         assert chunks is not None, "the source of a scatter has the chunks"
-        own = chunks[position(source, group)]
+        own = self._count_chunks(Collective.SCATTER, chunks, group)
         self._check_shape(own, shape)
-        self.sent[Collective.SCATTER.value] += num_bytes(*chunks) - num_bytes(own)
-        packed = [chunk.detach().contiguous() for chunk in chunks]
+        pieces = [chunk.detach().contiguous() for chunk in chunks]
         with self._wire.together():
-            for rank, chunk in zip(group, packed, strict=True):
+            for rank, chunk in zip(group, pieces, strict=True):
                 if rank != source:
                     self._wire.give(comm, chunk, members.index(rank), self._compute)
         return own
@@ -352,14 +340,14 @@ class NcclCommunicator:
             self._wire.give(self._world, tensor.detach().contiguous(), target, self._compute)
             return
         channel = self._channel(self.rank, target)
-        while channel.held and self._streams.is_over(channel.held[0][0]):
+        while self._forked is None and channel.held and self._is_over(channel.held[0]):
             channel.held.popleft()
-        packed = _copy(tensor)
+        message = packed(tensor)
         first = self._join(channel.stream)
-        self._wire.give(channel.comm, packed, 1, channel.stream)
+        self._wire.give(channel.comm, message, 1, channel.stream)
         last = self._streams.record(channel.stream)
         self.clock.note(first, last)
-        channel.held.append((last, packed))
+        channel.held.append((last, message))
 
     def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
         """See `Untagged.post`."""
@@ -394,6 +382,9 @@ class NcclCommunicator:
         self._check_shape(tensor, shape)
         return tensor
 
+    def _is_over(self, held: tuple[Event, Tensor]) -> bool:
+        return self._streams.is_over(held[0])
+
     def _channel(self, sender: int, receiver: int) -> _Channel:
         if (sender, receiver) not in self._channels:
             raise ValueError(
@@ -411,11 +402,55 @@ class NcclCommunicator:
         self.clock.common = self._streams.record(self._compute)
         self._streams.synchronize(self.clock.common)
 
+    def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` issues as one graph; what is returned issues all of it again.
+
+        Every rank records the same run, and each time all of them run it again. The streams beside
+        compute that it uses leave compute and come back to it:
+
+            compute ──F0──▶e──F1──B1── wait ──▶ end
+                            ╲           ╱
+            beside           reduce ───▶
+
+        What is sent is held until all is recorded, since no event can be asked about meanwhile.
+        """
+        self._settle()
+        forked: list[Stream] = []
+        self._forked, before = forked, self.sent.copy()
+
+        def run_and_join() -> None:
+            run()
+            for stream in forked:
+                self._streams.wait(self._compute, self._streams.record(stream))
+
+        try:
+            graph = self._streams.record_graph(run_and_join)
+        finally:
+            self._forked = None
+            self._let_go()
+        self._graphs.add(graph)
+        each = self.sent - before
+        self.sent.subtract(each)
+
+        def run_again() -> None:
+            graph.replay()
+            self.sent.update(each)
+
+        return run_again
+
+    def _settle(self) -> None:
+        """Wait until what was issued beside compute is over."""
+        for stream in (self._side, *(channel.stream for channel in self._channels.values())):
+            self._streams.synchronize(self._streams.record(stream))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for channel in self._channels.values():
+            channel.held.clear()
+
     def close(self) -> None:
         """Wait until all that was issued is over everywhere, and leave the world."""
-        sides = [self._side, *(channel.stream for channel in self._channels.values())]
-        for stream in sides:
-            self._streams.synchronize(self._streams.record(stream))
+        self._settle()
         self.barrier()
         self._end("destroy")
 
@@ -428,6 +463,9 @@ class NcclCommunicator:
         self._end("abort")
 
     def _end(self, how: str) -> None:
+        """Let go of all communicators, each of which waits for graphs that it was recorded in."""
+        for graph in self._graphs:
+            graph.reset()
         channels = [channel.comm for channel in self._channels.values()]
         for comm in (*channels, *self._beside.values(), *self._groups.values()):
             if comm is not None:
@@ -435,20 +473,6 @@ class NcclCommunicator:
         self._channels.clear()
         self._beside.clear()
         self._groups.clear()
-
-    def __enter__(self) -> NcclCommunicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.leave()
 
     # -- pieces ---------------------------------------------------------------------------------
 
@@ -478,16 +502,7 @@ class NcclCommunicator:
 
     def _join(self, stream: Stream) -> Event:
         """Let a side stream go on behind what the compute stream was given; its event there."""
+        if self._forked is not None and stream not in self._forked:
+            self._forked.append(stream)
         self._streams.wait(stream, self._streams.record(self._compute))
         return self._streams.record(stream)
-
-    def _check_shape(self, tensor: Tensor, shape: Shape) -> None:
-        if tuple(tensor.shape) != tuple(shape):
-            raise unequal_shapes(self.rank, self.rank, tuple(shape), tuple(tensor.shape))
-
-    def _count(self, kind: Collective, nbytes: int, group: Group) -> None:
-        self.sent[kind.value] += ring_bytes(kind, nbytes, len(group))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -18,7 +18,10 @@ THREADS = 256
 MOST_BLOCKS = 2048
 """Enough to fill any GPU; each thread then works on several elements."""
 
-INSTALL = "pip install 'stratagem[gpu]' (CuPy for CUDA 12, and NCCL)"
+INSTALL = (
+    "pip install 'stratagem[gpu]' (CuPy and NCCL for CUDA 12), or 'stratagem[gpu-cuda13]' where "
+    "torch is built for CUDA 13"
+)
 
 
 @lru_cache(maxsize=1)

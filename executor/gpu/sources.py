@@ -95,13 +95,14 @@ DEVICE void philox(word *counter, word first, word second) {
     }
 }
 
-/* A word for each place (row, column), four columns to a counter (column / 4, step, row). */
+/* A word for each place (row, column), four columns to a counter (column / 4, step, row). The
+   step lies on the device, so that a recorded step can be run again as another one. */
 KERNEL(words)(const long long *rows, long long num_rows, long long start, long long stop,
-              word step, word first, word second, long long *drawn) {
+              const long long *step, word first, word second, long long *drawn) {
     const long long block = start / 4, width = (stop + 3) / 4 - block;
     EACH(i, num_rows * width) {
         const long long row = i / width, at = block + i % width;
-        word counter[4] = {(word)at, step, (word)rows[row], (word)(rows[row] >> 32)};
+        word counter[4] = {(word)at, (word)*step, (word)rows[row], (word)(rows[row] >> 32)};
         philox(counter, first, second);
         for (int k = 0; k < 4; ++k) {
             const long long column = 4 * at + k;

@@ -11,7 +11,8 @@ that wait; so no other stream can be using it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -19,6 +20,16 @@ import torch
 
 Stream = Any
 Event = Any
+
+
+class Graph(Protocol):
+    """Work of streams that was recorded, to be given to the device in one call."""
+
+    def replay(self) -> None:
+        """Give all of it to the compute stream again."""
+
+    def reset(self) -> None:
+        """Let go of it; it cannot be run any more."""
 
 
 class Streams(Protocol):
@@ -50,6 +61,13 @@ class Streams(Protocol):
 
     def used(self) -> AbstractContextManager[None]:
         """A context whose work goes to the compute stream."""
+
+    def record_graph(self, run: Callable[[], None]) -> Graph:
+        """Record all that `run` gives streams.
+
+        Nothing runs meanwhile. Work may go to the compute stream and to what waits for an event of
+        it, which the compute stream must wait for again; the host may wait for nothing.
+        """
 
 
 class CudaStreams:
@@ -87,6 +105,18 @@ class CudaStreams:
         with torch.cuda.stream(self.compute), torch.autograd.set_multithreading_enabled(False):
             yield
             self.compute.synchronize()
+
+    def record_graph(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """See `Streams.record_graph`.
+
+        Other threads may call CUDA meanwhile, as those of a DataLoader do. Memory of the graph is
+        a pool of its own, where everything stays where it was when it was recorded.
+        """
+        gc.collect()  # Garbage that is found meanwhile could ask CUDA for what it then refuses.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.compute, capture_error_mode="thread_local"):
+            run()
+        return graph
 
     def address(self, stream: Stream) -> int:
         """See `Streams.address`."""

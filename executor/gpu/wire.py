@@ -85,10 +85,14 @@ class Wire:
         """Chunk j to member j, what the members have for this one, of `shapes`; all at once."""
         comm, members = among
         own = position(self._rank, group)
-        packed = [chunk.detach().contiguous() for chunk in chunks]
+        mine = chunks[own].detach()
         received = [
-            packed[own] if rank == self._rank else self.empty(shape, chunks[own].dtype)
+            mine if rank == self._rank else self.empty(shape, mine.dtype)
             for rank, shape in zip(group, shapes, strict=True)
+        ]
+        packed = [
+            mine if rank == self._rank else chunk.detach().contiguous()
+            for rank, chunk in zip(group, chunks, strict=True)
         ]
         with self.together():
             for rank, leaves, comes in zip(group, packed, received, strict=True):
@@ -108,7 +112,7 @@ class Wire:
         dtype, op = self.dtype(own), self.nccl.NCCL_SUM
         address = self.streams.address(stream)
         if len({chunk.numel() for chunk in ordered}) == 1:
-            flat = torch.cat([chunk.reshape(-1) for chunk in ordered])
+            flat = end_to_end(ordered)
 
             def scatter() -> None:
                 at, to = flat.data_ptr(), total.data_ptr()
@@ -151,6 +155,34 @@ class Wire:
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Memory on the device."""
         return torch.empty(shape, dtype=dtype, device=self.streams.device)
+
+
+def end_to_end(chunks: Sequence[Tensor]) -> Tensor:
+    """Chunks one behind the other in one tensor: themselves where they lie so, else a copy.
+
+    Example:
+        >>> flat = torch.arange(6)
+        >>> end_to_end(flat.split([2, 4])).data_ptr() == flat.data_ptr()
+        True
+    """
+    at, storage = chunks[0].data_ptr(), chunks[0].untyped_storage().data_ptr()
+    for chunk in chunks:
+        there = chunk.untyped_storage().data_ptr(), chunk.data_ptr()
+        if there != (storage, at) or not chunk.is_contiguous():
+            return _copied(chunks)
+        at += num_bytes(chunk)
+    return chunks[0].as_strided((sum(chunk.numel() for chunk in chunks),), (1,))
+
+
+def _copied(chunks: Sequence[Tensor]) -> Tensor:
+    """All in one kernel, or, since that takes no chunks with gaps, each to its place."""
+    if all(chunk.is_contiguous() for chunk in chunks):
+        return torch.cat([chunk.reshape(-1) for chunk in chunks])
+    sizes = [chunk.numel() for chunk in chunks]
+    flat = chunks[0].new_empty(sum(sizes))
+    for place, chunk in zip(torch.split(flat, sizes), chunks, strict=True):
+        place.view(chunk.shape).copy_(chunk)
+    return flat
 
 
 def rounds(groups: Sequence[Group]) -> list[list[Group]]:

@@ -10,6 +10,10 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Graph = tuple[Ints, Ints, Ints, Ints, Ints, Floats]
+"""Starts of the nodes' strategies, adjacency, neighbours, reverse, tables, pool (`flat.Flat`)."""
+Held = tuple[Ints, Ints, Ints, Ints]
+"""First rows, widths, places and bytes of the nodes' windows (`memory.FlatWindows`)."""
 
 MIXED = 64
 """Waiting nodes of which one is drawn to join a tree."""
@@ -75,19 +79,10 @@ def grow_tree(
 
 @numba.njit(cache=True)
 def edge_costs_of(
-    node: int,
-    k: int,
-    only_above: bool,
-    starts: Ints,
-    adjacency: Ints,
-    neighbours: Ints,
-    tables: Ints,
-    pool: Floats,
-    inside: Bools,
-    above: Ints,
-    choice: Ints,
+    node: int, k: int, only_above: bool, graph: Graph, inside: Bools, above: Ints, choice: Ints
 ) -> float:
     """Costs of the edges of a node in a tree to nodes outside it, and to the node above it."""
+    starts, adjacency, neighbours, _, tables, pool = graph
     total = 0.0
     for e in range(adjacency[node], adjacency[node + 1]):
         other = neighbours[e]
@@ -100,20 +95,12 @@ def edge_costs_of(
 def fill_values(
     count: int,
     order: Ints,
-    starts: Ints,
     costs: Floats,
-    adjacency: Ints,
-    neighbours: Ints,
-    reverse: Ints,
-    tables: Ints,
-    pool: Floats,
+    graph: Graph,
     inside: Bools,
     above: Ints,
     choice: Ints,
-    first: Ints,
-    width: Ints,
-    window: Ints,
-    nbytes: Ints,
+    held: Held,
     prices: Floats,
     value: Floats,
 ) -> None:
@@ -121,6 +108,8 @@ def fill_values(
 
     Bytes have their prices; nodes outside the tree are as in `choice`.
     """
+    starts, adjacency, neighbours, reverse, tables, pool = graph
+    first, width, window, nbytes = held
     for where in range(count):
         node = order[where]
         lo, hi = starts[node], starts[node + 1]
@@ -150,35 +139,18 @@ def fill_values(
 
 
 @numba.njit(cache=True)
-def change_held(
-    node: int,
-    k: int,
-    sign: int,
-    first: Ints,
-    width: Ints,
-    window: Ints,
-    nbytes: Ints,
-    used: Ints,
-) -> None:
+def change_held(node: int, k: int, sign: int, held: Held, used: Ints) -> None:
     """Add to or take from the bytes in use what a node holds under strategy k."""
+    first, width, window, nbytes = held
     line = window[node] + k * width[node]
     for row in range(width[node]):
         used[first[node] + row] += sign * nbytes[line + row]
 
 
 @numba.njit(cache=True)
-def penalty_of(
-    node: int,
-    k: int,
-    first: Ints,
-    width: Ints,
-    window: Ints,
-    nbytes: Ints,
-    used: Ints,
-    limits: Ints,
-    weights: Floats,
-) -> float:
+def penalty_of(node: int, k: int, held: Held, used: Ints, limits: Ints, weights: Floats) -> float:
     """Penalty of the bytes over the limits in a node's rows if it takes k and held nothing."""
+    first, width, window, nbytes = held
     total = 0.0
     line = window[node] + k * width[node]
     for row in range(width[node]):
@@ -203,18 +175,9 @@ def search_trees(
     moves: int,
     seed: int,
     temperature: float,
-    starts: Ints,
     costs: Floats,
-    adjacency: Ints,
-    neighbours: Ints,
-    reverse: Ints,
-    tables: Ints,
-    pool: Floats,
-    first: Ints,
-    width: Ints,
-    window: Ints,
-    num_strategies: Ints,
-    nbytes: Ints,
+    graph: Graph,
+    held: Held,
     limits: Ints,
     least_weights: Floats,
     weights: Floats,
@@ -232,6 +195,7 @@ def search_trees(
     oscillation, Glover 1989). `weights`, `choice` and `best` are changed.
     """
     np.random.seed(seed)
+    starts, adjacency, neighbours, _, tables, pool = graph
     num_nodes = len(starts) - 1
     used, prices = np.zeros(len(limits), np.int64), np.zeros(len(limits))
     value = np.empty(len(costs))
@@ -241,19 +205,9 @@ def search_trees(
     cost = 0.0
     for node in range(num_nodes):
         cost += costs[starts[node] + choice[node]] + 0.5 * edge_costs_of(
-            node,
-            choice[node],
-            True,
-            starts,
-            adjacency,
-            neighbours,
-            tables,
-            pool,
-            inside,
-            above,
-            choice,
+            node, choice[node], True, graph, inside, above, choice
         )
-        change_held(node, choice[node], 1, first, width, window, nbytes, used)
+        change_held(node, choice[node], 1, held, used)
     for _ in range(moves):
         nearness = 0.9 + 0.1 * np.random.random()
         for row in range(len(limits)):
@@ -263,48 +217,19 @@ def search_trees(
             size = int(2.0 ** (1.0 + LARGEST * np.random.random()))
         root = np.random.randint(0, num_nodes)
         count = grow_tree(root, size, adjacency, neighbours, inside, seen, above, order, queue)
-        fill_values(
-            count,
-            order,
-            starts,
-            costs,
-            adjacency,
-            neighbours,
-            reverse,
-            tables,
-            pool,
-            inside,
-            above,
-            choice,
-            first,
-            width,
-            window,
-            nbytes,
-            prices,
-            value,
-        )
+        fill_values(count, order, costs, graph, inside, above, choice, held, prices, value)
         change = -total_penalty(used, limits, weights)
         for where in range(count):
             node = order[where]
             old[where] = choice[node]
             change -= costs[starts[node] + choice[node]] + edge_costs_of(
-                node,
-                choice[node],
-                False,
-                starts,
-                adjacency,
-                neighbours,
-                tables,
-                pool,
-                inside,
-                above,
-                choice,
+                node, choice[node], False, graph, inside, above, choice
             )
         gained = -change - total_penalty(used, limits, weights)
         spent = 0.0
         for where in range(count):
             node = order[where]
-            change_held(node, choice[node], -1, first, width, window, nbytes, used)
+            change_held(node, choice[node], -1, held, used)
             e = -1
             if above[node] >= 0:
                 e = edge_to(node, above[node], adjacency, neighbours)
@@ -315,25 +240,13 @@ def search_trees(
                     columns = starts[above[node] + 1] - starts[above[node]]
                     total += pool[tables[e] + k * columns + choice[above[node]]]
                 if total < least:
-                    total += penalty_of(
-                        node, k, first, width, window, nbytes, used, limits, weights
-                    )
+                    total += penalty_of(node, k, held, used, limits, weights)
                     if total < least:
                         least, chosen = total, k
             choice[node] = chosen
-            change_held(node, chosen, 1, first, width, window, nbytes, used)
+            change_held(node, chosen, 1, held, used)
             spent += costs[starts[node] + chosen] + edge_costs_of(
-                node,
-                chosen,
-                False,
-                starts,
-                adjacency,
-                neighbours,
-                tables,
-                pool,
-                inside,
-                above,
-                choice,
+                node, chosen, False, graph, inside, above, choice
             )
         change += spent + total_penalty(used, limits, weights)
         refused = change > 1e-9 and change > -temperature * np.log(np.random.random())
@@ -342,9 +255,9 @@ def search_trees(
             inside[node] = False
             above[node] = -1
             if refused:
-                change_held(node, choice[node], -1, first, width, window, nbytes, used)
+                change_held(node, choice[node], -1, held, used)
                 choice[node] = old[where]
-                change_held(node, choice[node], 1, first, width, window, nbytes, used)
+                change_held(node, choice[node], 1, held, used)
         if refused:
             continue
         cost += spent - gained

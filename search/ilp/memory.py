@@ -215,6 +215,11 @@ class FlatWindows:
         """All of them, in the order in which kernels take them."""
         return self.first, self.width, self.start, self.num_strategies, self.pool
 
+    @property
+    def held(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """What says how many bytes a node holds, whatever the number of its strategies."""
+        return self.first, self.width, self.start, self.pool
+
 
 def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
     """Rows of an instance whose nodes follow `roots` by `maps` (see `reduce.Problem.maps`).

@@ -73,8 +73,8 @@ def _forward_costs(
         start, last = cuts[first], cuts.size - 1 if whole else first + 1
         chain, link, launch, released, before = 0, 0, 0, 0, 0
         for c in range(start, cuts[cuts.size - 1]):
-            if columns[GATHER, c]:
-                link = max(link, released) + columns[GATHER, c]
+            if columns[c, GATHER]:
+                link = max(link, released) + columns[c, GATHER]
             convert = 0
             for e in range(edge_offsets[c], edge_offsets[c + 1]):
                 if edge_starts[e] >= start:
@@ -82,11 +82,11 @@ def _forward_costs(
             if convert:
                 chain = (max(chain, link) if shares_link else chain) + convert
                 link = max(link, chain) if shares_link else link
-            if columns[GATHER, c]:
+            if columns[c, GATHER]:
                 chain = max(chain, link)
-            launch += columns[LAUNCH, c]
-            chain += columns[FORWARD, c]
-            if columns[STATE, c]:
+            launch += columns[c, LAUNCH]
+            chain += columns[c, FORWARD]
+            if columns[c, STATE]:
                 released, before = before, chain
             if chain > limit:
                 break
@@ -95,64 +95,66 @@ def _forward_costs(
                 last += 1
 
 
+Clock = tuple[int, int, int, int, int, int, int, int, int]
+"""Of a backward block: end of the chain of passes and conversions; end of the link of gathers and
+syncs; of that of conversions, the same where they share it; when the last operator ended, and the
+one before; when the last two operators with parameters ended, the earlier first, and how long the
+syncs are that they still wait for."""
+
+
 @numba.njit(cache=True)
 def _backward(
     columns: Ints,
-    syncs: Ints,
+    synced: int,
     a: int,
     convert: int,
     shares_link: bool,
     gathers: bool,
-    clock: Ints,
-) -> None:
-    """Advance the clock of a backward block by operator `a`, after `convert` ns of conversions.
+    clock: Clock,
+) -> Clock:
+    """The clock of a backward block behind operator `a`, after `convert` ns of conversions.
 
-    Inputs are converted again beside the operator before. The clock is: end of the chain of passes
-    and conversions; end of the link of gathers and syncs; of that of conversions, the same where
-    they share it; when the last operator ended, and the one before; when the last two
-    operators with parameters ended, the earlier first, and how long the syncs are that they still
-    wait for. A sync gives way to what is ready at the same time: a conversion, or the gather of
+    `synced` is the sync that the operator asks for. Inputs are converted again beside the operator
+    before. A sync gives way to what is ready at the same time: a conversion, or the gather of
     the operator with parameters two further on.
     """
     chain, link, side, last, before, earlier, waiting, later, sync = clock
     if shares_link:
         side = link
     repeated = 0
-    if columns[AGAIN, a]:
-        side = repeated = max(side, before) + columns[AGAIN, a]
+    if columns[a, AGAIN]:
+        side = repeated = max(side, before) + columns[a, AGAIN]
     if convert:
         side = chain = max(chain, side) + convert
     if shares_link:
         link = side
     chain = max(chain, repeated)
-    if columns[GATHER, a]:
-        link = max(link, earlier) + columns[GATHER, a]
+    if columns[a, GATHER]:
+        link = max(link, earlier) + columns[a, GATHER]
         chain = max(chain, link)
     if not gathers and sync:
         link = max(link, later) + sync
         sync = 0
-    if columns[LINKED, a]:
-        link = chain = max(chain, link) + columns[BACKWARD, a]
+    if columns[a, LINKED]:
+        link = chain = max(chain, link) + columns[a, BACKWARD]
     else:
-        chain += columns[BACKWARD, a]
-    if columns[STATE, a]:
+        chain += columns[a, BACKWARD]
+    if columns[a, STATE]:
         if waiting:
             link = max(link, earlier) + waiting
-        earlier, waiting, later, sync = later, sync, chain, syncs[a]
-    before, last = last, chain
-    for k, value in enumerate((chain, link, side, last, before, earlier, waiting, later, sync)):
-        clock[k] = value
+        earlier, waiting, later, sync = later, sync, chain, synced
+    return chain, link, side, chain, last, earlier, waiting, later, sync
 
 
 @numba.njit(cache=True)
-def _link_end(clock: Ints) -> int:
+def _link_end(clock: Clock) -> int:
     """When the link is through with the syncs that wait."""
-    link, (earlier, waiting, later, sync) = clock[1], clock[5:]
+    _, link, _, _, _, earlier, waiting, later, sync = clock
     if waiting:
         link = max(link, earlier) + waiting
     if sync:
         link = max(link, later) + sync
-    return int(link)
+    return link
 
 
 @numba.njit(cache=True)
@@ -180,7 +182,7 @@ def range_costs(
     The running microbatch needs max over i of (held by a … i) + working(i) bytes.
 
     Args:
-        columns: [NUM_COLUMNS, N].
+        columns: [N, NUM_COLUMNS].
         cuts: places of the cuts.
         out_edges: offsets by producer, and the consumer of each edge.
         in_edges: offsets by consumer, and the producer of each edge; edges as ``there[1]``.
@@ -197,28 +199,27 @@ def range_costs(
         columns, cuts, in_edges[0], in_edges[1], there[1], shares_link, limit, whole, costs
     )
     offsets, ends = out_edges
-    gathers = bool(columns[GATHER].any())
-    inner, final = np.zeros((2, 9), dtype=np.int64)
+    gathers = bool(columns[:, GATHER].any())
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
         launch, weight, update, busy = 0, 0, 0, 0
         state, held, peak = 0, 0, 0
-        inner[:] = 0
-        final[:] = 0
+        inner = final = (0, 0, 0, 0, 0, 0, 0, 0, 0)
         for a in range(end - 1, -1, -1):
             convert = 0
             for e in range(offsets[a], offsets[a + 1]):
                 if ends[e] < end:
                     convert += back[e]
-            _backward(columns, columns[EACH_SYNC], a, convert, shares_link, gathers, inner)
-            _backward(columns, columns[SYNC], a, convert, shares_link, gathers, final)
-            launch += columns[LAUNCH_BACK, a]
-            weight += columns[WEIGHT, a]
-            busy += columns[BACKWARD, a]
-            update += columns[UPDATE, a]
-            state += columns[STATE, a]
-            held += columns[HELD, a]
-            peak = max(peak, columns[WORKING, a]) + columns[HELD, a]
+            each, once = columns[a, EACH_SYNC], columns[a, SYNC]
+            inner = _backward(columns, each, a, convert, shares_link, gathers, inner)
+            final = _backward(columns, once, a, convert, shares_link, gathers, final)
+            launch += columns[a, LAUNCH_BACK]
+            weight += columns[a, WEIGHT]
+            busy += columns[a, BACKWARD]
+            update += columns[a, UPDATE]
+            state += columns[a, STATE]
+            held += columns[a, HELD]
+            peak = max(peak, columns[a, WORKING]) + columns[a, HELD]
             if inner[0] > limit:
                 break
             if a != cuts[first]:
@@ -226,7 +227,7 @@ def range_costs(
             if costs[STAGE_FORWARD, first, last] < 0:
                 break
             backward = max(inner[0], _link_end(inner), launch)
-            end_of_last = max(final[0], _link_end(final)) + columns[UPDATE, a]
+            end_of_last = max(final[0], _link_end(final)) + columns[a, UPDATE]
             finish = max(busy + update, end_of_last, backward)
             tied = 0
             for t in range(ties.shape[0]):
@@ -277,17 +278,18 @@ def offer(
             flight = UNLIMITED if held == 0 else room // held + 1
             count, kept, beaten = counts[a, b], 0, False
             for r in range(count):
-                row = options[a, b, r]
-                if row[0] <= total and row[1] <= period and row[2] >= flight:
+                ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
+                if ours[0] <= total and ours[1] <= period and ours[2] >= flight:
                     beaten = True
                     break
             if beaten:
                 continue
             for r in range(count):
-                row = options[a, b, r]
-                if not (total <= row[0] and period <= row[1] and flight >= row[2]):
-                    options[a, b, kept] = row
-                    kept_costs[a, b, kept] = kept_costs[a, b, r]
+                ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
+                if not (total <= ours[0] and period <= ours[1] and flight >= ours[2]):
+                    if kept < r:
+                        options[a, b, kept] = options[a, b, r]
+                        kept_costs[a, b, kept] = kept_costs[a, b, r]
                     kept += 1
             if kept == options.shape[2]:
                 return False
@@ -315,9 +317,8 @@ def least_rest(
         for a in range(b):
             for t in range(counts.shape[0]):
                 for r in range(counts[t, a, b]):
-                    row = options[t, a, b, r]
-                    least_sum[b] = min(least_sum[b], least_sum[a] + row[0])
-                    work = row[1] * table_sizes[t]
+                    least_sum[b] = min(least_sum[b], least_sum[a] + options[t, a, b, r, 0])
+                    work = options[t, a, b, r, 1] * table_sizes[t]
                     least_work[b] = min(least_work[b], least_work[a] + work)
 
 
@@ -410,12 +411,12 @@ def best_chains(
                         if begin == behind:
                             continue
                         for r in range(counts[table, a, b]):
-                            row = options[table, a, b, r]
-                            if row[2] < need[s]:
+                            if options[table, a, b, r, 2] < need[s]:
                                 continue
+                            total, period = options[table, a, b, r, 0], options[table, a, b, r, 1]
                             for k in range(begin, behind):
-                                new[0] = labels[k, 0] + row[0]
-                                new[1] = max(labels[k, 1], row[1])
+                                new[0] = labels[k, 0] + total
+                                new[1] = max(labels[k, 1], period)
                                 rest = max(new[1], least_work[a] / d) if d else new[1]
                                 value = weights[0] * (new[0] + least_sum[a]) + weights[1] * rest
                                 if value > bound:

@@ -16,6 +16,7 @@ from stratagem.search.inter.schedules import microbatches_held, mode_of, objecti
 from stratagem.search.inter.shortage import Shortage, least_shortage
 from stratagem.search.inter.tables import Pruned, StageTable, TableMaker
 from stratagem.search.inter.variants import LAYOUTS, Layout
+from stratagem.search.space import fills_rounds
 
 SLACK = 1.5
 """Plans whose value is more than so many times the best's are left out."""
@@ -224,7 +225,7 @@ class _Search:
             self.pruned.add("a pipeline of one microbatch")
         elif np.isfinite(self.best) and (ranks - 1) / parts > SLACK - 1:
             self.pruned.add(f"a bubble alone makes it {SLACK} times as long")
-        elif schedule == "interleaved" and parts % ranks:
+        elif not fills_rounds(schedule, ranks, parts):
             self.pruned.add("interleaved: microbatches are no multiple of the ranks")
         else:
             return True

@@ -11,7 +11,7 @@ from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.chains import Solution, StageDraft
 from stratagem.search.inter.profiles import BoundaryPricer, MeshPricer, stage_mesh
 from stratagem.search.inter.schedules import StageTimes, microbatches_held, mode_of, step_ns
-from stratagem.search.partition import by_stage
+from stratagem.search.partition import cut_stages
 from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import Choices
 from stratagem.simulator.cost_table import TableBuilder
@@ -136,13 +136,8 @@ class Drafter:
         )
 
     def _names(self, stages: Sequence[StageDraft]) -> tuple[tuple[str, ...], ...]:
-        cuts, operators = self.chain.cuts, self.chain.operators
-        stage_of = {
-            int(operators[place]): s
-            for s, stage in enumerate(stages)
-            for place in range(cuts[stage.first], cuts[stage.last])
-        }
-        return by_stage(self.chain.graph, stage_of, len(stages))
+        ends = [int(self.chain.cuts[stage.last]) for stage in stages]
+        return cut_stages(self.chain.graph, self.chain.operators.tolist(), ends[:-1])
 
     def _choices(self, stages: Sequence[StageDraft], names: Sequence[Sequence[str]]) -> Choices:
         graph, compact = self.chain.graph, self.chain.compact

@@ -56,7 +56,7 @@ class Profile:
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
         order, offsets, starts = chain.by_consumer
         kernels.range_costs(
-            self.columns,
+            np.ascontiguousarray(self.columns.T),
             chain.cuts,
             (chain.edge_offsets, chain.edge_ends),
             (offsets, starts),

@@ -10,11 +10,13 @@ from stratagem.search.strategies import (
     Choices,
     expert_dims,
     expert_parallel,
+    recomputing,
     tensor_dims,
     tensor_parallel,
 )
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.plan import Choice
 from stratagem.simulator.segments import recomputed_operators
 
 MakeChoices = Callable[[OperatorGraph, Sequence[int]], "Choices | None"]
@@ -96,6 +98,10 @@ LAYOUTS = standard_layouts(regather=True)
 """What stages follow unless told."""
 
 
+def _sharded(choice: Choice, zero: int) -> Choice:
+    return choice if choice.zero == zero else replace(choice, zero=zero)
+
+
 def variants(
     graph: OperatorGraph, shape: Sequence[int], layout: Layout, limits: Limits
 ) -> Iterator[Variant]:
@@ -113,9 +119,7 @@ def variants(
         policies.setdefault(recomputed_operators(graph, policy), policy)
     for zero in limits.zero_stages if shape[0] > 1 else limits.zero_stages[:1]:
         sharded = {
-            name: replace(choice, zero=zero if name in trained else 0)
-            for name, choice in base.items()
+            name: _sharded(choice, zero if name in trained else 0) for name, choice in base.items()
         }
         for again, policy in policies.items():
-            choices = {n: replace(c, recompute=n in again) for n, c in sharded.items()}
-            yield Variant(layout.name, zero, policy, choices)
+            yield Variant(layout.name, zero, policy, recomputing(sharded, again))

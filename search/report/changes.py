@@ -110,28 +110,40 @@ def _one_node_more(
     plan, ours = result.plan, result.simulation.step_time
     cluster = plan.cluster.resized(num_nodes=plan.cluster.num_nodes + 1)
     what = f"one node more ({cluster.num_nodes} nodes, {cluster.num_devices} devices)"
-    try:
-        found = search(
-            result.graph,
-            cluster,
-            costs=costs,
-            training=plan.training,
-            budget=budget,
-            seed=plan.seed,
-            schedule=plan.schedule if plan.schedule in SCHEDULES else "1f1b",
-            num_skeletons=1,
-            num_bounded=0,
-            options=options,
-            constraints=constraints,
-            progress=progress,
+    given = constraints or Constraints()
+    # Most of such a search is looking at pipelines of other depths, so they come last.
+    alike = replace(given, pipeline=given.pipeline or plan.num_ranks)
+    for wishes in (alike,) if given == alike else (alike, given):
+        try:
+            found = search(
+                result.graph,
+                cluster,
+                costs=costs,
+                training=plan.training,
+                budget=budget,
+                seed=plan.seed,
+                schedule=plan.schedule if plan.schedule in SCHEDULES else "1f1b",
+                num_skeletons=1,
+                num_bounded=0,
+                options=options,
+                constraints=wishes,
+                baselines=(),
+                progress=progress,
+            )
+        except ValueError as error:
+            row: tuple[Value, ...] = what, None, None, f"a search there finds no plan: {error}"
+            continue
+        where = f"with {_ranks(wishes.pipeline)}" if wishes.pipeline else "with any pipeline"
+        how = (
+            f"a quick search there {where}: {found.evaluations:,} plans in "
+            f"{format_duration(found.seconds)}, where {result.evaluations:,} were evaluated here"
         )
-    except ValueError as error:
-        return what, None, None, f"a search there finds no plan: {error}"
-    how = (
-        f"a quick search there: {found.evaluations:,} plans in {format_duration(found.seconds)}, "
-        f"where {result.evaluations:,} were evaluated here"
-    )
-    if not found.simulation.fits:
-        return what, None, None, f"{how}; no plan that fits was found"
-    step = found.simulation.step_time
-    return what, step, step / ours - 1.0, how
+        if found.simulation.fits:
+            step = found.simulation.step_time
+            return what, step, step / ours - 1.0, how
+        row = what, None, None, f"{how}; no plan that fits was found"
+    return row
+
+
+def _ranks(count: int) -> str:
+    return "no pipeline" if count == 1 else f"{count} pipeline ranks"

@@ -85,8 +85,8 @@ def _draw_devices(drawing: Drawing, plan: Plan, top: float) -> float:
     """Draw the cluster's devices, coloured by rank; where they end."""
     cluster = plan.cluster
     holders: dict[int, list[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        for device in stage.mesh.devices:
+    for number in range(len(plan.stages)):
+        for device in (d for mesh in plan.homes(number) for d in mesh.devices):
             holders.setdefault(device, []).append(number)
     for node in range(min(cluster.num_nodes, MAX_NODES)):
         y = top + node * (CELL_HEIGHT + GAP)
@@ -108,8 +108,8 @@ def _draw_device(
     if not stages:
         drawing.box(x, y, CELL_WIDTH, CELL_HEIGHT, dashed=True, tip=f"device {device}: not used")
         return
-    rank = plan.rank_of[stages[0]]
-    mesh = plan.stages[stages[0]].mesh
+    own = next(s for s in stages if device in plan.stages[s].mesh.devices)
+    rank, mesh = plan.rank_of[own], plan.stages[own].mesh
     place = ", ".join(
         f"{axis.name} {index}"
         for axis, index in zip(mesh.axes, mesh.coordinates(device), strict=True)

@@ -57,7 +57,10 @@ def _conv2d(call: Call) -> Tensor:
 
 def _embedding(call: Call) -> Tensor:
     ids, weight = call.tensor("indices"), call.tensor("weight")
-    return call.builder.embedding(ids, weight, name=call.label("embedding"))
+    padding = call.given("padding_idx")
+    return call.builder.embedding(
+        ids, weight, padding=None if padding < 0 else padding, name=call.label("embedding")
+    )
 
 
 def _layer_norm(call: Call) -> Tensor:
@@ -178,6 +181,24 @@ def _stack(call: Call) -> Tensor:
     return call.builder.cat(raised, dim=dim, name=call.label("cat"))
 
 
+def _dispatch(call: Call) -> Tensor:
+    x, gates, capacity = call.tensor("x"), call.tensor("gates"), call.given("capacity")
+    top_k = call.given("top_k")
+    return call.builder.moe_dispatch(x, gates, top_k=top_k, capacity=capacity)
+
+
+def _expert_linear(call: Call) -> Tensor:
+    x, weight = call.tensor("x"), call.tensor("weight")
+    name = weight.node.name.rpartition(".")[2]
+    return call.builder.expert_linear(x, weight, call.optional("bias"), name=name)
+
+
+def _combine(call: Call) -> Tensor:
+    return call.builder.moe_combine(
+        call.tensor("y"), call.tensor("gates"), top_k=call.given("top_k")
+    )
+
+
 OPERATOR_HANDLERS: dict[str, Callable[[Call], Any]] = {
     "linear": _linear,
     "addmm": _addmm,
@@ -195,5 +216,8 @@ OPERATOR_HANDLERS: dict[str, Callable[[Call], Any]] = {
     **dict.fromkeys(("mean", "sum"), _reduce),
     "cat": _cat,
     "stack": _stack,
+    "stratagem::moe_dispatch": _dispatch,
+    "stratagem::expert_linear": _expert_linear,
+    "stratagem::moe_combine": _combine,
 }
-"""aten name → handler."""
+"""aten name, or that of an operator of ours → handler."""

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.torch_ops.module_rules import Rules, exchanged
 from stratagem.simulator.torch_ops.walk import Walker
 
 
@@ -26,6 +27,7 @@ def capture(
     name: str | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     targets: torch.Tensor | None = None,
+    rules: Rules | None = None,
 ) -> OperatorGraph:
     """The operator graph of one training step of `model` on inputs like `args` and `kwargs`.
 
@@ -44,6 +46,10 @@ def capture(
     without samples, called as in ``named_buffers``; other float buffers become parameters that are
     not trainable.
 
+    `rules` name classes of modules and what capture calls in the place of their forward, with the
+    module before its arguments. There are rules for the mixtures of experts of transformers
+    (`limit_capacity` says how many slots their experts have).
+
     Raises:
         ValueError: the model uses an operator that no kind covers, or returns no scalar. Names the
             aten operator, the module and the shapes.
@@ -55,7 +61,8 @@ def capture(
             raise ValueError("capture: a loss needs targets; pass an example as targets=")
         root = _WithLoss(model, loss)
         given = {**given, "targets": targets}
-    exported = _export(root, given, name or type(model).__name__)
+    with exchanged(model, rules or {}):
+        exported = _export(root, given, name or type(model).__name__)
     return Walker(
         exported,
         root,
@@ -92,7 +99,17 @@ def _by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             f"capture: {len(args)} positional arguments for a forward with {len(positional)} "
             "named ones; give every tensor a name of its own"
         )
-    return {**dict(zip(positional, args, strict=False)), **kwargs}
+    given = {**dict(zip(positional, args, strict=False)), **kwargs}
+    if not any(each.kind is each.POSITIONAL_ONLY for each in signature.parameters.values()):
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"capture of {type(model).__name__!r}: {error}; forward takes "
+                f"{', '.join(signature.parameters)}, and what was given is "
+                f"{', '.join(given) or 'nothing'}"
+            ) from error
+    return given
 
 
 def _export(model: nn.Module, given: Mapping[str, Any], name: str) -> torch.export.ExportedProgram:

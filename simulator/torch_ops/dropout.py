@@ -2,8 +2,8 @@
 
 Which elements are dropped is a function of the plan's seed, the operator, the training step and
 the element's index in the tensor of the *whole batch*, so that every sharding and every number of
-microbatches drops the same ones. They are not the ones that torch's own generator would drop:
-that one numbers the elements that a device happens to have.
+microbatches and token slices drops the same ones. They are not the ones that torch's own generator
+would drop: that one numbers the elements that a device happens to have.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def _span(operator: Operator, shards: Shards, name: str) -> tuple[int, int, int]
     """Start, stop and size of a dim in the whole batch."""
     start, stop = shards.bounds[name]
     size = operator.sizes[name]
+    if name in shards.places:
+        first, total = shards.places[name]
+        return first + start, first + stop, total
     if operator.dim(name).kind is not DimKind.SAMPLE:
         return start, stop, size
     before = shards.random.microbatch * size

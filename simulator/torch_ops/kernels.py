@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.graph import Layout, Operator, factors, shape_of
-from stratagem.simulator.torch_ops.kernels_attention import attention, rotary
+from stratagem.simulator.torch_ops.kernels_attention import attention, prefix, rotary
 from stratagem.simulator.torch_ops.kernels_experts import (
     expert_linear,
     moe_combine,
@@ -98,11 +98,14 @@ def _as_matrices(x: Tensor, layout: Layout, target: Layout, shards: Shards) -> T
 
 
 def _embedding(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    vocabulary = operator.weights[0].layout[0]
+    vocabulary, padding = operator.weights[0].layout[0], operator.attributes.get("padding")
     if not shards.split(operator, vocabulary):
-        return functional.embedding(inputs[0], weights[0])
+        return functional.embedding(inputs[0], weights[0], padding)
+    if padding is not None:
+        row, known = look_up(inputs[0].new_tensor(padding), operator, shards, vocabulary)
+        padding = int(row) if bool(known) else None
     index, held = look_up(inputs[0], operator, shards, vocabulary)
-    return functional.embedding(index, weights[0]).masked_fill(~held[..., None], 0.0)
+    return functional.embedding(index, weights[0], padding).masked_fill(~held[..., None], 0.0)
 
 
 def _reduce(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
@@ -133,6 +136,7 @@ KERNELS: dict[str, Kernel] = {
     "rms_norm": rms_norm,
     "batch_norm": batch_norm,
     "attention": attention,
+    "prefix": prefix,
     "rotary": rotary,
     "moe_weights": moe_weights,
     "moe_dispatch": moe_dispatch,

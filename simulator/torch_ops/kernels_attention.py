@@ -1,4 +1,4 @@
-"""Attention on local shards (samples, heads, groups, queries), and rotary positions."""
+"""Attention on local shards (samples, heads, groups, queries), prefixes, rotary positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import Layout, Operator
+from stratagem.simulator.graph import Layout, Operator, shape_of
 from stratagem.simulator.torch_ops.dropout import drop_mask, dropout
 from stratagem.simulator.torch_ops.shards import Shards, aligned, extent, positions
 
@@ -20,7 +20,8 @@ def attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tens
     """Scaled dot-product attention.
 
     A rank has all keys and some queries. With a causal mask, the keys after its last query are
-    dropped; the rank with the first queries is then left with an ordinary causal attention. With
+    dropped; the rank with the first queries is then left with an ordinary causal attention. The
+    queries of a later token slice begin at key `first_query`. With
     dropout it runs as torch's plain formula, which drops probabilities (`_with_dropout`).
     """
     query, key, value = inputs[:3]
@@ -91,11 +92,12 @@ def _look_back(
 ) -> tuple[int, Tensor | None]:
     """How many keys the local queries see, and the mask that they need beside `is_causal`."""
     group = operator.inputs[0].layout[-2]
-    first, last = extent(operator, shards, group)
+    before = int(operator.attributes.get("first_query", 0))
+    first, last = (before + place for place in extent(operator, shards, group))
     keys = min(key.shape[-2], last + 1)
     if mask is None and first == 0 and last + 1 == math.prod(shards.sizes[n] for n in group):
         return keys, None
-    rows = positions(operator, shards, group, key.device)
+    rows = before + positions(operator, shards, group, key.device)
     seen = torch.arange(keys, device=key.device) <= rows[:, None]
     if mask is None:
         return keys, seen
@@ -103,6 +105,21 @@ def _look_back(
     if mask.dtype == torch.bool:
         return keys, mask & seen
     return keys, mask.masked_fill(~seen, -math.inf)
+
+
+def prefix(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """Keys or values of the positions so far: those of earlier slices, then a slice's own.
+
+    Inputs are the own ones and then what came before, part by part; zeros stand for what is not
+    given.
+    """
+    own, *before = inputs
+    dim = operator.attributes["dim"]
+    missing = list(shape_of(operator.outputs[0].layout, shards.sizes))
+    missing[dim] -= sum(part.shape[dim] for part in inputs)
+    if missing[dim]:
+        before.insert(0, own.new_zeros(missing))
+    return torch.cat([*before, own], dim)
 
 
 def rotary(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

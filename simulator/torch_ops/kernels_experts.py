@@ -73,9 +73,17 @@ def moe_weights(operator: Operator, shards: Shards, inputs: Tensors, weights: Te
 def moe_dispatch(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
     """Tokens in the slots of local experts; zeros where no token is."""
     (x, gates), layout = inputs, operator.outputs[0].layout
-    groups, experts, capacity, hidden = shape_of(layout, shards.sizes)
-    routes = _routes(gates, operator.attributes["top_k"], capacity)
-    rows = _rows(routes, _held(operator, shards, layout[1], gates), experts, capacity)
+    _, experts, capacity, _ = shape_of(layout, shards.sizes)
+    place = _held(operator, shards, layout[1], gates)
+    return dispatched(x, gates, place, experts, operator.attributes["top_k"], capacity)
+
+
+def dispatched(
+    x: Tensor, gates: Tensor, place: Tensor, experts: int, top_k: int, capacity: int
+) -> Tensor:
+    """Tokens (group, token, hidden) in the slots of `experts` experts that have a `place`."""
+    groups, _, hidden = x.shape
+    rows = _rows(_routes(gates, top_k, capacity), place, experts, capacity)
     tokens = torch.arange(x.shape[1], device=x.device).expand_as(rows)
     # A slot holds the number of its token, or that of a row of zeros behind the last token.
     holder = torch.full((groups, experts * capacity + 1), x.shape[1], device=x.device)
@@ -86,20 +94,33 @@ def moe_dispatch(operator: Operator, shards: Shards, inputs: Tensors, weights: T
 
 def expert_linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
     """One product for each local expert, over the slots of all groups."""
-    x, into = inputs[0], factors((operator.inputs[0].layout[-1],))
+    weight = weights[0].mT if operator.attributes.get("transposed") else weights[0]
+    into = factors((operator.inputs[0].layout[-1],))
+    bias = weights[1] if len(weights) > 1 and shards.first(into) else None
+    return each_expert(inputs[0], weight, bias)
+
+
+def each_expert(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Slots (..., expert, slot, in) times the weights (expert, in, out) of their experts."""
     by_expert = x.movedim(-3, 0)
-    made = torch.bmm(by_expert.flatten(1, -2), weights[0])
-    if len(weights) > 1 and shards.first(into):
-        made = made + weights[1][:, None]
+    made = torch.bmm(by_expert.flatten(1, -2), weight)
+    if bias is not None:
+        made = made + bias[:, None]
     return made.reshape(*by_expert.shape[:-1], made.shape[-1]).movedim(0, -3)
 
 
 def moe_combine(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
     """The weighted sum of what local experts made of each token."""
     (y, gates), layout = inputs, operator.inputs[0].layout
-    groups, experts, capacity, hidden = shape_of(layout, shards.sizes)
-    routes = _routes(gates, operator.attributes["top_k"], capacity)
-    rows = _rows(routes, _held(operator, shards, layout[1], gates), experts, capacity)
+    place = _held(operator, shards, layout[1], gates)
+    return combined(y, gates, place, operator.attributes["top_k"])
+
+
+def combined(y: Tensor, gates: Tensor, place: Tensor, top_k: int) -> Tensor:
+    """Per token the weighted sum of what experts that have a `place` in y made of it."""
+    groups, experts, capacity, hidden = y.shape
+    routes = _routes(gates, top_k, capacity)
+    rows = _rows(routes, place, experts, capacity)
     slots = functional.pad(y.reshape(groups, experts * capacity, hidden), (0, 0, 0, 1))
     found = _gathered(slots, rows.flatten(1)).reshape(*rows.shape, hidden)
     return (found * routes.weight[..., None]).sum(1)

@@ -93,9 +93,11 @@ def _batch_norm_together(
     _update(running_variance, variance * (total / max(total - 1, 1)), operator)
     scale = torch.rsqrt(variance + operator.attributes["eps"])
     shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-    mean, scale = (each.to(wide.dtype).view(shape) for each in (mean, scale))
-    normal = (wide - mean) * scale
-    return (normal * weight.view(shape) + bias.view(shape)).to(x.dtype)
+    mean, scale, weight, bias = (
+        each.to(wide.dtype).view(shape) for each in (mean, scale, weight, bias)
+    )
+    # One image is kept for backward; mean and scale in one factor and addend would cancel.
+    return torch.addcmul(bias, wide - mean, scale * weight).to(x.dtype)
 
 
 def _update(running: Tensor, value: Tensor, operator: Operator) -> None:

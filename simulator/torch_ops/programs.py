@@ -26,7 +26,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value)
+    """A value as a tensor, filled where it lies: a device is not waited for, as by a copy."""
+    return value if isinstance(value, Tensor) else torch.full((), value)
 
 
 def _dims(dims: Any) -> Any:

@@ -41,13 +41,15 @@ class Shards:
     """One rank's part of one operator.
 
     `bounds` are the start and stop of every dim on this rank; `random` says which random numbers
-    are drawn, the same stream on all ranks.
+    are drawn, the same stream on all ranks. `places` has, for the dims of a token slice that count
+    positions, the first one and how many there are (see `TokenSlice.places`).
     """
 
     bounds: Mapping[str, tuple[int, int]]
     all_reduce: AllReduce
     random: RandomStream = field(default_factory=RandomStream)
     fetch: Fetch = _nothing_missing
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -52,6 +52,7 @@ _HOMES = {
     "diff_timelines": "stratagem.simulator.timeline_diff",
     "execute": "stratagem.face",
     "RateSchedule": "stratagem.executor.rates",
+    "limit_capacity": "stratagem.simulator.torch_ops.module_rules",
     "load_checkpoint": "stratagem.executor.checkpoint_reader",
     "export": "stratagem.exports",
     "local_cluster": "stratagem.face",
@@ -62,12 +63,16 @@ _HOMES = {
     "search": "stratagem.face",
     "search_sizes": "stratagem.search.sizes",
     "simulate": "stratagem.face",
+    "slice_tokens": "stratagem.search.slicing",
     "split_images": "stratagem.simulator.spatial",
     "WhatIf": "stratagem.search.what_if",
     "write_trace": "stratagem.simulator.trace",
 }
 
-_MODULES = {"models": "stratagem.simulator.models"}
+_MODULES = {
+    "experts": "stratagem.simulator.torch_ops.experts",
+    "models": "stratagem.simulator.models",
+}
 
 __all__ = ["__version__", *sorted([*_HOMES, *_MODULES])]
 

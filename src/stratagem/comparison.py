@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
+from stratagem.executor.program import ranks_of
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.plot import plot_timelines
-from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.table import Table, Unit, format_bytes
 from stratagem.simulator.timeline import (
     TaskKind,
     Timeline,
     format_duration,
-    lane_group,
     statistics,
 )
 from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WHOLE = "whole step"
+WAITING = "waiting"
+MOST_NAMED = 4
+"""Stages whose memory the figure tells, the fullest ones."""
 
 
 class Timed(Protocol):
@@ -40,6 +47,15 @@ class Timed(Protocol):
         """Of one step."""
 
 
+@runtime_checkable
+class Weighed(Protocol):
+    """What knows how full every rank got: an execution or the report of one."""
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Per rank the most bytes at once; empty if nobody looked."""
+
+
 @dataclass(frozen=True)
 class ComparisonRow:
     """Seconds that a device spends on something in a step, on average over the devices."""
@@ -51,7 +67,7 @@ class ComparisonRow:
     @property
     def error(self) -> str:
         """Predicted over measured as a person writes it; a dash where there is nothing."""
-        return f"{self.predicted / self.measured - 1:+.0%}" if self.measured > 0 else "–"
+        return _error(self.predicted, self.measured)
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,27 @@ class TaskRow(ComparisonRow):
         return (self.predicted - self.measured) * self.times
 
 
+@dataclass(frozen=True)
+class StageRow(ComparisonRow):
+    """Seconds that a device of a stage spends on something, or waits, on average over them."""
+
+    stage: str
+
+
+@dataclass(frozen=True)
+class PeakRow:
+    """The most bytes on a device of a stage at once, on the fullest of them."""
+
+    stage: str
+    predicted: int
+    measured: int
+
+    @property
+    def error(self) -> str:
+        """Predicted over measured as a person writes it."""
+        return _error(self.predicted, self.measured)
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """A step as predicted and as measured.
@@ -75,11 +112,16 @@ class Comparison:
         predicted: the timeline of the simulation.
         measured: the timeline of the run's median step.
         rows: where a device's time goes; the whole step first.
+        stages: the same stage by stage, or by the ranks of a plan that has several stages on the
+            same devices; `WAITING` is the time without computing or communicating.
+        peaks: memory likewise; empty where the run did not look (`memory` of `execute`).
     """
 
     predicted: Timeline
     measured: Timeline
     rows: tuple[ComparisonRow, ...]
+    stages: tuple[StageRow, ...]
+    peaks: tuple[PeakRow, ...] = ()
 
     @property
     def relative_error(self) -> float:
@@ -99,6 +141,48 @@ class Comparison:
             for name, kind in [task]
         ]
         return tuple(sorted(rows, key=lambda row: (-abs(row.excess), row.what)))
+
+    @property
+    def stage_table(self) -> Table:
+        """What the devices of each stage do with the step.
+
+        Example:
+            >>> print(comparison.stage_table)  # doctest: +SKIP
+            stage    what      predicted  measured  error
+            stage 0  forward     12.1 ms   13.0 ms    −7%
+            …
+        """
+        columns = {
+            "stage": Unit.TEXT,
+            "what": Unit.TEXT,
+            "predicted": Unit.SECONDS,
+            "measured": Unit.SECONDS,
+            "error": Unit.TEXT,
+        }
+        rows = [
+            (row.stage, row.what, row.predicted, row.measured, row.error) for row in self.stages
+        ]
+        note = "Communication that computing hides counts too: a stage may add up to over a step."
+        return Table("stages, predicted and measured", columns, tuple(rows), note)
+
+    @property
+    def memory_table(self) -> Table:
+        """How full the devices of each stage get; without rows where the run did not look.
+
+        Example:
+            >>> print(comparison.memory_table)  # doctest: +SKIP
+            stage    predicted  measured  error
+            stage 0    110 MiB   115 MiB    −4%
+        """
+        columns = {
+            "stage": Unit.TEXT,
+            "predicted": Unit.BYTES,
+            "measured": Unit.BYTES,
+            "error": Unit.TEXT,
+        }
+        rows = [(row.stage, row.predicted, row.measured, row.error) for row in self.peaks]
+        note = "Of the fullest device, at its fullest; what kernels allocate inside is left out."
+        return Table("memory, predicted and measured", columns, tuple(rows), note)
 
     @property
     def task_table(self) -> Table:
@@ -127,7 +211,7 @@ class Comparison:
     @cached_property
     def figure(self) -> Figure:
         """The two timelines, one above the other."""
-        return plot_timelines([self.predicted, self.measured])
+        return plot_timelines([self.predicted, self.measured], remarks=self._remarks)
 
     @cached_property
     def diff(self) -> TimelineDiff:
@@ -136,7 +220,24 @@ class Comparison:
 
     def save_plot(self, path: str | Path) -> None:
         """Save the figure; the suffix is the format."""
-        plot_timelines([self.predicted, self.measured], path)
+        plot_timelines([self.predicted, self.measured], path, remarks=self._remarks)
+
+    @property
+    def _remarks(self) -> list[str]:
+        """How full devices get, for the titles of the figure."""
+        fullest = sorted(self.peaks, key=lambda row: -row.measured)[:MOST_NAMED]
+        if not fullest:
+            return []
+        named = sorted(fullest, key=self.peaks.index)
+        more = ", …" if len(self.peaks) > MOST_NAMED else ""
+        found = [
+            ", ".join(f"{format_bytes(nbytes)} on {stage}" for stage, nbytes in each)
+            for each in (
+                [(row.stage, row.predicted) for row in named],
+                [(row.stage, row.measured) for row in named],
+            )
+        ]
+        return [f"memory up to {each}{more}" for each in found]
 
     def save_trace(self, path: str | Path) -> None:
         """Save both timelines as a gzipped trace for https://ui.perfetto.dev."""
@@ -181,6 +282,8 @@ def compare(predicted: Timed, measured: Timed, path: str | Path | None = None) -
         replace(predicted.timeline, label="predicted"),
         replace(measured.timeline, label="measured"),
         _rows(predicted, measured),
+        _stage_rows(predicted, measured),
+        _peaks(predicted, measured),
     )
     if path is not None:
         comparison.save_plot(path)
@@ -207,17 +310,75 @@ def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:
     return (whole, *parts)
 
 
+def _stage_rows(predicted: Timed, measured: Timed) -> tuple[StageRow, ...]:
+    stage_of = _stages_of_ranks(predicted.plan) if isinstance(predicted, Simulation) else {}
+    ours = _time_by_stage(predicted.timeline, {})
+    theirs = _time_by_stage(measured.timeline, stage_of)
+    return tuple(
+        StageRow(what, ours[stage][what], theirs[stage][what], stage)
+        for stage in ours
+        if stage in theirs
+        for what in ours[stage]
+        if ours[stage][what] or theirs[stage][what]
+    )
+
+
+def _peaks(predicted: Timed, measured: Timed) -> tuple[PeakRow, ...]:
+    found = measured.peak_bytes if isinstance(measured, Weighed) else ()
+    if not found or not isinstance(predicted, Simulation):
+        return ()
+    plan, group_of = predicted.plan, _stages_of_ranks(predicted.plan)
+    most: dict[str, int] = {}
+    for rank, nbytes in enumerate(found):
+        group = group_of[f"rank {rank}"]
+        most[group] = max(nbytes, most.get(group, 0))
+    memory = {plan.group(s): predicted.memory[rank] for s, rank in enumerate(plan.rank_of)}
+    return tuple(PeakRow(group, each.peak, most[group]) for group, each in memory.items())
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.0%}" if measured > 0 else "–"
+
+
+def _stages_of_ranks(plan: Plan) -> dict[str, str]:
+    """What the simulation calls the devices that a run calls ``rank 3``."""
+    ranks = ranks_of(plan)
+    return {
+        f"rank {ranks[device]}": plan.group(number)
+        for number, stage in enumerate(plan.stages)
+        for device in stage.mesh.devices
+    }
+
+
+def _time_by_stage(timeline: Timeline, stage_of: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Per stage the mean seconds of its devices on every kind of task, and waiting."""
+    by_kind, idle = _time_by_group(timeline), statistics(timeline).idle
+    groups: dict[str, list[str]] = {}
+    for group in idle:
+        groups.setdefault(stage_of.get(group, group), []).append(group)
+    return {
+        stage: {
+            **{kind.value: fmean(by_kind[kind][each] for each in members) for kind in TaskKind},
+            WAITING: fmean(idle[each] for each in members),
+        }
+        for stage, members in groups.items()
+    }
+
+
 def _time_by_kind(timeline: Timeline) -> dict[TaskKind, float]:
-    """Per kind the seconds on the fullest lane of a group, averaged over the groups."""
-    groups = list(dict.fromkeys(map(lane_group, timeline.lanes)))
-    times: dict[TaskKind, float] = {}
+    """Per kind the seconds in which a group of lanes is at it, averaged over the groups."""
+    return {
+        kind: fmean(times.values()) if times else 0.0
+        for kind, times in _time_by_group(timeline).items()
+    }
+
+
+def _time_by_group(timeline: Timeline) -> dict[TaskKind, dict[str, float]]:
+    """Per kind and group the seconds in which one of its lanes at least is at it."""
+    times: dict[TaskKind, dict[str, float]] = {}
     for kind in TaskKind:
-        busy = statistics(_only(timeline, kind)).busy
-        fullest = [
-            max(busy[lane] for lane in timeline.lanes if lane_group(lane) == group)
-            for group in groups
-        ]
-        times[kind] = sum(fullest) / len(fullest) if fullest else 0.0
+        found = statistics(_only(timeline, kind))
+        times[kind] = found.exposed_communication if kind.is_communication else found.computing
     return times
 
 

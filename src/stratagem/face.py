@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from stratagem.profiler.costs import MeasuredCosts
     from stratagem.profiler.timing import Effort
 
-Backend = Literal["local", "gloo"]
+Backend = Literal["local", "gloo", "nccl"]
 
 MAX_OPERATORS = 1000
 """Distinct local operators that `profile` times unless told; what is beyond is estimated."""
@@ -82,15 +83,16 @@ def search(
         cluster: where it is to run; all its devices are used.
         costs: prices of operators, such as those of `profile`; the device model of the cluster
             when left out.
-        training: precision and optimizer; float32 and Adam when left out.
+        training: precision and optimizer; float32 and Adam when left out, as models are captured.
+            (A `TrainingSetup` takes bfloat16, as the runs that it states do.)
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number; equal arguments give equal plans.
         schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``.
         zero_stages: the ZeRO stages that an operator's parameters may have.
         num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.
-        num_bounded: how many more have their lower bounds sharpened, for the certificate; fewer
-            of larger models when left out.
+        num_bounded: of how many, beside the best, lower bounds are sharpened before, the weakest
+            first, for the certificate; fewer of larger models when left out.
         options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`.
         constraints: what the plan must meet; see `Constraints`.
         baselines: methods to compare with, such as ``["Alpa", "FlexFlow"]``; see
@@ -322,10 +324,12 @@ def execute(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
+    memory: bool = False,
+    cuda_graph: bool = False,
     backend: Backend = "local",
     progress: bool = True,
 ) -> ExecutionResult:
-    """Train a model for some steps by a plan, on the CPUs of this machine.
+    """Train a model for some steps by a plan, on the CPUs or the GPUs of this machine.
 
     Example:
         >>> result = sg.execute(plan, model, batch, steps=10, backend="gloo")  # doctest: +SKIP
@@ -333,7 +337,7 @@ def execute(
         0.152
 
     Args:
-        plan: for this model and batch, in float32 or bfloat16.
+        plan: for this model and batch.
         model: its parameters and buffers are read, not changed; `load_checkpoint` puts what was
             trained into it.
         data: the keyword arguments of the model's `forward`, the same for every step; or an
@@ -348,9 +352,12 @@ def execute(
         every: steps between two checkpoints; 0 writes one after the last step only.
         resume: a checkpoint, perhaps of another plan, or a folder of checkpoints with the last of
             them, to go on from.
+        memory: whether to find the most bytes that each rank holds, in a step that is undone.
+        cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph; where that
+            cannot be, a warning says why.
         backend: ``local`` runs all ranks as threads of this process, exact but not timed as a
-            cluster would be; ``gloo`` starts a process for each, under torchrun, which takes one
-            batch for all steps (`stratagem run` gives processes a DataLoader each).
+            cluster would be; ``gloo`` starts a process for each, under torchrun, and gives them
+            the same batches, drawn here; ``nccl`` does so with a GPU for each.
         progress: False shows nothing.
 
     Raises:
@@ -367,7 +374,7 @@ def execute(
     known = get_args(Backend)
     if backend not in known:
         raise unknown("backend", backend, known)
-    run = run_here if backend == "local" else run_processes
+    run = run_here if backend == "local" else partial(run_processes, backend=backend)
     used = graph or capture(model, kwargs=first_batch(data))
     plan.check(plan.rewrite(used).graph)
     with progress_bar(enabled=progress and steps > 1) as show:
@@ -383,5 +390,7 @@ def execute(
             checkpoint=checkpoint,
             every=every,
             resume=resume,
+            memory=memory,
+            cuda_graph=cuda_graph,
             show=show,
         )

@@ -31,6 +31,11 @@ def load_graph(spec: str) -> OperatorGraph:
             raise ValueError(
                 f"model {spec!r} is neither module:function nor the file of a captured graph"
             )
+        if spec.endswith(".py"):
+            raise ValueError(
+                f"model {spec!r} is a Python file; name the function in it that returns (model, "
+                f"inputs), as {Path(spec).stem}:build"
+            )
         return graph_from_json(read_text(spec, "graph file"))
     from stratagem.simulator.torch_ops.capture import capture
 

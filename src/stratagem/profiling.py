@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.sliced_plan import pass_graphs
 from stratagem.simulator.table import Table, Unit
 from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.training import Training
@@ -176,10 +178,10 @@ def planned_operators(graph: OperatorGraph, plan: Plan) -> list[Local]:
     graph = plan.rewrite(graph).graph
     plan.check(graph)
     device, _ = _device_here(plan.cluster)
-    part = graph.microbatch(plan.num_microbatches)
+    plan, graphs = pass_graphs(plan, graph)
     share: dict[str, float] = defaultdict(float)
     found: dict[str, Local] = {}
-    for stage in plan.stages:
+    for part, stage in product(graphs, plan.stages):
         for name, choice in stage.choices.items():
             operator = part.operator(name)
             if operator.kind != "source":

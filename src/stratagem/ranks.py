@@ -1,6 +1,6 @@
 """Running a plan as processes of this machine, for a model that is in memory here.
 
-The model's state and its batch travel through a temporary folder; every rank runs this module.
+The model's state and its batches travel through a temporary folder; every rank runs this module.
 """
 
 from __future__ import annotations
@@ -8,19 +8,24 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from stratagem.executor.batches import Data, check_batch
-from stratagem.executor.judging import Limits
+from stratagem.executor.batches import Batches, Data
+from stratagem.executor.checkpoint_index import CheckpointIndex, Course
+from stratagem.executor.checkpoint_reader import find_checkpoint
+from stratagem.executor.gpu.graphs import not_graphed
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.rates import Rate
 from stratagem.executor.result import ExecutionResult
-from stratagem.executor.run import execute
-from stratagem.executor.training_loop import Show
+from stratagem.executor.run import ProcessBackend, execute
+from stratagem.executor.training_loop import RunOptions, Show
+from stratagem.feeding import Fed, Feeder
 from stratagem.progress import show_status, status_file
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
@@ -43,46 +48,60 @@ def run_processes(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
+    memory: bool = False,
+    cuda_graph: bool = False,
+    backend: ProcessBackend = "gloo",
     timeout: float | None = None,
     show: Show | None = None,
 ) -> ExecutionResult:
-    """Like `execute`, with a process for every device of the plan, under torchrun with gloo.
+    """Like `execute`, with a process for every device of the plan, under torchrun.
 
     Raises:
-        ValueError: when the plan cannot be executed, or `data` is not one batch.
+        ValueError: when the plan cannot be executed, or a batch does not fit.
         RuntimeError: when a rank fails; says which and where it was.
         TimeoutError: when the run takes longer than `timeout` seconds.
     """
-    if not isinstance(data, Mapping):
-        raise ValueError(
-            f"processes cannot share a {type(data).__name__} of this one; give one batch, run "
-            f"with backend='local', or let every process make the data: stratagem run --data"
-        )
-    check_batch(graph, {**model_state, **data})
+    options = RunOptions(
+        steps=steps,
+        warmup=warmup,
+        gradients=gradients,
+        checkpoint=None if checkpoint is None else Path(checkpoint).resolve(),
+        every=every,
+        resume=None if resume is None else Path(resume).resolve(),
+    )
     with tempfile.TemporaryDirectory(prefix="stratagem-") as name:
         task = {
             "plan": plan.to_json(),
             "graph": graph_to_json(graph),
             "model_state": dict(model_state),
-            "batch": dict(data),
+            "batch": dict(data) if isinstance(data, Mapping) else None,
+            "backend": backend,
             "rates": None if rate is None else [rate(step) for step in range(steps)],
             "options": {
                 "steps": steps,
                 "warmup": warmup,
                 "gradients": gradients,
-                "checkpoint": None if checkpoint is None else str(Path(checkpoint).resolve()),
+                "checkpoint": options.checkpoint and str(options.checkpoint),
                 "every": every,
-                "resume": None if resume is None else str(Path(resume).resolve()),
+                "resume": options.resume and str(options.resume),
+                "memory": memory,
+                "cuda_graph": cuda_graph,
             },
         }
         torch.save(task, Path(name, TASK))
 
-        def look() -> None:
-            if show is not None:
-                show_status(Path(name, STATUS), show)
+        with _feeder(name, plan, graph, model_state, data, options) as feeder:
 
-        run_ranks(["stratagem.ranks", name], plan.num_devices, timeout=timeout, look=look)
+            def look() -> None:
+                if show is not None:
+                    show_status(Path(name, STATUS), show)
+                if feeder is not None:
+                    feeder.check()
+
+            run_ranks(["stratagem.ranks", name], plan.num_devices, timeout=timeout, look=look)
         found = torch.load(Path(name, RESULT), weights_only=True)
+    if found["no_graph"]:
+        warnings.warn(not_graphed(found["no_graph"]), stacklevel=3)
     return ExecutionResult(
         losses=tuple(found["losses"]),
         step_times=tuple(found["step_times"]),
@@ -90,7 +109,30 @@ def run_processes(
         parameters=found["parameters"],
         gradients=found["gradients"],
         first_step=found["first_step"],
+        peak_bytes=tuple(found["peak_bytes"]),
+        no_graph=found["no_graph"],
     )
+
+
+def _feeder(
+    folder: str,
+    plan: Plan,
+    graph: OperatorGraph,
+    model_state: Mapping[str, Tensor],
+    data: Data,
+    options: RunOptions,
+) -> AbstractContextManager[Feeder | None]:
+    """What gives the ranks their batches, from where a checkpoint was; None where all are one."""
+    batches = Batches(data, graph, seed=plan.seed, buffers=model_state)
+    if isinstance(data, Mapping):
+        batches.at(0)
+        return nullcontext()
+    course = Course()
+    if options.resume is not None:
+        course = CheckpointIndex.load(find_checkpoint(options.resume)).course
+        batches.seek((course.epoch, 0))
+    count = course.batch + options.steps - course.step
+    return Feeder(folder, batches, num_batches=count, num_ranks=plan.num_devices)
 
 
 def main() -> None:
@@ -98,15 +140,14 @@ def main() -> None:
     (folder,) = sys.argv[1:]
     torch.set_num_threads(1)
     task = torch.load(Path(folder, TASK), weights_only=True)
-    rates = task["rates"]
+    rates, batch = task["rates"], task["batch"]
     result = execute(
         Plan.from_json(task["plan"]),
         graph_from_json(task["graph"]),
         task["model_state"],
-        task["batch"],
-        backend="gloo",
+        Fed(folder, int(os.environ["RANK"])) if batch is None else batch,
+        backend=task["backend"],
         rate=None if rates is None else rates.__getitem__,
-        timeout=Limits.stalled,
         show=status_file(Path(folder, STATUS)),
         **task["options"],
     )
@@ -117,6 +158,8 @@ def main() -> None:
             "timeline": result.timeline.to_dict(),
             "parameters": dict(result.parameters),
             "first_step": result.first_step,
+            "peak_bytes": list(result.peak_bytes),
+            "no_graph": result.no_graph,
             "gradients": None if result.gradients is None else dict(result.gradients),
         }
         torch.save(found, Path(folder, RESULT))

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.progress import progress_bar
+from stratagem.simulator.table import format_bytes
 from stratagem.simulator.timeline import format_duration
 
 
@@ -44,16 +46,37 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="checkpoint, or folder of them, to go on from")
     ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="find the most bytes that each rank holds, in a step that is undone",
+        ),
+    ] = False,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph",
+            help="run the steps but a few as one CUDA graph (nccl); those few are timed",
+        ),
+    ] = False,
     timeout: Annotated[
-        float | None,
-        typer.Option(help="seconds after which a step in which no rank goes on is stopped"),
-    ] = None,
+        float, typer.Option(help="seconds after which a run in which no rank goes on is stopped")
+    ] = 20.0,
+    patience: Annotated[
+        float,
+        typer.Option(help="times as long as expected an instruction may take, if longer"),
+    ] = 10.0,
+    preparing: Annotated[
+        float, typer.Option(help="seconds for building the model, writing a checkpoint, …")
+    ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """Train by a plan on this machine, a process for every device.
 
     Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
     """
+    from stratagem.executor.gpu.graphs import not_graphed
     from stratagem.executor.judging import Limits
     from stratagem.executor.launch import launch
 
@@ -70,7 +93,9 @@ def run(
             checkpoint=checkpoint,
             every=every,
             resume=resume,
-            stalled=timeout or Limits.stalled,
+            memory=memory,
+            cuda_graph=cuda_graph,
+            limits=Limits(stalled=timeout, patience=patience, preparing=preparing),
             timeout=None,
             show=show,
         )
@@ -79,6 +104,11 @@ def run(
         f"{len(report.losses)} steps, {format_duration(report.step_time)} each (median); loss "
         f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
     )
+    if report.peak_bytes:
+        fullest = format_bytes(max(report.peak_bytes))
+        console.print(f"{fullest} in the memory of the fullest device")
+    if report.no_graph:
+        console.print(f"[yellow]{escape(not_graphed(report.no_graph))}")
     if check:
         console.print(
             f"loss and {len(report.errors) - 1} gradients agree with one process of torch to "
@@ -88,5 +118,11 @@ def run(
         report.save(out)
         console.print(f"Written to {out}", soft_wrap=True)
     if as_json:
-        facts = {"step_time": report.step_time, "losses": report.losses, "out": out}
+        facts: dict[str, object] = {
+            "step_time": report.step_time,
+            "losses": report.losses,
+            "out": out,
+        }
+        if report.peak_bytes:
+            facts["peak_bytes"] = report.peak_bytes
         print_json({**facts, "max_error": report.max_error} if check else facts)

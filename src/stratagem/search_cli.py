@@ -36,6 +36,7 @@ from stratagem.model_spec import load_cluster, load_graph
 from stratagem.search.constraints import Constraints
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.space import SCHEDULES, Options
+from stratagem.simulator.files import check_place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.segments import RECOMPUTE_POLICIES
 from stratagem.simulator.training import Training
@@ -119,6 +120,9 @@ def search(
 
     Example: stratagem search examples.gpt2:build -c dgx-a100 --precision bfloat16 -o plan.json
     """
+    for path in (out, plot, trace, report, checkpoint):
+        if path is not None:
+            check_place(path)
     training = Training(precision, optimizer)
     graph, place = load_graph(model), load_cluster(cluster, nodes, devices)
     costs = costs_for(graph, place, training, measure)

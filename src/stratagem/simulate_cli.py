@@ -114,7 +114,10 @@ def compare(
         bool, typer.Option("--diff", help="where the measured step takes longer")
     ] = False,
     tasks: Annotated[
-        bool, typer.Option("--tasks", help="every operator and collective, by its error")
+        bool,
+        typer.Option(
+            "--tasks", help="every stage, and every operator and collective by its error"
+        ),
     ] = False,
     learn: Annotated[
         bool,
@@ -138,11 +141,13 @@ def compare(
         comparison.save_trace(trace)
     say = speaker(as_json)
     say.print(comparison_table(comparison))
+    if comparison.peaks:
+        print_tables(say, comparison.memory_table)
     say_written(say, plot, trace)
     if diff:
         _print_diff(say, comparison.diff)
     if tasks:
-        print_tables(say, comparison.task_table)
+        print_tables(say, comparison.stage_table, comparison.task_table)
     if learn:
         kept = _learn(report, graph, loaded)
         say.print(f"kept {kept} measured passes in the timing cache; --measure predicts with them")
@@ -154,6 +159,11 @@ def compare(
             for row in comparison.rows
         ]
         answer: dict[str, Any] = {"relative_error": comparison.relative_error, "rows": rows}
+        if comparison.peaks:
+            answer["memory"] = comparison.memory_table.to_dict()
+        if tasks:
+            answer["stages"] = comparison.stage_table.to_dict()
+            answer["tasks"] = comparison.task_table.to_dict()
         print_json({**answer, "diff": comparison.diff.to_dict()} if diff else answer)
 
 

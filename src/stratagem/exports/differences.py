@@ -24,6 +24,7 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
 )
 from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.token_slices import num_slices
 
 Parts = frozenset[tuple[int, tuple[tuple[int, int], ...]]]
 """Which part of each dim of an operator each device has."""
@@ -132,7 +133,11 @@ def _whole_plan(plan: Plan, nearest: Plan) -> Iterator[str]:
     for what, theirs, ours in (
         ("runs on {} devices", plan.num_devices, nearest.num_devices),
         ("has {} microbatches a step", plan.num_microbatches, nearest.num_microbatches),
-        ("cuts tokens into {} slices", plan.token_slices, nearest.token_slices),
+        (
+            "cuts tokens into {} slices",
+            num_slices(plan.token_slices),
+            num_slices(nearest.token_slices),
+        ),
         ("trains in {}", plan.training.precision, nearest.training.precision),
         ("adds gradients up in {}", _gradients(plan), _gradients(nearest)),
     ):

@@ -114,6 +114,8 @@ def dtensor(plan: Plan, graph: OperatorGraph) -> Draft:
         True
     """
     whole = _unrewritten(plan, graph)
+    if whole.is_mirrored:
+        whole = replace(whole, schedule="1f1b")  # torch has no second homes for stages.
     nearest = nearest_plan(whole, graph)
     small = graph.microbatch(plan.num_microbatches)
     text = "".join(

@@ -129,6 +129,9 @@ def nearest_plan(plan: Plan, graph: OperatorGraph) -> Plan:
         )
         for stage in plan.stages
     )
+    if plan.token_slices != 1:
+        # GPipe has TeraPipe's order of microbatches.
+        plan = replace(plan, schedule="gpipe", token_slices=1, orders=())
     return replace(plan, stages=stages, bucket_bytes=0, inputs_first=False, prediction=None)
 
 

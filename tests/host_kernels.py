@@ -1,0 +1,53 @@
+"""The CUDA kernels on the host: compiled as C, and started as `gpu.kernels.start` starts them."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from stratagem.executor.gpu.sources import SOURCE
+
+OPTIONS = ("-O1", "-std=c11", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared")
+KINDS: dict[type, Any] = {
+    np.float64: ctypes.c_double,
+    np.int32: ctypes.c_int32,
+    np.uint32: ctypes.c_uint32,
+    np.int64: ctypes.c_int64,
+}
+
+
+@lru_cache(maxsize=1)
+def host_kernels() -> ctypes.CDLL:
+    """The kernels as functions of the host, where a loop stands for the threads."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = Path(mkdtemp(prefix="stratagem-kernels-"))
+    try:
+        source, library = folder / "kernels.c", folder / "kernels.so"
+        source.write_text(SOURCE)
+        subprocess.run([compiler, *OPTIONS, str(source), "-o", str(library), "-lm"], check=True)
+        return ctypes.CDLL(str(library))
+    finally:
+        shutil.rmtree(folder)
+
+
+def start_on_host(name: str, num_threads: int, *arguments: Any) -> None:
+    """What `gpu.kernels.start` does, on the host."""
+    getattr(host_kernels(), name)(*map(passed, arguments))
+
+
+def passed(argument: Any) -> Any:
+    """A tensor by its address, None as a null pointer, a NumPy scalar by its own type."""
+    if argument is None or isinstance(argument, Tensor):
+        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+    return KINDS[type(argument)](argument)

@@ -1,0 +1,183 @@
+"""The table of a comparison that tells stage by stage what devices do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.models import MLP
+from stratagem.comparison import WAITING, compare
+from stratagem.executor import execute, model_state
+from stratagem.executor.report import Report, report_of
+from stratagem.executor.result import ExecutionResult
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.placement import REPLICATE, Shard
+from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.table import Unit, format_bytes
+from stratagem.simulator.timeline import TaskKind, Timeline
+from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.training import Training
+
+KINDS = {kind.value: kind for kind in TaskKind}
+
+
+def run(
+    devices: list[tuple[int, ...]], schedule: str, *, memory: bool = False
+) -> tuple[Simulation, ExecutionResult]:
+    """An MLP whose linear layers are dealt out to stages on the given devices."""
+    torch.manual_seed(0)
+    model = MLP([16, 32, 32, 32, 8])
+    batch = {"x": torch.randn(8, 16), "target": torch.randint(0, 8, (8,))}
+    graph = capture(model, kwargs=batch)
+    names = graph.names
+    bounds = [round(i * len(names) / len(devices)) for i in range(len(devices) + 1)]
+    stages = []
+    for here, first, last in zip(devices, bounds, bounds[1:], strict=False):
+        mesh = DeviceMesh((MeshAxis("data", len(here)),), here)
+        choices = {
+            each.name: Choice(
+                (Shard("sample"),)
+                if any(dim.name == "sample" and not dim.whole for dim in each.dims)
+                else (REPLICATE,)
+            )
+            for each in graph.operators
+            if each.name in names[first:last]
+        }
+        stages.append(Stage(tuple(choices), mesh, choices))
+    plan = Plan(
+        name="pipeline",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=Cluster.preset("local-cpu", devices_per_node=4),
+        training=Training(),
+        stages=tuple(stages),
+        num_microbatches=2,
+        schedule=schedule,
+    )
+    simulation = simulate_plan(plan, graph, default_costs())
+    state = model_state(model)
+    return simulation, execute(plan, graph, state, batch, steps=2, memory=memory)
+
+
+def seconds(timeline: Timeline, groups: list[str], kind: TaskKind) -> float:
+    """Mean over groups of the time in which they are at a kind of task, whatever the lane."""
+    spans: dict[str, list[tuple[int, int]]] = {group: [] for group in groups}
+    rows = zip(timeline.kinds, timeline.lane, timeline.start, timeline.end, strict=True)
+    for each, lane, start, end in rows:
+        group = timeline.lanes[lane].split(" · ")[0]
+        if each is kind and group in spans:
+            spans[group].append((int(start), int(end)))
+    total = 0
+    for mine in spans.values():
+        until = 0
+        for start, end in sorted(mine):
+            total += max(0, end - max(start, until))
+            until = max(until, end)
+    return total / len(groups) * 1e-9
+
+
+@pytest.mark.parametrize(
+    ("devices", "schedule", "ranks"),
+    [
+        ([(0, 1), (2, 3)], "1f1b", {"stage 0": (0, 1), "stage 1": (2, 3)}),
+        ([(1,), (0, 2)], "gpipe", {"stage 0": (1,), "stage 1": (0, 2)}),
+        ([(2,), (1,), (2,), (1,)], "interleaved", {"rank 0": (1,), "rank 1": (0,)}),
+    ],
+)
+def test_stages_are_laid_side_by_side(
+    devices: list[tuple[int, ...]], schedule: str, ranks: dict[str, tuple[int, ...]]
+) -> None:
+    simulation, result = run(devices, schedule)
+    compared = compare(simulation, result)
+    assert {row.stage for row in compared.stages} == set(ranks)
+    for row in compared.stages:
+        theirs = [f"rank {rank}" for rank in ranks[row.stage]]
+        if row.what != WAITING:
+            kind = KINDS[row.what]
+            ours = seconds(simulation.timeline, [row.stage], kind)
+            assert row.predicted == pytest.approx(ours, abs=1e-9)
+            assert row.measured == pytest.approx(seconds(result.timeline, theirs, kind), abs=1e-9)
+    for stage in ranks:
+        named = {row.what: row for row in compared.stages if row.stage == stage}
+        assert {"forward", "backward", WAITING} <= named.keys()
+        spent = sum(row.measured for row in named.values())
+        assert spent >= result.timeline.duration * 0.999
+        assert 0 <= named[WAITING].measured < result.timeline.duration
+
+
+def test_the_table_has_a_row_a_stage_and_kind() -> None:
+    compared = compare(*run([(0,), (1,)], "1f1b"))
+    table = compared.stage_table
+    assert list(table.columns) == ["stage", "what", "predicted", "measured", "error"]
+    assert len(table.rows) == len(compared.stages)
+    assert "stage 1" in str(table)
+    assert "waiting" in table._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("devices", "schedule", "ranks"),
+    [
+        ([(0, 1), (2,)], "1f1b", {"stage 0": (0, 1), "stage 1": (2,)}),
+        ([(2,), (0, 1)], "gpipe", {"stage 0": (2,), "stage 1": (0, 1)}),
+        ([(1,), (0,), (1,), (0,)], "interleaved", {"rank 0": (1,), "rank 1": (0,)}),
+        ([(0,), (1,)], "chimera", {"rank 0": (0,), "rank 1": (1,)}),
+    ],
+)
+def test_memory_is_laid_side_by_side(
+    devices: list[tuple[int, ...]], schedule: str, ranks: dict[str, tuple[int, ...]]
+) -> None:
+    simulation, result = run(devices, schedule, memory=True)
+    compared = compare(simulation, result)
+    assert [row.stage for row in compared.peaks] == list(ranks)
+    for row, memory in zip(compared.peaks, simulation.memory, strict=True):
+        assert row.measured == max(result.peak_bytes[rank] for rank in ranks[row.stage])
+        assert row.predicted == memory.peak
+        assert row.predicted == pytest.approx(row.measured, rel=0.35)
+    table = compared.memory_table
+    assert table.columns == {
+        "stage": Unit.TEXT,
+        "predicted": Unit.BYTES,
+        "measured": Unit.BYTES,
+        "error": Unit.TEXT,
+    }
+    titles = [axes.get_title(loc="left") for axes in compared.figure.axes]
+    for title, column in zip(titles, ("predicted", "measured"), strict=True):
+        for name, nbytes in zip(table.column("stage"), table.column(column), strict=True):
+            assert isinstance(nbytes, int)
+            assert f"{format_bytes(nbytes)} on {name}" in title
+
+
+def test_looking_at_memory_changes_nothing_else() -> None:
+    """States of the optimizer, made in the first step, are among what is found."""
+    _, without = run([(0,), (1,)], "1f1b")
+    simulation, looked = run([(0,), (1,)], "1f1b", memory=True)
+    assert looked.losses == without.losses
+    for name, tensor in without.parameters.items():
+        assert torch.equal(tensor, looked.parameters[name]), name
+    assert without.peak_bytes == ()
+    assert compare(simulation, without).peaks == ()
+    for axes in compare(simulation, without).figure.axes:
+        assert "memory" not in axes.get_title(loc="left")
+    stored = 4 * sum(tensor.numel() for tensor in looked.parameters.values())
+    assert 4 * stored < sum(looked.peak_bytes) < 8 * stored
+
+
+def test_result_files_keep_memory_and_old_ones_are_read(tmp_path: Path) -> None:
+    simulation, result = run([(0,), (1,)], "1f1b", memory=True)
+    path = tmp_path / "run.json"
+    report_of("plan", result, {}).save(path)
+    kept = Report.load(path)
+    assert kept.peak_bytes == result.peak_bytes
+    assert compare(simulation, kept).peaks == compare(simulation, result).peaks
+    columns = json.loads(path.read_text())
+    del columns["peak_bytes"], columns["no_graph"]
+    path.write_text(json.dumps(columns))
+    old = Report.load(path)
+    assert (old.peak_bytes, old.no_graph) == ((), "")
+    assert compare(simulation, old).peaks == ()

@@ -1,0 +1,82 @@
+"""Names in constraints are looked up, and hold on graphs that the search rewrites."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.constraints import AXES, Constraints
+from stratagem.search.result import Budget
+from stratagem.search.search import search
+from stratagem.search.setup import TrainingSetup
+from stratagem.search.space import all_skeletons
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import llama
+from stratagem.simulator.placement import Config, Shard
+from stratagem.simulator.training import Training
+
+GRAPH = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, sequence=32, batch=8)
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
+SAMPLES: Config = (Shard("sample"),)
+
+
+def found(constraints: Constraints, **changed: object):  # type: ignore[no-untyped-def]
+    given = {"num_skeletons": 1, "num_bounded": 0, "baselines": (), **changed}
+    budget = Budget(evaluations=60)
+    return search(GRAPH, CLUSTER, constraints=constraints, budget=budget, **given)  # type: ignore[arg-type]
+
+
+def test_axes_are_those_of_the_search() -> None:
+    skeletons = all_skeletons(GRAPH, CLUSTER, ("1f1b",))
+    meshes = [mesh for each in skeletons for mesh in each.meshes]
+    plans = baseline_plans(Situation(GRAPH, CLUSTER, Training(), RooflineCosts())).values()
+    meshes += [stage.mesh for each in plans for stage in each.plan.stages]
+    assert {axis.name for mesh in meshes for axis in mesh.axes} == set(AXES)
+
+
+@pytest.mark.parametrize("what", ["forbid", "require"])
+def test_a_misspelt_axis_is_refused(what: str) -> None:
+    pairs = (("heads", "device"), ("vocab", "nodes"))
+    said = rf"no axis to {what} for dim 'vocab' called 'nodes' \(did you mean 'node'\?\)"
+    with pytest.raises(ValueError, match=said):
+        found(Constraints(**{what: pairs}))  # type: ignore[arg-type]
+
+
+def test_an_axis_of_the_plan_to_start_from_is_known() -> None:
+    setup = TrainingSetup(microbatch=1, training=Training()).plan(GRAPH, CLUSTER)
+    ring = DeviceMesh((MeshAxis("ring", 8), MeshAxis("one", 1)), setup.stages[0].mesh.devices)
+    start = replace(setup, stages=(replace(setup.stages[0], mesh=ring),))
+    wishes = Constraints(require=(("batch", "ring"),))
+    with pytest.raises(ValueError, match="no axis to require for dim 'batch' called 'ring'"):
+        found(wishes)
+    assert not wishes.bind(GRAPH).violations(found(wishes, start=start).simulation)
+
+
+def test_a_pinned_dim_that_the_operator_lacks_is_refused() -> None:
+    said = r"pin of 'norm': no dim 'sampel' \(did you mean 'sample'"
+    with pytest.raises(ValueError, match=said):
+        Constraints(pin={"norm": (Shard("sampel"),)}).bind(GRAPH)
+
+
+@pytest.mark.parametrize("pin", ["layers.0.mlp.gate", "layers.0.*.*"])
+def test_rewritten_graphs_keep_what_is_pinned(pin: str) -> None:
+    """A pinned operator that a rewriting merged once ended the search with an error."""
+    result = found(Constraints(pin={pin: SAMPLES}), num_rewritten=2)
+    said = [why for why in result.notes if why.startswith("rewritten graphs left out")]
+    assert any("is pinned, which they merge with others or split" in why for why in said)
+    graph = result.plan.rewrite(GRAPH).graph
+    for stage, name in itertools.product(result.plan.stages, ["layers.0.mlp.gate"]):
+        assert name in graph.index
+        if name in stage.choices:
+            assert stage.choices[name].config == SAMPLES
+
+
+def test_rewritten_graphs_may_merge_what_is_not_pinned() -> None:
+    result = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}), num_rewritten=2)
+    plain = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}))
+    assert len(result.space) > len(plain.space)

@@ -1,0 +1,307 @@
+"""Single changes of pipelines: what they may be, and that the best of them are found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search.baselines import Situation
+from stratagem.search.computing import ComputingBounds
+from stratagem.search.constraints import Constraints
+from stratagem.search.partition import by_stage
+from stratagem.search.refine import MORE, Refiner, neighbours
+from stratagem.search.result import Budget
+from stratagem.search.search import search
+from stratagem.search.space import Options, Skeleton
+from stratagem.search.space_search import choices_of
+from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+POLICIES = ("none", "selective", "full")
+
+
+def uneven() -> OperatorGraph:
+    return mlp([512, 4096, 4096, 512, 4096, 64, 4096, 2048], batch=2048)
+
+
+def small_gpt(batch: int = 8) -> OperatorGraph:
+    return gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=batch)
+
+
+def never() -> bool:
+    return False
+
+
+def cut_at(graph: OperatorGraph, *places: int) -> tuple[tuple[str, ...], ...]:
+    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    stage_of = {i: sum(k >= place for place in places) for k, i in enumerate(layers)}
+    return by_stage(graph, stage_of, len(places) + 1)
+
+
+def meshes_of(*shapes: tuple[int, ...]) -> tuple[DeviceMesh, ...]:
+    made, first = [], 0
+    for shape in shapes:
+        axes = tuple(MeshAxis(f"axis{k}", size) for k, size in enumerate(shape))
+        made.append(DeviceMesh(axes, tuple(range(first, first + math.prod(shape)))))
+        first += math.prod(shape)
+    return tuple(made)
+
+
+def refiner_of(situation: Situation, **changed: object) -> Refiner:
+    bounds = ComputingBounds(situation, Options())
+    given_ = {
+        "options": Options(),
+        "policies": POLICIES,
+        "schedules": ("1f1b",),
+        "bound": bounds.seconds,
+        "allows": lambda skeleton: True,
+        "offer": lambda simulation: True,
+    }
+    return Refiner(situation, **{**given_, **changed})  # type: ignore[arg-type]
+
+
+def situation_of(graph: OperatorGraph, cluster: Cluster = CLUSTER) -> Situation:
+    return Situation(graph, cluster, Training(), default_costs())
+
+
+def simulated(situation: Situation, skeleton: Skeleton, choices: Choices) -> Simulation:
+    return situation.simulate(situation.plan(skeleton, choices, name="given"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_neighbour_differs_in_one_thing_and_is_a_plan(data: st.DataObject) -> None:
+    graph = small_gpt(batch=32)
+    layers = sum(op.kind != "source" for op in graph.operators)
+    places = data.draw(
+        st.lists(st.integers(1, layers - 1), min_size=1, max_size=2, unique=True).map(sorted)
+    )
+    shapes = data.draw(st.permutations([(2,), (1,), (1,)]))[: len(places) + 1]
+    meshes = meshes_of(*shapes)
+    make = data.draw(st.sampled_from([data_parallel, lambda g, s: tensor_parallel(g, s, 0)]))
+    microbatches = data.draw(st.sampled_from([1, 2, 4]))
+    skeleton = Skeleton(
+        cut_at(graph, *places), meshes, microbatches, "1f1b", ("none",) * len(meshes)
+    )
+    choices = {
+        name: make(graph, mesh.shape)[name]
+        for names, mesh in zip(skeleton.stages, meshes, strict=True)
+        for name in names
+    }
+    situation = situation_of(graph)
+    for near in neighbours(skeleton, choices, graph, POLICIES, ("1f1b", "zb-h1"), len(places)):
+        other = near.skeleton
+        situation.plan(other, near.choices, name="near").check(graph)
+        assert [n for s in other.stages for n in s if not is_source(graph, n)] == [
+            n for s in skeleton.stages for n in s if not is_source(graph, n)
+        ]
+        changed = (
+            other.stages != skeleton.stages,
+            other.num_microbatches != skeleton.num_microbatches,
+            other.policies != skeleton.policies,
+            other.schedule != skeleton.schedule,
+        )
+        assert sum(changed) == 1, near.change
+        if changed[0]:
+            sizes = [len(cut) for cut in (*skeleton.stages, *other.stages)]
+            assert min(sizes) > 0
+        if not changed[2]:
+            assert not any(choice.recompute for choice in near.choices.values())
+
+
+def is_source(graph: OperatorGraph, name: str) -> bool:
+    return graph.operators[graph.index[name]].kind == "source"
+
+
+def test_an_operator_chooses_as_its_like_does_where_it_comes() -> None:
+    graph = small_gpt()
+    names = [op.name for op in graph.operators]
+    stages = cut_at(graph, 2 + 8 * 2)
+    meshes = meshes_of((2,), (1, 2))
+    first = data_parallel(graph, (2,))
+    second = tensor_parallel(graph, (1, 2), 0)
+    choices = {n: first[n] for n in stages[0]} | {n: second[n] for n in stages[1]}
+    skeleton = Skeleton(stages, meshes, 1, "1f1b", ("none", "none"))
+    found = {near.change: near for near in neighbours(skeleton, choices, graph, ("none",), (), 0)}
+    later = max(found.values(), key=lambda near: len(near.skeleton.stages[0]))
+    moved = set(later.skeleton.stages[0]) - set(stages[0])
+    assert later.change.startswith("cut 1 before ")
+    assert moved
+    assert all(later.choices[name] == first[name] for name in moved)
+    assert any(second[name] != first[name] for name in moved)
+    # The head has no like in the first stage, whose mesh has another shape: it cannot go there.
+    last = cut_at(graph, len([n for n in names if not is_source(graph, n)]) - 2)
+    lonely = Skeleton(last, meshes, 1, "1f1b", ("none", "none"))
+    own = {n: first[n] for n in last[0]} | {n: second[n] for n in last[1]}
+    near = list(neighbours(lonely, own, graph, ("none",), (), 0))
+    assert near
+    assert all(len(each.skeleton.stages[0]) <= len(last[0]) for each in near)
+
+
+def test_single_changes_lead_to_the_best_cut_there_is() -> None:
+    """Against all cuts of two stages, from the worst one."""
+    graph = uneven()
+    situation, meshes = situation_of(graph), meshes_of((1,), (1,))
+    choices = data_parallel(graph, (1,))
+    layers = sum(op.kind != "source" for op in graph.operators)
+    every = [
+        Skeleton(cut_at(graph, place), meshes, 8, "1f1b", ("none", "none"))
+        for place in range(1, layers)
+    ]
+    times = [simulated(situation, skeleton, choices).step_time for skeleton in every]
+    worst = every[times.index(max(times))]
+    refiner = refiner_of(
+        situation, policies=("none",), allows=lambda skeleton: skeleton.num_microbatches == 8
+    )
+    skeleton, best, made = refiner.refine(worst, simulated(situation, worst, choices), 100, never)
+    assert best.step_time == min(times)
+    assert skeleton == every[times.index(min(times))]
+    assert made
+
+
+def test_a_faster_plan_that_does_not_fit_recomputes_more() -> None:
+    """Twice the microbatches fit, once as many do with full recompute only, and are faster."""
+    graph, meshes = small_gpt(batch=32), meshes_of((1,), (1,))
+    choices = data_parallel(graph, (1,))
+    fine = Skeleton(cut_at(graph, 2 + 8 * 2), meshes, 32, "1f1b", ("none", "none"))
+    coarse = replace(fine, num_microbatches=16)
+    roomy = situation_of(graph)
+    room = [simulated(roomy, skeleton, choices).peak_memory for skeleton in (fine, coarse)]
+    assert room[0] < room[1]
+    limit = room[1] - 1
+    device = replace(CLUSTER.device_types[0], memory_gib=limit / 2**30, reserved_gib=0)
+    situation = situation_of(graph, replace(CLUSTER, device_types=(device,)))
+    start = simulated(situation, fine, choices)
+    assert start.fits
+    assert not simulated(situation, coarse, choices).fits
+    refiner = refiner_of(situation, allows=lambda skeleton: skeleton.stages == fine.stages)
+    skeleton, best, made = refiner.refine(fine, start, 20, never)
+    assert made[0] == "16 microbatches" + MORE
+    assert best.fits
+    assert best.step_time < start.step_time
+    assert set(skeleton.policies) != {"none"}
+    recomputed = {n for n, choice in choices_of(best.plan).items() if choice.recompute}
+    assert recomputed
+
+
+def test_it_stops_when_told_and_after_as_many_simulations_as_it_may() -> None:
+    graph = uneven()
+    situation, choices = situation_of(graph), data_parallel(graph, (1,))
+    skeleton = Skeleton(cut_at(graph, 1), meshes_of((1,), (1,)), 8, "1f1b", ("none", "none"))
+    start, offers = simulated(situation, skeleton, choices), []
+
+    def offer(simulation: Simulation) -> bool:
+        offers.append(simulation)
+        return True
+
+    refiner = refiner_of(situation, offer=offer)
+    assert refiner.refine(skeleton, start, 100, lambda: True) == (skeleton, start, [])
+    assert refiner.refine(skeleton, start, 0, never) == (skeleton, start, [])
+    assert not offers
+    _, best, made = refiner.refine(skeleton, start, 100, never)
+    assert [simulation.step_time for simulation in offers][-1] == best.step_time
+    assert len(offers) == len(made)
+    refused = refiner_of(situation, offer=lambda simulation: False)
+    assert refused.refine(skeleton, start, 100, never)[1:] == (start, [])
+
+
+def test_a_search_refines_pipelines_within_the_constraints() -> None:
+    graph = uneven()
+    wishes = Constraints(pipeline=2, microbatches=(8,), recompute=("none",))
+    found = search(
+        graph,
+        CLUSTER,
+        budget=Budget(evaluations=0),
+        constraints=wishes,
+        num_skeletons=3,
+        num_bounded=0,
+        baselines=(),
+    )
+    refined = {note: text for note, text in found.notes.items() if note.startswith("refined")}
+    for text in refined.values():
+        assert all(change.startswith("cut ") for change in text.split("; "))
+    assert found.plan.num_microbatches == 8
+    assert found.plan.num_ranks == 2
+    assert found.bound is not None
+    assert found.bound <= found.simulation.step_time
+
+
+def test_an_unequal_pipeline_comes_under_another_schedule() -> None:
+    """The program over stages knows no zero-bubble pipelines: they are found as neighbours."""
+    graph = uneven()
+    situation, choices = situation_of(graph), data_parallel(graph, (1,))
+    skeleton = Skeleton(cut_at(graph, 3), meshes_of((1,), (1,)), 8, "1f1b", ("none", "none"))
+    start = simulated(situation, skeleton, choices)
+    refiner = refiner_of(
+        situation,
+        schedules=("1f1b", "zb-h1"),
+        allows=lambda other: (
+            other.stages == skeleton.stages and other.num_microbatches == skeleton.num_microbatches
+        ),
+    )
+    found, best, made = refiner.refine(skeleton, start, 10, never)
+    other = simulated(situation, replace(skeleton, schedule="zb-h1"), choices)
+    assert other.step_time < start.step_time
+    assert made == ["zb-h1"]
+    assert (found.schedule, best.step_time) == ("zb-h1", other.step_time)
+
+
+def test_the_seconds_of_a_stage_are_what_one_more_microbatch_adds() -> None:
+    times = {}
+    for parts in (8, 9):
+        graph = mlp([512, 4096, 512], batch=64 * parts)
+        names = tuple(op.name for op in graph.operators)
+        skeleton = Skeleton((names,), meshes_of((2,)), parts, "1f1b")
+        times[parts] = simulated(situation_of(graph), skeleton, data_parallel(graph, (2,)))
+    (seconds,) = times[8].stage_seconds
+    assert times[9].stage_seconds == (seconds,)
+    assert abs(times[9].step_time - times[8].step_time - seconds) < 1e-12
+
+
+def test_rounds_of_an_interleaved_pipeline_stay_whole() -> None:
+    graph = mlp([16] * 9, batch=16)
+    meshes = meshes_of((1,), (1,), (1,), (1,)) * 2
+    skeleton = Skeleton(cut_at(graph, *range(2, 16, 2)), meshes, 4, "interleaved")
+    found = neighbours(skeleton, data_parallel(graph, (1,)), graph, ("none",), ("interleaved",), 0)
+    counts = {near.skeleton.num_microbatches for near in found}
+    assert counts == {4, 8}
+
+
+def test_a_stage_that_splits_its_backward_counts_it_once() -> None:
+    graph, meshes = uneven(), meshes_of((1,), (1,))
+    situation, choices = situation_of(graph), data_parallel(graph, (1,))
+    whole = Skeleton(cut_at(graph, 3), meshes, 8, "1f1b")
+    ways = [simulated(situation, s, choices) for s in (whole, replace(whole, schedule="zb-h1"))]
+    once, split = (way.stage_seconds for way in ways)
+    assert split == pytest.approx(once, rel=0.05)
+
+
+def test_of_several_that_are_like_it_an_operator_chooses_as_the_last() -> None:
+    """It was the last of a set of names once, which is another one in every process."""
+    graph, meshes = mlp([64] * 9, batch=16), meshes_of((2,), (2,))
+    split, kept = data_parallel(graph, (2,)), tensor_parallel(graph, (2,), 0)
+    stages = cut_at(graph, 10)
+    linears = [name for name in stages[0] if name.startswith("layers")]
+    last = linears[-1]
+    choices = {**split, last: kept[last]}
+    assert kept[last] != split[last]
+    skeleton = Skeleton(stages, meshes, 2, "1f1b", ("none", "none"))
+    found = neighbours(skeleton, choices, graph, ("none",), (), 1)
+    moved = {
+        near.choices[name]
+        for near in found
+        for name in set(near.skeleton.stages[0]).difference(stages[0])
+        if name.startswith("layers")
+    }
+    assert moved == {kept[last]}

@@ -1,0 +1,184 @@
+"""Choices that only save memory are left out where no plan can be over it, and only there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search import _kernels
+from stratagem.search.anneal import Chain, arguments_of
+from stratagem.search.baselines import Situation
+from stratagem.search.bound import lower_bound
+from stratagem.search.partition import by_stage, layer_units
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.result import Budget
+from stratagem.search.room import always_fits, may_always_fit, roomy_problem
+from stratagem.search.search import search
+from stratagem.search.space import Options, Skeleton, skeletons
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import RowMemory
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+REGATHER = Options(regather=True)
+
+
+def tiny_gpt() -> OperatorGraph:
+    return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+
+
+def situation(graph: OperatorGraph) -> Situation:
+    return Situation(graph, CLUSTER, Training(), default_costs())
+
+
+def problem_of(graph: OperatorGraph, skeleton: Skeleton, options: Options = REGATHER) -> Problem:
+    return make_problem(
+        graph,
+        skeleton,
+        CLUSTER,
+        Training(),
+        default_costs(),
+        (0, 2, 3),
+        RowMemory(),
+        options,
+    )
+
+
+def peaks(problem: Problem, choice: np.ndarray) -> list[int]:
+    """What each rank holds at most under some choices, as every score has it."""
+    stages = problem.num_stages
+    profiles = np.zeros((stages, 6), dtype=np.int64)
+    _kernels.score_plan(
+        np.full(stages, _kernels.REPLAY, dtype=np.int64),
+        choice,
+        np.zeros((6, stages), dtype=np.int64),
+        profiles,
+        *arguments_of(problem),
+    )
+    return [
+        _kernels.rank_peak.py_func(rank, profiles, *problem.ranks)
+        for rank in range(problem.capacities.size)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(which=st.integers(0, 30), seed=st.integers(0, 2**16), share=st.floats(0.3, 1.5))
+def test_no_plan_is_over_the_memory_where_all_are_said_to_fit(
+    which: int, seed: int, share: float
+) -> None:
+    graph = tiny_gpt()
+    listed = list(skeletons(graph, CLUSTER))
+    problem = problem_of(graph, listed[which % len(listed)])
+    rng = np.random.default_rng(seed)
+    sizes = [len(choices) for choices in problem.choices]
+    met = [peaks(problem, rng.integers(0, sizes)) for _ in range(4)]
+    # A memory about as large as the largest plan met: some then fit always, others do not.
+    problem.capacities[:] = int(share * max(max(each) for each in met))
+    if always_fits(problem):
+        assert all(max(each) <= problem.capacities[0] for each in met)
+    problem.capacities[:] = max(max(each) for each in met) - 1
+    assert not always_fits(problem)
+
+
+def test_the_largest_plan_is_the_one_that_replicates_where_nothing_is_converted() -> None:
+    graph = mlp([64, 64], batch=32)
+    skeleton = next(skeletons(graph, CLUSTER))
+    problem = problem_of(graph, skeleton, Options())
+    whole = peaks(problem, np.zeros(len(problem.choices), dtype=np.int64))
+    problem.capacities[:] = max(whole) - 1
+    assert not always_fits(problem)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_choices_that_save_memory_stay_where_it_may_bind(room: bool) -> None:
+    graph = tiny_gpt()
+    skeleton = next(skeletons(graph, CLUSTER))
+
+    def make(options: Options) -> Problem:
+        problem = problem_of(graph, skeleton, options)
+        if not room:
+            problem.capacities[:] = 1000
+        return problem
+
+    problem, left_out = roomy_problem(situation(graph), skeleton, REGATHER, make, 10)
+    regathers = any(choice.regather for listed in problem.choices for choice in listed)
+    assert regathers is not room
+    assert bool(left_out) is room
+
+
+def test_small_spaces_are_left_whole() -> None:
+    graph = mlp([64, 64], batch=32)
+    skeleton = next(skeletons(graph, CLUSTER))
+    problem, left_out = roomy_problem(
+        situation(graph),
+        skeleton,
+        REGATHER,
+        lambda options: problem_of(graph, skeleton, options),
+        1e9,
+    )
+    assert not left_out
+    assert any(choice.regather for listed in problem.choices for choice in listed)
+
+
+def test_the_bound_without_them_holds_for_plans_with_them() -> None:
+    graph = tiny_gpt()
+    rng = np.random.default_rng(0)
+    for skeleton in list(skeletons(graph, CLUSTER))[:6]:
+        lean, whole = (problem_of(graph, skeleton, Options(regather=r)) for r in (False, True))
+        assert always_fits(lean)
+        first = np.zeros(len(lean.choices), dtype=np.int64)
+        bound = lower_bound(lean, first, rounds=6)
+        sizes = [len(choices) for choices in whole.choices]
+        for _ in range(20):
+            choice = rng.integers(0, sizes)
+            met = lower_bound(whole, choice, rounds=0)
+            assert bound.seconds <= met.score
+
+
+def test_what_cannot_fit_as_a_whole_is_not_looked_at_twice() -> None:
+    graph = gpt(num_layers=2, hidden=2048, num_heads=16, sequence=2048, batch=1024)
+    assert not may_always_fit(situation(graph), next(skeletons(graph, CLUSTER)))
+    small = tiny_gpt()
+    assert may_always_fit(situation(small), next(skeletons(small, CLUSTER)))
+
+
+def test_a_search_says_what_it_left_out() -> None:
+    graph = tiny_gpt()
+    result = search(
+        graph,
+        CLUSTER,
+        budget=Budget(evaluations=200),
+        baselines=(),
+        num_skeletons=1,
+        num_bounded=0,
+        options=REGATHER,
+    )
+    assert any("gathering inputs again" in note for note in result.notes.values())
+    assert result.bound is not None
+    assert result.bound <= result.simulation.step_time
+
+
+def test_equal_stages_share_their_prices_and_are_scored_as_simulated() -> None:
+    graph = gpt(num_layers=8, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    layers = layer_units(graph)
+    stage_of = {i: s // 3 for s, unit in enumerate(layers) for i in unit}
+    meshes = tuple(
+        DeviceMesh((MeshAxis("device", 1),), (device,))
+        for device in range(1 + max(stage_of.values()))
+    )
+    skeleton = Skeleton(by_stage(graph, stage_of, len(meshes)), meshes, 4, "1f1b")
+    problem = problem_of(graph, skeleton, Options())
+    pools = [stage.pool_ns for stage in problem.stage_blocks]
+    distinct = {id(pool): pool.size for pool in pools}
+    assert len(distinct) < len(pools)
+    choice = np.zeros(len(problem.choices), dtype=np.int64)
+    chain = Chain(problem, choice, 1, 0)
+    plan = problem.plan(choice, name="any", seed=0, fingerprint=graph.fingerprint)
+    assert chain.scores[0] == simulate_plan(plan, graph, default_costs()).step_time

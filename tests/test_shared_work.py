@@ -1,0 +1,192 @@
+"""What a search works out once for many is what it would be for each."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search.collecting import OBJECTS, seldom_collected
+from stratagem.search.constraints import Constraints
+from stratagem.search.partition import StageCutter, balanced_stages
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.space import Options, operator_choices, skeletons
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import RowMemory, TableBuilder
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, mlp, wide_resnet
+from stratagem.simulator.placement import (
+    REPLICATE,
+    Placement,
+    Shard,
+    largest_shard,
+    local_elements,
+    local_sizes,
+    split_with,
+    splits_of,
+)
+from stratagem.simulator.spatial import split_images
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
+TEXT = gpt(num_layers=3, hidden=32, num_heads=4, vocabulary=64, sequence=8, batch=16)
+IMAGES = split_images(wide_resnet(50, base_channels=4, width_factor=1, batch=4, image=32))
+
+
+def _placements(
+    data: st.DataObject, dims: list[str] | list[int], axes: int
+) -> tuple[Placement, ...]:
+    options: list[Placement] = [REPLICATE, *(Shard(dim) for dim in dims)]
+    return tuple(data.draw(st.sampled_from(options)) for _ in range(axes))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_local_sizes_are_those_of_the_largest_shards(data: st.DataObject) -> None:
+    operator = data.draw(st.sampled_from([*TEXT.operators, *IMAGES.operators]))
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    names = [dim.name for dim in operator.dims]
+    config = _placements(data, names, len(shape))
+    assert local_sizes(operator, config, shape) == {
+        dim.name: largest_shard(dim.size, splits_of(config, split_with(operator, dim.name), shape))
+        for dim in operator.dims
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_local_elements_are_those_of_the_largest_shards(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    placements = _placements(data, list(range(len(sizes))), len(shape))
+    expected = 1
+    for factor, size in enumerate(sizes):
+        expected *= largest_shard(size, splits_of(placements, factor, shape))
+    assert local_elements(sizes, placements, shape) == expected
+
+
+def _problem(constraints: Constraints | None = None) -> Problem:
+    skeleton = next(
+        s for s in skeletons(TEXT, CLUSTER) if len(s.stages) == 2 and s.num_microbatches == 4
+    )
+    return make_problem(
+        TEXT,
+        skeleton,
+        CLUSTER,
+        Training(),
+        default_costs(),
+        (0, 2),
+        options=Options(),
+        constraints=constraints.bind(TEXT) if constraints else None,
+    )
+
+
+def test_best_answers_are_the_least_sums_of_each_edge() -> None:
+    problem = _problem()
+    builders = [
+        TableBuilder(problem.graph, mesh, CLUSTER, Training(), default_costs(), stalls=True)
+        for mesh in problem.skeleton.meshes
+    ]
+    asked = {
+        (int(asks), int(answers)): row for asks, answers, *row in problem.moves.pairs.tolist()
+    }
+    checked = 0
+    for edge in problem.graph.edges:
+        ends = edge.producer, edge.consumer
+        stage = int(problem.stage_of[ends[0]])
+        if ends not in asked or stage != problem.stage_of[ends[1]]:
+            continue
+        table = builders[stage].build(ends, {i: problem.choices[i] for i in ends})
+        both, theirs = table.edge_rows[0].both_ns, table.row(ends[1])
+        sums = both + (theirs.passes_ns + theirs.recompute.ns)[None, :]
+        mine = asked[ends][: len(sums)]
+        if len([e for e in problem.graph.edges if (e.producer, e.consumer) == ends]) == 1:
+            assert np.array_equal(mine, np.argmin(sums, axis=1))
+            checked += 1
+    assert checked > 20
+
+
+def test_constraints_that_forbid_no_choice_leave_the_same_lists() -> None:
+    free, tight = Constraints(pipeline=2), Constraints(pipeline=2, max_tensor=8)
+    assert free.bind(TEXT).allows_all
+    assert not tight.bind(TEXT).allows_all
+    ours, theirs, whole = (_problem(c).choices for c in (free, tight, None))
+    assert ours == theirs == whole
+    assert [id(c) == id(d) for c in ours for d in ours] == [
+        id(c) == id(d) for c in theirs for d in theirs
+    ]
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        Constraints(pin={"lm_head": (REPLICATE,)}),
+        Constraints(forbid=(("head", "data"),)),
+        Constraints(require=(("head", "data"),)),
+        Constraints(zero_stages=(0,)),
+        Constraints(tensor=2),
+        Constraints(max_tensor=2),
+    ],
+)
+def test_constraints_on_choices_are_looked_at(constraints: Constraints) -> None:
+    assert not constraints.bind(TEXT).allows_all
+
+
+@pytest.mark.parametrize("graph", [mlp([16] * 7, batch=8), TEXT])
+def test_stages_do_not_depend_on_what_was_cut_before(graph: OperatorGraph) -> None:
+    cutter = StageCutter(graph, CLUSTER)
+    for count in (4, 1, 6, 2, 6):
+        assert cutter.stages(count) == balanced_stages(graph, CLUSTER, count)
+
+
+def test_prices_do_not_depend_on_what_was_priced_before() -> None:
+    shared = RowMemory()
+    for shape in ((4, 2), (2, 4), (8, 1), (2, 2)):
+        count = shape[0] * shape[1]
+        axes = (MeshAxis("outer", shape[0]), MeshAxis("inner", shape[1]))
+        mesh = DeviceMesh(axes, tuple(range(count)))
+        choices = {
+            i: operator_choices(TEXT, operator, shape, (0, 1, 3), Options(regather=True))
+            for i, operator in enumerate(TEXT.operators)
+        }
+        every = range(len(TEXT.operators))
+        tables = [
+            TableBuilder(TEXT, mesh, CLUSTER, Training(), default_costs(), memory).build(
+                every, choices
+            )
+            for memory in (shared, None)
+        ]
+        for i in every:
+            ours, theirs = (table.row(i) for table in tables)
+            assert np.array_equal(ours.passes_ns, theirs.passes_ns)
+            assert np.array_equal(ours.recompute.ns, theirs.recompute.ns)
+            assert np.array_equal(ours.sync.ns, theirs.sync.ns)
+            assert np.array_equal(ours.gather.ns, theirs.gather.ns)
+            assert ours.sources == theirs.sources
+
+
+@seldom_collected()
+def _fails_seldom_collected() -> None:
+    raise RuntimeError(f"collected after {gc.get_threshold()[0]}")
+
+
+def test_the_collector_is_as_it_was_afterwards() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(RuntimeError, match=f"collected after {OBJECTS}"):
+        _fails_seldom_collected()
+    assert gc.get_threshold() == before
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with seldom_collected():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
