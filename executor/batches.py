@@ -26,6 +26,13 @@ Data = Batch | Iterable[Batch]
 EPOCH_SEEDS = 1_000_003
 """Keeps the seeds of a run's passes over its data apart from those of another run."""
 
+_numbers = threading.RLock()
+"""Held while torch's random numbers, which this process has once, are those of some data."""
+
+
+class Ordered:
+    """Marks data whose order is settled elsewhere: no random number is taken going through it."""
+
 
 class Batches:
     """The batch of each step, for all ranks of this process.
@@ -135,13 +142,17 @@ class Batches:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._random)
-        try:
+        if isinstance(self._data, Ordered):
             yield
-        finally:
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            return
+        with _numbers:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self._random)
+            try:
+                yield
+            finally:
+                self._random = torch.get_rng_state()
+                torch.set_rng_state(outside)
 
 
 def first_batch(data: Data) -> dict[str, Tensor]:
@@ -157,7 +168,7 @@ def first_batch(data: Data) -> dict[str, Tensor]:
             "the data is an iterator, from which the first batch would be lost; give the graph "
             "too, or what the iterator is made from, such as a DataLoader"
         )
-    with torch.random.fork_rng(devices=[]):
+    with _numbers, torch.random.fork_rng(devices=[]):
         for batch in data:
             return dict(batch)
     raise ValueError("the data gives no batch; give an iterable that is not empty")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -163,6 +164,17 @@ def test_random_numbers_outside_are_left_alone(graph: OperatorGraph) -> None:
     first_batch(loader())
     drawn(Batches(loader(), graph), range(5))
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_threads_that_draw_at_once_do_not_change_each_others_order(graph: OperatorGraph) -> None:
+    """They share torch's random numbers, which a pass over the data takes for its own."""
+    seeds = range(4)
+    alone = [drawn(Batches(loader(), graph, seed=seed), range(30)) for seed in seeds]
+    together = [Batches(loader(), graph, seed=seed) for seed in seeds]
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        found = list(pool.map(lambda batches: drawn(batches, range(30)), together))
+    for mine, wanted in zip(found, alone, strict=True):
+        assert all(map(torch.equal, mine, wanted))
 
 
 def test_ranks_of_one_process_draw_each_batch_once(graph: OperatorGraph) -> None:
@@ -366,7 +378,10 @@ def test_what_a_command_line_names() -> None:
     assert make_rate("math:sqrt", 0, 10)(4) == 2.0
     for arguments, words in (
         (("cosin", 0, 10), "there are constant, linear, cosine and module:function"),
-        (("math:sqr", 0, 10), "--rate 'math:sqr' is not module:function"),
+        (
+            ("math:sqr", 0, 10),
+            "--rate: no function of module 'math' called 'sqr' .did you mean 'sqrt'",
+        ),
         (("math:sqrt", 3, 10), "let it warm up itself"),
     ):
         with pytest.raises(ValueError, match=words):

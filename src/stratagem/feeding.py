@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from stratagem.executor.batches import Batches
+from stratagem.executor.batches import Batches, Ordered
 
 AHEAD = 4
 """How many batches are drawn before the slowest rank asks for them."""
@@ -95,7 +95,7 @@ class Feeder:
         return min(_count(_marker(self._folder, rank)) for rank in range(self._num_ranks))
 
 
-class Fed:
+class Fed(Ordered):
     """What a `Feeder` draws, on a rank: an iterable, gone through again for every pass.
 
     Args:
