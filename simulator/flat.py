@@ -7,7 +7,8 @@ the tasks of a block stand two idle ones:
     what the block waits for ──▶ begin ──▶ its tasks ──▶ end ──▶ next block of the rank, transfers
 
 so a block is exclusive: it begins when the rank's block before it has ended with all that it
-communicates, and a transfer leaves when a block has ended. Then **both levels together are
+communicates, and a transfer leaves when a block has ended, or a last backward has taken as long as
+one that is not the last (an idle task of that length stands beside its tasks). Then **both levels together are
 exact**, on every start and end. All resources of a rank are free when one of its blocks begins,
 and only the block's tasks use them until it ends. The engine's timeline shifts exactly with its
 start, so these tasks run as they do alone, `begin` later, and `end` is the makespan later. By
@@ -31,7 +32,7 @@ import numpy as np
 from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.cells import cell_rivals
 from stratagem.simulator.engine import simulate
-from stratagem.simulator.pipeline import SEND, TIE, are_blocks
+from stratagem.simulator.pipeline import SEND, TIE
 from stratagem.simulator.plan_model import PlanModel, macro_durations
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
@@ -71,20 +72,18 @@ class _Flattening:
         self.edges: list[tuple[int, int]] = []
         self.macro_task: list[int] = []
         self.block_task: list[int] = []
-        self.begin: list[int] = []
-        self.end: list[int] = []
+        graph = model.macro.graph
+        self.begin, self.end = ([-1] * graph.num_tasks for _ in range(2))
 
     def result(self) -> FlatGraph:
         """All tasks, and what joins them."""
         graph = self.macro.graph
-        blocks = are_blocks(self.macro.kind)
+        blocks = set(self.macro.blocks)
         for task in range(graph.num_tasks):
-            self.begin.append(len(self.durations))
-            if blocks[task]:
+            if task in blocks:
                 self._add_block(task)
-            else:
+            elif self.begin[task] < 0:
                 self._add_transfer(task)
-            self.end.append(len(self.durations) - 1)
         before = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_offsets))
         joined = list(zip(before.tolist(), graph.successors.tolist(), strict=True))
         self.edges += [(self.end[u], self.begin[v]) for u, v in joined + self._served()]
@@ -106,19 +105,28 @@ class _Flattening:
         return len(self.durations) - 1
 
     def _add_block(self, task: int) -> None:
-        kind, item = int(self.macro.kind[task]), int(self.macro.item[task])
+        kind, item = self.macro.block_kind(task), int(self.macro.item[task])
         graph, stage = self.model.stages[item].cell_blocks[kind].graph, item // self.num_slices
         begin = self._add(task, -1, 0, ())
+        first = begin + 1
         for each in range(graph.num_tasks):
             held = int(graph.resource_sets[each])
             lo, hi = graph.set_offsets[held : held + 2]
             resources = tuple(int(r) + self.base[stage] for r in graph.set_resources[lo:hi])
             self._add(task, each, int(graph.durations[each]), resources)
-        end = self._add(task, -1, 0, ())
+        end = self._add(self.macro.end(task), -1, 0, ())
         for each in range(graph.num_tasks):
             lo, hi = graph.successor_offsets[each : each + 2]
-            self.edges += [(begin + 1 + each, begin + 1 + int(v)) for v in graph.successors[lo:hi]]
-            self.edges += [(begin, begin + 1 + each), (begin + 1 + each, end)]
+            self.edges += [(first + each, first + int(v)) for v in graph.successors[lo:hi]]
+            self.edges += [(begin, first + each), (first + each, end)]
+        self.begin[task] = begin
+        self.end[task] = end
+        rest = self.macro.rests.get(task)
+        if rest is not None:
+            length = int(self.table[self.macro.kind[task], item])
+            self.end[task] = self._add(task, -1, length, ())
+            self.edges.append((begin, self.end[task]))
+            self.begin[rest] = self.end[rest] = end
 
     def _add_transfer(self, task: int) -> None:
         """A task on its own: it holds its link, and of a rank that it occupies everything."""
@@ -131,7 +139,8 @@ class _Flattening:
             for stage, rank in enumerate(self.model.rank_of):
                 if rank == held:
                     resources += range(self.base[stage], self.base[stage + 1])
-        self._add(task, -1, int(self.table[kind, item]), tuple(resources))
+        added = self._add(task, -1, int(self.table[kind, item]), tuple(resources))
+        self.begin[task] = self.end[task] = added
 
     def _held(self, task: int) -> list[int]:
         graph = self.macro.graph

@@ -6,11 +6,18 @@ other on each rank, each as long as its block, joined by transfers between ranks
     rank 0   F0 F1 ─── B0 F2 B1 …         the last backward of a stage carries the
                 ╲  ╲   ╱                    gradient sync and the update
     rank 1      F0 B0 F1 B1 …
+
+What a last backward sends on does not wait for that sync and update: where a rank has one stage,
+such a block is two tasks, the backward and what the last one takes longer:
+
+    rank 0     ───────── B2 │ sync, update
+                        ╱
+    rank 1     … B2 │ sync, update
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
@@ -69,15 +76,21 @@ class MacroGraph:
     slice for blocks, pair · K + slice for transfers (`pairs` of stages), the number of a tied
     parameter for ties and a number in `copies`, the stages of tasks of copies. `microbatch` is −1
     for the last two; `rank` is where a block runs and where a transfer begins.
+
+    Where `less` is not −1, a task takes only what it takes longer than that kind does: it is the
+    rest of a last block, of which the kind `less` came before. `rests` has such tasks by the task
+    that each belongs to.
     """
 
     schedule: Schedule
     graph: TaskGraph
     kind: IntArray
+    less: IntArray
     item: IntArray
     microbatch: IntArray
     rank: IntArray
     number: dict[Action, int]
+    rests: dict[int, int]
     pairs: tuple[tuple[int, int], ...]
     ties: tuple[tuple[int, int], ...]
     copies: tuple[int, ...] = ()
@@ -88,9 +101,29 @@ class MacroGraph:
         wide = max(self.schedule.num_stages, len(self.pairs)) * self.schedule.num_slices
         return max(wide, len(self.ties), len(self.copies))
 
+    @property
+    def blocks(self) -> list[int]:
+        """The tasks with which blocks begin, in the order of ranks and actions."""
+        found: list[int] = np.flatnonzero(are_blocks(self.kind) & (self.less < 0)).tolist()
+        return found
+
+    def block_kind(self, task: int) -> int:
+        """The kind of the block that begins with a task: that of its rest, where it has one."""
+        return int(self.kind[self.rests.get(task, task)])
+
+    def end(self, task: int) -> int:
+        """The task with which the block ends that begins with `task`."""
+        return self.rests.get(task, task)
+
+    def task_ns(self, durations: IntArray) -> IntArray:
+        """[tasks], ns of each under a table of durations in ns, [NUM_KINDS, num_items]."""
+        before = np.where(self.less >= 0, durations[self.less, self.item], 0)
+        found: IntArray = np.maximum(0, durations[self.kind, self.item] - before)
+        return found
+
     def with_durations(self, durations: IntArray) -> TaskGraph:
         """The graph under a table of durations in ns, [NUM_KINDS, num_items]."""
-        ns = durations[self.kind, self.item]
+        ns = self.task_ns(durations)
         return TaskGraph(
             successor_offsets=self.graph.successor_offsets,
             successors=self.graph.successors,
@@ -120,7 +153,8 @@ def macro_graph(
         schedule: its actions, one list a rank.
         pairs: (stage, later stage) between which activations travel.
         ties: (owner's stage, user's stage) of every parameter tied across stages.
-        blocking: per pair whether a transfer keeps the cores of both ranks busy (CPU processes).
+        blocking: per pair whether a transfer keeps the cores of both ranks busy (CPU processes);
+            then a last backward sends when all of it has ended, since its sync does so too.
         longer: the actions that are ``LAST_…`` blocks; those that end in an update if left out.
         num_stages: of the model, where `schedule` counts a stage's second home as one more (see
             `chimera.unfolded`).
@@ -128,6 +162,8 @@ def macro_graph(
         blocking_copies: per stage whether its sums keep the cores of all their ranks busy.
     """
     draft = _Draft(schedule, schedule.updates if longer is None else longer)
+    if longer is None and schedule.update_every is None and not any(blocking):
+        draft.leave_early({later for _, later in pairs})
     for p, pair in enumerate(pairs):
         draft.transfers(p, pair, bool(blocking) and blocking[p])
     last = _last_gradients(schedule, num_stages or schedule.num_stages)
@@ -199,6 +235,7 @@ class _Draft:
         rows = np.array([_BLOCKS[each] for each in ActionKind], dtype=np.int64)
         lengths = [len(order) for order in schedule.orders]
         self.kind = [rows[kind, updates]]
+        self.rests: dict[int, int] = {}
         self.item = [stage * schedule.num_slices + part]
         self.microbatch = [microbatch]
         self.rank = [np.repeat(np.arange(len(lengths)), lengths)]
@@ -234,6 +271,27 @@ class _Draft:
         _, whole, split, _ = self._at
         return np.where(split >= 0, split, whole)
 
+    def leave_early(self, senders: Collection[int]) -> None:
+        """Make last backwards of `senders` two tasks, where their rank has no other stage."""
+        for rank, order in enumerate(self.schedule.orders):
+            if len({action.stage for action in order}) > 1 or order[0].stage not in senders:
+                continue
+            for action, after in zip(order, [*order[1:], None], strict=True):
+                task = self.number[action]
+                if self.kind[0][task] == LAST_BACKWARD:
+                    self.kind[0][task] = BACKWARD
+                    item = int(self.item[0][task])
+                    self.rests[task] = rest = self._add(
+                        LAST_BACKWARD, item, rank, (rank,), [task], action.microbatch
+                    )
+                    if after is not None:
+                        self.edges.append(np.array([(rest, self.number[after])], dtype=np.int64))
+
+    def ended(self, action: Action) -> int:
+        """The task with which an action ends, whatever it sends before."""
+        task = self.number[action]
+        return self.rests.get(task, task)
+
     def transfers(self, p: int, pair: tuple[int, int], blocking: bool) -> None:
         """Add what travels between two stages, forward and backward."""
         source, target = pair
@@ -266,7 +324,7 @@ class _Draft:
     def joint(self, kind: int, item: int, after: Sequence[Action]) -> None:
         """Add what several ranks do together after their last gradients."""
         ranks = tuple(sorted({self.schedule.rank_of[action] for action in after}))
-        self._add(kind, item, ranks[0], ranks, [self.number[action] for action in after])
+        self._add(kind, item, ranks[0], ranks, [self.ended(action) for action in after])
 
     def copies(
         self, stage: int, tasks: Sequence[CopyTask], after: Sequence[Action], blocking: bool
@@ -283,22 +341,28 @@ class _Draft:
             self.copied.append(stage)
             if each.copy == ALL:
                 held = {h for a, b in permutations(ranks, 2) for h in self._held(a, b, blocking)}
-                needs = [self.number[action] for action in actions]
+                needs = [self.ended(action) for action in actions]
                 self._add(REPLICA_SYNC, item, ranks[0], tuple(sorted(held)), needs)
                 continue
             rank = ranks[each.copy]
-            own = self.latest.get(rank, self.number[self.schedule.orders[rank][-1]])
+            own = self.latest.get(rank, self.ended(self.schedule.orders[rank][-1]))
             needs = [own, first + each.after] if each.after >= 0 else [own]
             self.latest[rank] = self._add(REPLICA_UPDATE, item, rank, (rank,), needs)
 
     def _add(
-        self, kind: int, item: int, rank: int, held: tuple[int, ...], after: Sequence[int]
+        self,
+        kind: int,
+        item: int,
+        rank: int,
+        held: tuple[int, ...],
+        after: Sequence[int],
+        microbatch: int = -1,
     ) -> int:
         task = self.num_tasks
         for column, value in (
             (self.kind, kind),
             (self.item, item),
-            (self.microbatch, -1),
+            (self.microbatch, microbatch),
             (self.rank, rank),
         ):
             column.append(np.array([value], dtype=np.int64))
@@ -316,14 +380,19 @@ class _Draft:
             resource_sets=self.sets,
             num_resources=self.schedule.num_ranks + len(self.links),
         )
+        kind = np.concatenate(self.kind)
+        less = np.full_like(kind, -1)
+        less[list(self.rests.values())] = BACKWARD
         return MacroGraph(
             schedule=self.schedule,
             graph=graph,
-            kind=np.concatenate(self.kind),
+            kind=kind,
+            less=less,
             item=np.concatenate(self.item),
             microbatch=np.concatenate(self.microbatch),
             rank=np.concatenate(self.rank),
             number=self.number,
+            rests=self.rests,
             pairs=tuple(pairs),
             ties=tuple(ties),
             copies=tuple(self.copied),

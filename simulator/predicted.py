@@ -48,12 +48,11 @@ def step_timeline(model: PlanModel, macro: Times) -> Timeline:
     """Every task of a step, `macro` being the times of its blocks and transfers."""
     rows: list[Row] = []
     lanes = {s: _lanes(model, s) for s in range(len(model.stages))}
-    blocks = are_blocks(model.macro.kind)
-    for task in np.flatnonzero(blocks).tolist():
-        kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+    for task in model.macro.blocks:
+        kind, item = model.macro.block_kind(task), int(model.macro.item[task])
         block, times = model.stages[item].cell_blocks[kind], model.block_times[item][kind]
         rows += _block_rows(block, times, lanes[item], int(macro.start[task]))
-    for task in np.flatnonzero(~blocks).tolist():
+    for task in np.flatnonzero(~are_blocks(model.macro.kind)).tolist():
         if macro.end[task] > macro.start[task]:
             start, end = int(macro.start[task]), int(macro.end[task])
             name, sort, lane = _transfer_label(model, task)
@@ -161,7 +160,8 @@ def critical_path(model: PlanModel, macro: Times) -> StepPath:
         return played[kind, s]
 
     step = Played(model.macro.graph, macro, lambda task: _transfer_label(model, task))
-    return step_path(step, inside, {op.name: op.kind for op in model.graph.operators})
+    operator_kinds = {op.name: op.kind for op in model.graph.operators}
+    return step_path(step, inside, operator_kinds, model.macro.rests)
 
 
 def _played_block(model: PlanModel, s: int, kind: int) -> Played:
@@ -210,7 +210,7 @@ def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline
     for action in order:
         task = model.macro.number[action]
         s = int(model.macro.item[task])
-        kind, offset = int(model.macro.kind[task]), int(macro.start[task])
+        kind, offset = model.macro.block_kind(task), int(macro.start[task])
         for which in passes_of(action.kind, split=schedule.splits_backward):
             if (s, kind, which) not in places:
                 times = model.block_times[s][kind]

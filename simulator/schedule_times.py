@@ -61,7 +61,8 @@ class StageTimes:
         transfer: from each stage to the next, and of the gradient back; for stages on one rank it
             does not count.
         update: the optimizer, after the last backward, or after every `update_every` of them; of
-            a stage's copies after all that their ranks do, and the sum of their gradients.
+            a stage's copies after all that their ranks do, and the sum of their gradients. Where
+            a rank has one stage, what its last backward sends does not wait for it.
         replica_sync: summing the gradients of a stage's copies on two ranks, which go on with
             other stages meanwhile.
     """
@@ -128,7 +129,7 @@ class Play:
         if action not in self._macro.number:
             raise ValueError(f"schedule {self.schedule.name!r} has no action {action}")
         task = self._macro.number[action]
-        return int(self._times.start[task]), int(self._times.end[task])
+        return int(self._times.start[task]), int(self._times.end[self._macro.end(task)])
 
     @cached_property
     def busy(self) -> tuple[int, ...]:
@@ -167,7 +168,7 @@ class Play:
         for action, rank in self.schedule.rank_of.items():
             task = self._macro.number[action]
             start, end = self.span(action)
-            updates = self._macro.kind[task] in (LAST_BACKWARD, LAST_WEIGHT_GRADIENT)
+            updates = self._macro.block_kind(task) in (LAST_BACKWARD, LAST_WEIGHT_GRADIENT)
             update = int(self._update[action.stage]) if updates else 0
             lane = lane_name(f"rank {rank}", "compute")
             if end - update > start:

@@ -5,13 +5,17 @@ transfers, in which every block is replaced by the path through its own tasks.
 
     path of the step     ─ block 0F3 ─┬─ 0⇢1 ─┬─ block 1F3 ─┬─ …
     path of the blocks    f f c f c f │       │ c f f f c f │
+
+A block may be two tasks of the upper level (see `pipeline`): where the path goes from one to the
+other it goes through the block as a whole, else through a block that nothing follows, whose tasks
+may run a little earlier than in the timeline: syncs do not slow them down.
 """
 
 from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -183,6 +187,7 @@ def step_path(
     step: Played,
     inside: Callable[[int], Played | None],
     operator_kinds: Mapping[str, str] | None = None,
+    rests: Mapping[int, int] | None = None,
 ) -> StepPath:
     """Find the critical path of a step that is played on two levels.
 
@@ -191,12 +196,14 @@ def step_path(
         inside: what a task of the upper level is made of, from 0 to its length; None for what is
             a task itself.
         operator_kinds: for the summary.
+        rests: by a task of the upper level the one with which its block ends, if that is another;
+            inside the latter is the whole block.
 
     Raises:
         ValueError: if the lower level does not last as long as its task on the upper one.
     """
     tasks: list[StepTask] = []
-    for outer in critical_path(step.graph, step.times):
+    for outer in _joined(critical_path(step.graph, step.times), rests or {}):
         block = inside(outer.task)
         if block is None:
             tasks.append(_named(step.label, outer, 0))
@@ -212,6 +219,19 @@ def step_path(
         ]
         tasks += [named[0]._replace(wait=outer.wait), *named[1:]]
     return StepPath(tuple(tasks), operator_kinds or {})
+
+
+def _joined(path: Iterable[PathTask], rests: Mapping[int, int]) -> list[PathTask]:
+    """The path with blocks of two tasks as one, where it goes through both."""
+    found: list[PathTask] = []
+    for task in path:
+        if found and rests.get(found[-1].task) == task.task:
+            if task.end == task.start:
+                continue
+            before = found.pop()
+            task = task._replace(start=before.start, wait=before.wait)
+        found.append(task)
+    return found
 
 
 def _named(label: Label, task: PathTask, offset: int) -> StepTask:

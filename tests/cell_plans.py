@@ -209,17 +209,20 @@ def composed_times(model: PlanModel, flat: FlatGraph) -> tuple[list[int], list[i
     macro = simulate(model.macro.with_durations(macro_durations(model)))
     start, end = [], []
     begun: set[int] = set()
+    rests = model.macro.rests
     for task, within in zip(flat.macro_task.tolist(), flat.block_task.tolist(), strict=True):
-        kind, stage = int(model.macro.kind[task]), int(model.macro.item[task])
+        stage = int(model.macro.item[task])
         if within >= 0:
+            kind = model.macro.block_kind(task)
             times = model.block_times[stage][kind]
             start.append(int(macro.start[task] + times.start[within]))
             end.append(int(macro.start[task] + times.end[within]))
-        elif not are_blocks(model.macro.kind[task]):
+        elif not are_blocks(model.macro.kind[task]) or (task in rests and task in begun):
+            # What leaves a last backward waits for an idle task as long as any backward.
             start.append(int(macro.start[task]))
             end.append(int(macro.end[task]))
         else:
-            both = macro.end if task in begun else macro.start
+            both = macro.end if task in begun | set(rests.values()) else macro.start
             start.append(int(both[task]))
             end.append(int(both[task]))
         begun.add(task)

@@ -68,7 +68,7 @@ def test_the_flat_graph_of_a_tied_pipeline_has_its_ties_and_all_tasks() -> None:
         for kind, block in stage.cell_blocks.items()
     )
     transfers = int((model.macro.kind >= SEND).sum())
-    assert flat.graph.num_tasks == tasks + transfers
+    assert flat.graph.num_tasks == tasks + transfers + len(model.macro.rests)
     assert flat.graph.num_resources == 2 * NUM_RESOURCES + 2 * len(model.macro.pairs)
 
 
