@@ -3,6 +3,8 @@
 A step is the macro graph of `simulator.pipeline` under a table of durations. Every path through it
 and everything that one rank does are sums of entries of the table with whole coefficients, and no
 step is shorter than one of them. On a single rank nothing waits, so the sum is the step itself.
+What a task takes longer than another kind of block is a difference of two entries, or nothing
+where that is negative, so sums hold for it too.
 
 Where every resource serves its tasks in the same order under every table (`chain_arrays` proves
 it when it can), the step is a longest path in that order, without a queue. The longest path of the
@@ -34,6 +36,7 @@ class Pipeline(NamedTuple):
         places: [M], which column an entry is.
         bounds: [B + 1, columns], coefficients of each lower bound; the last is the longest path.
         entry: [Q], the entry that each task reads; tasks in the order in which they are played.
+        less: [Q], the entry that is taken off it, or −1.
         before_starts, before: predecessors of each task.
         held_starts, held: resources of each task.
         end, because: [Q], work space: when a task ends, and for which task it waited last (or −1).
@@ -47,6 +50,7 @@ class Pipeline(NamedTuple):
     places: Ints
     bounds: Ints
     entry: Ints
+    less: Ints
     before_starts: Ints
     before: Ints
     held_starts: Ints
@@ -82,6 +86,8 @@ def play_in_order(pipeline: Pipeline) -> int:
     makespan = 0
     for task in range(end.size):
         ns = pipeline.proposed[pipeline.entry[task]]
+        if pipeline.less[task] >= 0:
+            ns = max(0, ns - pipeline.proposed[pipeline.less[task]])
         time, waits_for = 0, -1
         for e in range(pipeline.before_starts[task], pipeline.before_starts[task + 1]):
             before = pipeline.before[e]
@@ -110,6 +116,8 @@ def note_longest_path(pipeline: Pipeline) -> None:
     task = np.argmax(pipeline.end)
     while task >= 0:
         row[pipeline.places[pipeline.entry[task]]] += 1
+        if pipeline.less[task] >= 0:
+            row[pipeline.places[pipeline.less[task]]] -= 1
         task = pipeline.because[task]
 
 
@@ -125,6 +133,7 @@ def play_in_queue(
     set_resources: Ints,
     contention: Ints,
     free: Ints,
+    less: Ints,
     kind: Ints,
     item: Ints,
     work: Ints,
@@ -133,6 +142,9 @@ def play_in_queue(
     durations, sets = work[0], work[1]
     for task in range(kind.size):
         durations[task] = table[kind[task] * num_items + item[task]]
+        if less[task] >= 0:
+            before = table[less[task] * num_items + item[task]]
+            durations[task] = max(0, durations[task] - before)
         sets[task] = resource_sets[task] if durations[task] > 0 else 0
     return simulate_tasks(
         successor_offsets,

@@ -10,7 +10,9 @@ q measures of a block, m moments of a rank, all multipliers are at least 0, Σ_p
 
 **Proof.** Tasks start after their predecessors end and contention only makes them longer. So a
 play is at least as long as the tasks along any path: T(c) ≥ Σ_b n_pb · t_b(c) + s_p(c), t_b the
-makespan of a block and s_p the transfers on the path. The same holds with weights μ. A rank runs
+makespan of a block and s_p the transfers on the path. (A last backward and the rest of it, where
+a path has both, are as long as that block: n_pb counts it and not the backward. The rest is never
+on a path without the backward.) The same holds with weights μ. A rank runs
 its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A
 block's makespan is at least the tasks along a path of *its* graph, and at least the busy time of
 each of its resources, which serve one task at a time: that is each f_bq, whatever overlaps. So
@@ -262,17 +264,22 @@ class _Relaxation:
     def _learn_macro(self) -> None:
         offsets, successors = self.problem.macro[0], self.problem.macro[1]
         kind, item = self.problem.macro[-2], self.problem.macro[-1]
-        durations = self.problem.table[kind, item].astype(np.float64)
+        macro = self.problem.macro_graph
+        durations = macro.task_ns(self.problem.table).astype(np.float64)
         tasks = longest_path(offsets, successors, durations)
         if len(self._paths) >= MAX_PATHS or any(p.tasks == tasks.tobytes() for p in self._paths):
             return
         times: dict[tuple[int, int], int] = {}
         joins = np.zeros((self.problem.table.shape[0], self.problem.table.shape[1]))
-        for k, i in zip(kind[tasks].tolist(), item[tasks].tolist(), strict=True):
+        columns = (each[tasks].tolist() for each in (kind, item, macro.less))
+        for k, i, before in zip(*columns, strict=True):
             if k < SEND:
                 times[i, k] = times.get((i, k), 0) + 1
             else:
                 joins[k, i] += 1
+            if before >= 0:
+                times[i, before] -= 1
+        times = {key: count for key, count in times.items() if count}
         lookups, kinds, items = self._crossings
         sends = Measure(lookups, joins[kinds, items])
         self._paths.append(_MacroPath(tasks.tobytes(), times, sends))

@@ -237,6 +237,7 @@ class _Macro:
 
     graph: TaskGraph
     entry: IntArray
+    less: IntArray
     held: tuple[tuple[int, ...], ...]
     before: tuple[tuple[int, ...], ...]
 
@@ -244,10 +245,11 @@ class _Macro:
 def _pipeline(macro: MacroGraph, shape: tuple[int, ...]) -> Pipeline:
     graph, num_entries = macro.graph, int(np.prod(shape))
     entry = macro.kind * shape[1] + macro.item
+    less = np.where(macro.less >= 0, macro.less * shape[1] + macro.item, -1)
     columns = np.unique(entry)
     places = np.zeros(num_entries, dtype=np.int64)
     places[columns] = np.arange(columns.size)
-    read = _Macro(graph, entry, _held(graph), _before(graph))
+    read = _Macro(graph, entry, less, _held(graph), _before(graph))
     order = _fixed_order(read)
     if macro.schedule.num_ranks == 1:
         how, order = CLOSED, np.arange(graph.num_tasks)
@@ -262,8 +264,9 @@ def _pipeline(macro: MacroGraph, shape: tuple[int, ...]) -> Pipeline:
         how=np.array([how], dtype=np.int64),
         columns=columns,
         places=places,
-        bounds=_bounds(macro, read, places[entry], columns.size),
+        bounds=_bounds(macro, read, places, columns.size),
         entry=entry[visits],
+        less=less[visits],
         before_starts=_starts([len(found) for found in before]),
         before=_flat(before),
         held_starts=_starts([len(found) for found in held]),
@@ -283,7 +286,7 @@ def _fixed_order(macro: _Macro) -> IntArray | None:
 
     Tasks are taken in the order of (ready time, id). Of two tasks on a resource, a goes first
     under all durations if b comes behind a in the graph: then b is ready when a has ended. Or if
-    both read the same entry of the table (so both are idle or none is), a has the lower id, and
+    both read the same entries of the table (so both are idle or none is), a has the lower id, and
     every predecessor of a is, or comes before, a predecessor of b: then a is ready no later. Both
     are checked for tasks that follow each other on a resource when all durations are 1; the rest
     follows, as (ready time, id) is a total order.
@@ -303,7 +306,8 @@ def _fixed_order(macro: _Macro) -> IntArray | None:
                 continue
             behind = above[b] | sum(1 << each for each in set(macro.before[b]))
             waits = all(behind >> each & 1 for each in macro.before[a])
-            if not (waits and a < b and macro.entry[a] == macro.entry[b]):
+            alike = macro.entry[a] == macro.entry[b] and macro.less[a] == macro.less[b]
+            if not (waits and a < b and alike):
                 return None
     return order
 
@@ -317,21 +321,35 @@ def _ancestors(macro: _Macro, order: IntArray) -> list[int]:
     return above
 
 
-def _bounds(macro: MacroGraph, read: _Macro, column: IntArray, num_columns: int) -> IntArray:
+def _bounds(macro: MacroGraph, read: _Macro, places: IntArray, num_columns: int) -> IntArray:
     """Coefficients of lower bounds, two a rank, and a last row for the longest path.
 
-    Everything that holds the rank; and a path through the graph along all actions of the rank.
+    Everything that holds the rank; and a path through the graph along all actions of the rank,
+    which goes on with what the last one sends.
     """
     schedule = macro.schedule
     rows = np.zeros((2 * schedule.num_ranks + 1, num_columns), dtype=np.int64)
     after = _after(read.graph)
     for rank, actions in enumerate(schedule.orders):
         mine = [task for task, held in enumerate(read.held) if rank in held]
-        np.add.at(rows[2 * rank], column[mine], 1)
-        chain = [macro.number[action] for action in actions]
-        path = [*_path(read.before, chain[0]), *chain, *_path(after, chain[-1])]
-        np.add.at(rows[2 * rank + 1], column[path], 1)
+        _count(rows[2 * rank], mine, read, places)
+        first, last = (macro.number[actions[place]] for place in (0, -1))
+        chain = [t for a in actions[:-1] for t in _tasks_of(macro, macro.number[a])]
+        path = [*_path(read.before, first), *chain, last, *_path(after, last)]
+        _count(rows[2 * rank + 1], path, read, places)
     return rows
+
+
+def _tasks_of(macro: MacroGraph, task: int) -> list[int]:
+    """The tasks of the block that begins with a task."""
+    return [task, macro.rests[task]] if task in macro.rests else [task]
+
+
+def _count(row: IntArray, tasks: Sequence[int], read: _Macro, places: IntArray) -> None:
+    """Add the entries of tasks to a bound, and take off those that they are less."""
+    less = read.less[list(tasks)]
+    np.add.at(row, places[read.entry[list(tasks)]], 1)
+    np.add.at(row, places[less[less >= 0]], -1)
 
 
 def _path(next_of: Sequence[Sequence[int]], task: int) -> list[int]:

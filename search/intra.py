@@ -64,6 +64,8 @@ class IntraProgram:
         kinds, items = self.problem.macro[-2], self.problem.macro[-1]
         times = np.zeros((NUM_KINDS, self.problem.table.shape[1]))
         np.add.at(times, (kinds, items), 1.0)
+        less = self.problem.macro_graph.less
+        np.add.at(times, (less[less >= 0], items[less >= 0]), -1.0)
         rows = self.problem.crossings
         return [
             *(np.full(len(b.tasks), times[b.kind, b.stage]) for b in self.blocks),

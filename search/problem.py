@@ -249,6 +249,7 @@ def make_problem(
             *graph_arrays[:3],
             *graph_arrays[4:],
             np.zeros(macro.graph.num_resources, dtype=np.int64),
+            macro.less,
             macro.kind,
             macro.item,
         ),

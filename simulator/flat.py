@@ -8,13 +8,13 @@ the tasks of a block stand two idle ones:
 
 so a block is exclusive: it begins when the rank's block before it has ended with all that it
 communicates, and a transfer leaves when a block has ended, or a last backward has taken as long as
-one that is not the last (an idle task of that length stands beside its tasks). Then **both levels together are
-exact**, on every start and end. All resources of a rank are free when one of its blocks begins,
-and only the block's tasks use them until it ends. The engine's timeline shifts exactly with its
-start, so these tasks run as they do alone, `begin` later, and `end` is the makespan later. By
-induction over blocks and transfers in the engine's order they all begin and end as in the step in
-which a block is one task; numbering the tasks block by block, then transfers, then ties, keeps
-that order among equals.
+one that is not the last (an idle task of that length stands beside its tasks). Then **both levels
+together are exact**, on every start and end. All resources of a rank are free when one of its
+blocks begins, and only the block's tasks use them until it ends. The engine's timeline shifts
+exactly with its start, so these tasks run as they do alone, `begin` later, and `end` is the
+makespan later. By induction over blocks and transfers in the engine's order they all begin and
+end as in the step in which a block is one task; numbering the tasks block by block, then
+transfers, then ties, keeps that order among equals.
 
 Transfers within a rank, those that keep the cores of their ranks busy (`Link.shares_compute`) and
 ties of one of several stages of a rank are exclusive on it like a block, between its blocks. Who

@@ -234,7 +234,7 @@ def played(schedule, stages, microbatches):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40), st.integers(0, 60))
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40), st.integers(0, 600))
 def test_equal_stages_take_what_the_formula_says(schedule, stages, more, send, last):
     stage = StageTimes(100, 200, 80, last, send, send)
     chain = [stage] * (stages - 1) + [stage._replace(ahead=0, back=0)]

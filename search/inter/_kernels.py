@@ -249,6 +249,7 @@ def offer(
     capacity: int,
     copies: int,
     late_weights: bool,
+    leaves_early: bool,
     variant: int,
     options: Ints,
     kept_costs: Ints,
@@ -267,7 +268,9 @@ def offer(
             if costs[STAGE_PEAK, a, b] < 0:
                 continue
             period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + sends[b]
-            total = period + costs[STAGE_LAST, a, b]
+            total = period
+            if a == 0 or not leaves_early:
+                total += costs[STAGE_LAST, a, b]
             if late_weights:
                 total -= 2 * costs[STAGE_WEIGHT, a, b]
             room = capacity - copies * costs[STAGE_STATE, a, b] - costs[STAGE_PEAK, a, b]

@@ -6,11 +6,16 @@ microbatch adds to it (gradient sync, update), s what is sent on and back; t = f
 ====================  ===========================================  ==========================
 schedule              step time                                    held by stage i of S
 ====================  ===========================================  ==========================
-1F1B                  Σ (t + s + e) + (M − 1) · P                  min(M, S − i)
-GPipe                 Σ (t + s + e) + (M − 1) · (max f + max b)    M
-zero bubble (H1)      Σ (t + s + e − 2w) + 2w + (M − 1) · P        min(M, S)
+1F1B                  Σ (t + s) + E + (M − 1) · P                  min(M, S − i)
+GPipe                 Σ (t + s) + E + (M − 1) · (max f + max b)    M
+zero bubble (H1)      Σ (t + s − 2w) + 2w + E + (M − 1) · P        min(M, S)
 interleaved, v each   Σ (t + s + e) / v + (v·M − 1) · max (t + s)  2(R − r − 1) + (v − 1)R + 1
 ====================  ===========================================  ==========================
+
+What a last backward sends does not wait for e, so stages reduce their gradients while those before
+them run their last backward, or their last gradients of weights under zero bubble:
+
+    E = max over stages of (e − Σ (b + s back) of the stages before),   max e under zero bubble.
 
 1F1B alternates passes, so a microbatch waits for its neighbours' transfers: every window of
 neighbouring stages repeats itself no faster than its stages and the transfers inside, there and
@@ -19,7 +24,8 @@ back, for as many microbatches as it has stages, hence
     P = max over windows of (Σ t + Σ s inside) / number of stages.
 
 The formulas are exact for stages of equal times and bounds from below where transfers wait for
-links; the program minimises them with P ≤ max (t + s), which is linear in its labels.
+links; the program minimises them with P ≤ max (t + s) and the e of the first stage for E, which
+is linear in its labels.
 """
 
 from __future__ import annotations
@@ -59,7 +65,7 @@ class StageTimes(NamedTuple):
 def mode_of(schedule: str, num_stages: int) -> Mode:
     """How stages count under a schedule."""
     copies = VIRTUAL_STAGES if schedule == "interleaved" and num_stages > 1 else 1
-    return Mode(copies, schedule == "zb-h1")
+    return Mode(copies, schedule == "zb-h1", leaves_early=copies == 1)
 
 
 def objective_of(schedule: str, num_microbatches: int, num_stages: int) -> Objective:
@@ -100,20 +106,31 @@ def step_ns(schedule: str, stages: Sequence[StageTimes], num_microbatches: int) 
         >>> step_ns("1f1b", [stage] * 4, 8), step_ns("gpipe", [stage] * 4, 8)
         (33.0, 33.0)
     """
-    total = sum(s.passes + s.sent + s.last for s in stages)
+    copies = mode_of(schedule, len(stages)).copies
+    total = sum(s.passes + s.sent for s in stages)
     rest = num_microbatches - 1
+    if copies > 1:
+        slowest = max(s.passes + s.sent for s in stages)
+        total += sum(s.last for s in stages)
+        return total / copies + (copies * num_microbatches - 1) * slowest
+    if schedule == "zb-h1":
+        total -= 2 * sum(s.weight for s in stages) - 2 * max(s.weight for s in stages)
+        return total + max(s.last for s in stages) + rest * _period(stages)
+    total += _latest(stages)
     if schedule == "gpipe":
         ahead = max(max(s.forward, s.ahead) for s in stages)
         back = max(max(s.backward, s.back) for s in stages)
         return total + rest * (ahead + back)
-    copies = mode_of(schedule, len(stages)).copies
-    if copies > 1:
-        slowest = max(s.passes + s.sent for s in stages)
-        return total / copies + (copies * num_microbatches - 1) * slowest
-    period = _period(stages)
-    if schedule == "zb-h1":
-        total -= 2 * sum(s.weight for s in stages) - 2 * max(s.weight for s in stages)
-    return total + rest * period
+    return total + rest * _period(stages)
+
+
+def _latest(stages: Sequence[StageTimes]) -> float:
+    """How long after the last backward of the first stage the last stage has ended (E above)."""
+    latest = before = 0.0
+    for stage in stages:
+        latest = max(latest, stage.last - before)
+        before += stage.backward + stage.back
+    return latest
 
 
 def _period(stages: Sequence[StageTimes]) -> float:

@@ -26,12 +26,14 @@ ROOM = 16
 class Mode(NamedTuple):
     """How a schedule counts stages: how many a rank has, and whether weights' gradients fill gaps.
 
-    `late_weights` is true of zero-bubble schedules: of their bubble (S − 1)(F + I − W) each stage
-    brings F + B − 2W.
+    Where a stage `leaves_early`, what its last backward sends does not wait for its sync and
+    update, and only those of the first stage count. `late_weights` is true of zero-bubble
+    schedules: of their bubble (S − 1)(F + I − W) each stage brings F + B − 2W.
     """
 
     copies: int
     late_weights: bool
+    leaves_early: bool
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ class _Draft:
             capacity,
             self.mode.copies,
             self.mode.late_weights,
+            self.mode.leaves_early,
             number,
             self._options,
             self._costs,
