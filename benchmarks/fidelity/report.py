@@ -174,8 +174,9 @@ def _panel(
             label=kind if len(kinds) <= 10 else None,
         )
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    marks = (1.0, 2.0, 5.0) if high > 5 * low else (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
     for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        side.set_major_locator(LogLocator(subs=marks))
         side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         side.set_minor_formatter(NullFormatter())
     axis.set_title(f"{name} ({len(points)})", fontsize=10)
