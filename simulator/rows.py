@@ -119,15 +119,20 @@ class OperatorRow:
         """Whether some choice recomputes the operator."""
         return any(choice.recompute for choice in self.choices)
 
-    @property
-    def recomputes(self) -> BoolArray:
-        """Which choices recompute the operator."""
-        return np.array([choice.recompute for choice in self.choices])
+    @cached_property
+    def keeps(self) -> BoolArray:
+        """Which choices do not recompute the operator."""
+        return np.array([not choice.recompute for choice in self.choices])
 
-    @property
+    @cached_property
     def regathers(self) -> BoolArray:
         """Which choices convert inputs again that backward needs, and nothing else."""
         return np.array([c.regather and not c.recompute for c in self.choices])
+
+    @cached_property
+    def keeps_copies(self) -> BoolArray:
+        """Which choices keep converted inputs that backward needs."""
+        return self.keeps & ~self.regathers
 
 
 @dataclass(frozen=True, eq=False)
