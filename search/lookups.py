@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 
 import numba
 import numpy as np
@@ -275,12 +276,13 @@ class Tables:
     ) -> FloatArray:
         total = np.zeros((ours, 1 if one else theirs))
         # Terms of one pool stand together, as those of one part do.
-        begins = np.flatnonzero(np.diff(terms[:, 0], prepend=-1)).tolist()
-        for begin, end in zip(begins, [*begins[1:], len(terms)], strict=True):
-            part = self._pools[terms[begin, 0]]
+        begin = 0
+        for number, run in groupby(terms[:, 0].tolist()):
+            part, end = self._pools[number], begin + len(list(run))
             mask = part.pool if part.mask is None else part.mask
             mine = terms[begin:end], factors[begin:end]
             _add(total, part.pool, mask, part.mask is not None, *mine, one)
+            begin = end
         return total[:, 0] if one else total
 
 

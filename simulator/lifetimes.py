@@ -373,7 +373,7 @@ class _Writer:
 
     @cached_property
     def _saved(self) -> dict[int, tuple[frozenset[int], bool]]:
-        """What backward needs of the operators of each row: which inputs, and the output or not."""
+        """What backward needs of the operators of each row: which inputs; whether the output."""
         operators = self.table.graph.operators
         some = {row: operators[i] for i, row in self.table.row_of.items()}
         return {row: (saved_slots(op), saves_output(op)) for row, op in some.items()}

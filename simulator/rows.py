@@ -203,6 +203,13 @@ def to_ns(seconds: FloatArray) -> IntArray:
     return np.where(seconds > 0, np.maximum(ns, 1), 0)
 
 
+def timed_rows(rows: Sequence[Sequence[tuple[float, int]]]) -> list[Timed]:
+    """`timed` of several rows of equal length at once."""
+    pairs = np.array(rows, dtype=np.float64)
+    seconds, masks = pairs[..., 0], pairs[..., 1].astype(np.int64)
+    return [Timed(*row) for row in zip(to_ns(seconds), np.where(seconds > 0, masks, 0), strict=True)]
+
+
 def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> Timed:
     """(seconds, mask) pairs as an array; what takes no time occupies nothing."""
     seconds = np.array([value for value, _ in values], dtype=np.float64).reshape(shape)
