@@ -30,6 +30,10 @@ MOST_PARTS = 8
 a limit that is the same on every machine."""
 
 
+_Combined = tuple[Sequence[FloatArray], list[FloatArray], dict[tuple[int, int], FloatArray]]
+"""Weights, and the nodes and pairs under them."""
+
+
 @dataclass(eq=False)
 class IntraProgram:
     """The choices of a problem as an integer program, its objective a weighted sum of tasks.
@@ -52,6 +56,7 @@ class IntraProgram:
     problem: Problem
 
     def __post_init__(self) -> None:
+        self._last: _Combined | None = None
         played = sorted({(int(s), int(k)) for s, k in self.problem.plays[:, :2]})
         self.blocks = [BlockLookups(self.problem, *key) for key in played]
         self._tables = Tables(
@@ -106,7 +111,7 @@ class IntraProgram:
         Returns:
             The solution; its choices are numbers in `problem.choices` of all operators.
         """
-        nodes, pairs = self._tables.combine(weights)
+        nodes, pairs = self._combined(weights)
         kept = [np.arange(len(c)) for c in self.problem.choices]
         if fixed is not None:
             inside = set(window)
@@ -115,11 +120,12 @@ class IntraProgram:
         cut: dict[tuple[int, bytes, bytes], FloatArray] = {}
         edges: list[Edge] = []
         for (i, j), matrix in pairs.items():
+            if fixed is not None and len(kept[i]) * len(kept[j]) == 1:
+                continue
             key = (id(matrix), kept[i].tobytes(), kept[j].tobytes())
             if key not in cut:
                 cut[key] = matrix[np.ix_(kept[i], kept[j])]
-            if fixed is None or len(kept[i]) * len(kept[j]) > 1:
-                edges.append(Edge(i, j, cut[key]))
+            edges.append(Edge(i, j, cut[key]))
         uses, devices = self._memory(kept) if memory else ((), ())
         names = tuple(op.name for op in self.problem.graph.operators)
         instance = Instance(costs, tuple(edges), uses, devices, names)
@@ -133,6 +139,14 @@ class IntraProgram:
             full = [int(k[c]) for k, c in zip(kept, found.choice.tolist(), strict=True)]
             found.choice[:] = full
         return found
+
+    def _combined(
+        self, weights: Sequence[FloatArray]
+    ) -> tuple[list[FloatArray], dict[tuple[int, int], FloatArray]]:
+        """Nodes and pairs; windows come one after the other under the same weights."""
+        if self._last is None or self._last[0] is not weights:
+            self._last = weights, *self._tables.combine(weights)
+        return self._last[1:]
 
     def _classes(self) -> list[list[int]]:
         """Operators of one stage that are priced alike and fed alike."""

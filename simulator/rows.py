@@ -207,7 +207,8 @@ def timed_rows(rows: Sequence[Sequence[tuple[float, int]]]) -> list[Timed]:
     """`timed` of several rows of equal length at once."""
     pairs = np.array(rows, dtype=np.float64)
     seconds, masks = pairs[..., 0], pairs[..., 1].astype(np.int64)
-    return [Timed(*row) for row in zip(to_ns(seconds), np.where(seconds > 0, masks, 0), strict=True)]
+    masks = np.where(seconds > 0, masks, 0)
+    return [Timed(ns, mask) for ns, mask in zip(to_ns(seconds), masks, strict=True)]
 
 
 def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> Timed:
