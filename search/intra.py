@@ -99,7 +99,8 @@ class IntraProgram:
         """Choose for all operators, or for those of a `window` beside choices that are `fixed`.
 
         Args:
-            weights: of the rows of tasks, from `sum_weights` or `path_weights`.
+            weights: of the rows of tasks, from `sum_weights` or `path_weights`; a list that was
+                given before is taken as unchanged.
             fixed: choices of the operators that are not in the window.
             window: indices of the operators to choose for; all if nothing is fixed.
             memory: whether what is kept from forward to backward, and state, must fit.
@@ -143,7 +144,7 @@ class IntraProgram:
     def _combined(
         self, weights: Sequence[FloatArray]
     ) -> tuple[list[FloatArray], dict[tuple[int, int], FloatArray]]:
-        """Nodes and pairs; windows come one after the other under the same weights."""
+        """Nodes and pairs, kept for the next call: windows come under the same weights."""
         if self._last is None or self._last[0] is not weights:
             self._last = weights, *self._tables.combine(weights)
         return self._last[1:]
