@@ -29,6 +29,10 @@ from stratagem.simulator.training import Training
 Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
 
 
+RECENT = 16
+"""Simulations that a situation remembers."""
+
+
 @dataclass(frozen=True)
 class Situation:
     """What a plan is made for; `memory` keeps the prices of all that was simulated in it."""
@@ -38,6 +42,9 @@ class Situation:
     training: Training
     costs: CostModel
     memory: RowMemory = field(default_factory=RowMemory)
+    _recent: dict[int, Simulation] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
 
     def plan(
         self,
@@ -62,8 +69,18 @@ class Situation:
         )
 
     def simulate(self, plan: Plan) -> Simulation:
-        """Predict a plan with this situation's costs."""
-        return simulate_plan(plan, self.graph, self.costs, memory=self.memory)
+        """Predict a plan with this situation's costs.
+
+        The last few are remembered: methods simulate what they propose before they do.
+        """
+        known = self._recent.get(id(plan))
+        if known is not None and known.plan is plan:
+            return known
+        made = simulate_plan(plan, self.graph, self.costs, memory=self.memory)
+        if len(self._recent) >= RECENT:
+            del self._recent[next(iter(self._recent))]
+        self._recent[id(plan)] = made
+        return made
 
 
 Method = Callable[[Situation], Iterable[Plan]]

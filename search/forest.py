@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numba
 import numpy as np
@@ -57,7 +58,7 @@ def minimise_forest(
         >>> value, choice.tolist()
         (1.0, [1, 1])
     """
-    total = [node.copy() for node in nodes]
+    total = list(nodes)
     inside = set(forest)
     least: dict[int, FloatArray] = {}
     for (i, j), matrix in pairs.items():
@@ -66,46 +67,85 @@ def minimise_forest(
             if id(matrix) not in least:
                 least[id(matrix)] = matrix.min(axis=1)
             total[i] = total[i] + least[id(matrix)]
-    order, parent = _from_roots(len(nodes), forest)
-    answers: dict[int, IntArray] = {}
-    value = 0.0
-    for node in reversed(order):
-        above = parent[node]
-        if above < 0:
-            value += float(total[node].min())
+    order, parent = _from_roots(len(nodes), tuple(forest))
+    begins: dict[int, int] = {}
+    matrices: list[FloatArray] = [np.zeros(0)]
+    begin_of = np.full(len(nodes), -1, dtype=np.int64)
+    size = 0
+    for i, j in forest:
+        found = pairs.get((i, j))
+        if found is None:
             continue
-        pair = (min(above, node), max(above, node))
-        if pair not in pairs:
-            value += float(total[node].min())
-            continue
-        toward = pairs[pair] if pair[0] == above else pairs[pair].T
-        answers[node], least_sums = _answers(toward, total[node])
-        total[above] = total[above] + least_sums
-    choice = np.zeros(len(nodes), dtype=np.int64)
-    for node in order:
-        found = answers.get(node)
-        own = int(total[node].argmin()) if found is None else int(found[choice[parent[node]]])
-        choice[node] = own
-    return value, choice
+        if id(found) not in begins:
+            begins[id(found)] = size
+            matrices.append(found.ravel())
+            size += found.size
+        begin_of[j if parent[j] == i else i] = begins[id(found)]
+    starts = np.cumsum([0, *map(len, total)])
+    return _minimise(
+        order, parent, begin_of, np.concatenate(matrices), starts, np.concatenate(total)
+    )
 
 
 @numba.njit(cache=True)
-def _answers(toward: FloatArray, total: FloatArray) -> tuple[IntArray, FloatArray]:
-    """Per choice of the node above the best choice below, the first of equals, and its value."""
-    count = toward.shape[0]
-    best, values = np.zeros(count, dtype=np.int64), np.empty(count)
-    for a in range(count):
-        least = toward[a, 0] + total[0]
-        for b in range(1, total.size):
-            value = toward[a, b] + total[b]
-            if value < least:
-                least = value
-                best[a] = b
-        values[a] = least
-    return best, values
+def _minimise(
+    order: IntArray,
+    parent: IntArray,
+    begin_of: IntArray,
+    matrices: FloatArray,
+    starts: IntArray,
+    total: FloatArray,
+) -> tuple[float, IntArray]:
+    """The dynamic program, from the leaves up and back down again; of equal choices the first.
+
+    Args:
+        order, parent: see `_from_roots`.
+        begin_of: per node, where the matrix of it and its parent begins in `matrices`, a row for
+            each choice of the one with the lower number; −1 without.
+        matrices: flat.
+        starts, total: the costs of node n are ``total[starts[n]:starts[n + 1]]``; others' answers
+            are added.
+    """
+    count = order.size
+    offsets = np.zeros(count + 1, dtype=np.int64)
+    for node in range(count):
+        above = parent[node]
+        linked = above >= 0 and begin_of[node] >= 0
+        offsets[node + 1] = offsets[node] + (starts[above + 1] - starts[above] if linked else 0)
+    answers = np.zeros(offsets[count], dtype=np.int64)
+    value = 0.0
+    for k in range(count - 1, -1, -1):
+        node = order[k]
+        own = total[starts[node] : starts[node + 1]]
+        if offsets[node + 1] == offsets[node]:
+            value += own.min()
+            continue
+        above = parent[node]
+        theirs = starts[above + 1] - starts[above]
+        # Rows are of the lower number.
+        row, column = (own.size, 1) if above < node else (1, theirs)
+        for a in range(theirs):
+            where = begin_of[node] + a * row
+            least, best = matrices[where] + own[0], 0
+            for b in range(1, own.size):
+                where += column
+                found = matrices[where] + own[b]
+                if found < least:
+                    least, best = found, b
+            answers[offsets[node] + a] = best
+            total[starts[above] + a] += least
+    choice = np.zeros(count, dtype=np.int64)
+    for k in range(count):
+        node = order[k]
+        if offsets[node + 1] == offsets[node]:
+            choice[node] = total[starts[node] : starts[node + 1]].argmin()
+        else:
+            choice[node] = answers[offsets[node] + choice[parent[node]]]
+    return value, choice
 
 
-def _from_roots(num_nodes: int, forest: Sequence[Pair]) -> tuple[list[int], list[int]]:
+@lru_cache(maxsize=4)
+def _from_roots(num_nodes: int, forest: tuple[Pair, ...]) -> tuple[IntArray, IntArray]:
     """Nodes, each after its parent; and the parents, −1 for roots."""
     near: list[list[int]] = [[] for _ in range(num_nodes)]
     for i, j in forest:
@@ -125,4 +165,4 @@ def _from_roots(num_nodes: int, forest: Sequence[Pair]) -> tuple[list[int], list
                 if parent[other] == -2:
                     parent[other] = node
                     waiting.append(other)
-    return order, parent
+    return np.array(order, dtype=np.int64), np.array(parent, dtype=np.int64)

@@ -30,6 +30,10 @@ MOST_PARTS = 8
 a limit that is the same on every machine."""
 
 
+_Combined = tuple[Sequence[FloatArray], list[FloatArray], dict[tuple[int, int], FloatArray]]
+"""Weights, and the nodes and pairs under them."""
+
+
 @dataclass(eq=False)
 class IntraProgram:
     """The choices of a problem as an integer program, its objective a weighted sum of tasks.
@@ -52,6 +56,7 @@ class IntraProgram:
     problem: Problem
 
     def __post_init__(self) -> None:
+        self._last: _Combined | None = None
         played = sorted({(int(s), int(k)) for s, k in self.problem.plays[:, :2]})
         self.blocks = [BlockLookups(self.problem, *key) for key in played]
         self._tables = Tables(
@@ -96,7 +101,8 @@ class IntraProgram:
         """Choose for all operators, or for those of a `window` beside choices that are `fixed`.
 
         Args:
-            weights: of the rows of tasks, from `sum_weights` or `path_weights`.
+            weights: of the rows of tasks, from `sum_weights` or `path_weights`; a list that was
+                given before is taken as unchanged.
             fixed: choices of the operators that are not in the window.
             window: indices of the operators to choose for; all if nothing is fixed.
             memory: whether what is kept from forward to backward, and state, must fit.
@@ -108,7 +114,7 @@ class IntraProgram:
         Returns:
             The solution; its choices are numbers in `problem.choices` of all operators.
         """
-        nodes, pairs = self._tables.combine(weights)
+        nodes, pairs = self._combined(weights)
         kept = [np.arange(len(c)) for c in self.problem.choices]
         if fixed is not None:
             inside = set(window)
@@ -117,11 +123,12 @@ class IntraProgram:
         cut: dict[tuple[int, bytes, bytes], FloatArray] = {}
         edges: list[Edge] = []
         for (i, j), matrix in pairs.items():
+            if fixed is not None and len(kept[i]) * len(kept[j]) == 1:
+                continue
             key = (id(matrix), kept[i].tobytes(), kept[j].tobytes())
             if key not in cut:
                 cut[key] = matrix[np.ix_(kept[i], kept[j])]
-            if fixed is None or len(kept[i]) * len(kept[j]) > 1:
-                edges.append(Edge(i, j, cut[key]))
+            edges.append(Edge(i, j, cut[key]))
         uses, devices = self._memory(kept) if memory else ((), ())
         names = tuple(op.name for op in self.problem.graph.operators)
         instance = Instance(costs, tuple(edges), uses, devices, names)
@@ -135,6 +142,14 @@ class IntraProgram:
             full = [int(k[c]) for k, c in zip(kept, found.choice.tolist(), strict=True)]
             found.choice[:] = full
         return found
+
+    def _combined(
+        self, weights: Sequence[FloatArray]
+    ) -> tuple[list[FloatArray], dict[tuple[int, int], FloatArray]]:
+        """Nodes and pairs, kept for the next call: windows come under the same weights."""
+        if self._last is None or self._last[0] is not weights:
+            self._last = weights, *self._tables.combine(weights)
+        return self._last[1:]
 
     def _classes(self) -> list[list[int]]:
         """Operators of one stage that are priced alike and fed alike."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 
 import numba
 import numpy as np
@@ -274,15 +275,14 @@ class Tables:
         self, ours: int, theirs: int, one: bool, terms: IntArray, factors: FloatArray
     ) -> FloatArray:
         total = np.zeros((ours, 1 if one else theirs))
-        for (pool, resource, base, lower_first, stride, second), factor in zip(
-            terms.tolist(), factors.tolist(), strict=True
-        ):
-            part = self._pools[pool]
-            steps = (stride, second) if lower_first else (second, stride)
-            steps = (stride + second, 0) if one else steps
-            bit = -1 if part.mask is None or resource == PLAIN else resource
+        # Terms of one pool stand together, as those of one part do.
+        begin = 0
+        for number, run in groupby(terms[:, 0].tolist()):
+            part, end = self._pools[number], begin + len(list(run))
             mask = part.pool if part.mask is None else part.mask
-            _add(total, part.pool, mask, bit, base, steps[0], steps[1], factor)
+            mine = terms[begin:end], factors[begin:end]
+            _add(total, part.pool, mask, part.mask is not None, *mine, one)
+            begin = end
         return total[:, 0] if one else total
 
 
@@ -313,16 +313,26 @@ def _add(
     total: FloatArray,
     pool: IntArray,
     mask: IntArray,
-    bit: int,
-    base: int,
-    stride: int,
-    second: int,
-    factor: float,
+    is_masked: bool,
+    terms: IntArray,
+    factors: FloatArray,
+    one: bool,
 ) -> None:
-    """Add `factor` times a table of look-ups to `total`; those without the bit (≥ 0) are 0."""
-    for i in range(total.shape[0]):
-        where = base + i * stride
-        for j in range(total.shape[1]):
-            if bit < 0 or (mask[where] >> bit) & 1:
-                total[i, j] += factor * pool[where]
-            where += second
+    """Add tables of look-ups to `total`, one a line of `terms` (see `_Alike`), times its factor.
+
+    What does not occupy a line's resource is 0. Where both ends are `one` operator, its choice is
+    that of both.
+    """
+    for k in range(factors.size):
+        resource, base, stride, second = terms[k, 1], terms[k, 2], terms[k, 4], terms[k, 5]
+        if one:
+            stride, second = stride + second, 0
+        elif terms[k, 3] == 0:
+            stride, second = second, stride
+        every = not is_masked or resource == PLAIN
+        for i in range(total.shape[0]):
+            where = base + i * stride
+            for j in range(total.shape[1]):
+                if every or (mask[where] >> resource) & 1:
+                    total[i, j] += factors[k] * pool[where]
+                where += second

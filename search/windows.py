@@ -42,19 +42,22 @@ def improve_by_windows(
     problem = program.problem
     judge = Chain(problem, choice, total=1, seed=0)
     best, score, solved = choice.copy(), float(judge.scores[0]), 0
+    weights = program.path_weights(best)
     for size in SIZES:
         for window in _windows(problem, size):
             if solved >= max_windows or stop():
                 return best
             solved += 1
-            weights = program.path_weights(best)
             found = program.solve(weights, fixed=best, window=window, max_parts=MOST_PARTS).choice
             if found is None or np.array_equal(found, best):
                 continue
+            before = score
             for candidate in (found, _everywhere(problem, best, found, window)):
                 judge.restart(candidate)
                 if judge.scores[0] < score:
                     best, score = candidate.copy(), float(judge.scores[0])
+            if score < before:
+                weights = program.path_weights(best)
     return best
 
 

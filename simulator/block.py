@@ -16,7 +16,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -297,19 +296,9 @@ class Pool:
         return np.concatenate(self._ns), np.concatenate(self._mask)
 
 
-class _Task(NamedTuple):
-    """A task of a block that is being built."""
-
-    label: str
-    role: Role
-    subject: int
-    first: int
-    stride: int
-    second: int
-    second_stride: int
-    base: int
-    inner_base: int
-    predecessors: Sequence[int]
+_Task = tuple[str, Role, int, int, int, int, int, int, int, Sequence[int]]
+"""A task of a block that is being built: label, role, subject, first, stride, second, second
+stride, base, inner base, predecessors. Millions are made, so it is a plain tuple."""
 
 
 class Draft:
@@ -334,8 +323,9 @@ class Draft:
     ) -> int:
         """Add a task whose duration one operator's choice decides."""
         inner = base if inner_base is None else inner_base
-        task = _Task(label, role, operator, operator, 1, operator, 0, base, inner, predecessors)
-        self._tasks.append(task)
+        self._tasks.append(
+            (label, role, operator, operator, 1, operator, 0, base, inner, predecessors)
+        )
         return len(self._tasks) - 1
 
     def pair_task(
@@ -354,8 +344,10 @@ class Draft:
         `subject` is the number of the edge or the tied parameter, or an operator.
         """
         inner = base if inner_base is None else inner_base
-        task = _Task(label, role, subject, pair[0], width, pair[1], 1, base, inner, predecessors)
-        self._tasks.append(task)
+        first, second = pair
+        self._tasks.append(
+            (label, role, subject, first, width, second, 1, base, inner, predecessors)
+        )
         return len(self._tasks) - 1
 
     def finish(self) -> Block:

@@ -202,7 +202,8 @@ def price_boundary(
     there = [output_placements(made, choice.config) for choice in ours]
     wanted = [input_placements(read, other.config) for other in theirs]
     kept = [local_elements(sizes, each, target.mesh.shape) * itemsize for each in wanted]
-    stays = [[source.mesh == target.mesh and a == b for b in wanted] for a in there]
+    moves = source.mesh != target.mesh
+    stays = [[not moves and a == b for b in wanted] for a in there]
     received = np.where(stays, 0, np.array(kept, dtype=np.int64)[None, :])
     forward = _moving_seconds(source, target, sizes, itemsize, there, wanted, cluster)
     backward = np.zeros_like(forward)
@@ -274,11 +275,17 @@ def _moving_seconds(
             [[_path_seconds(source, sizes, itemsize, a, b) for b in after] for a in before]
         )
     ends = source.mesh, target.mesh
-    pending = [_path_seconds(source, sizes, itemsize, a, summed(a)) for a in before]
-    moved = [
-        _cheapest_landing(sizes, itemsize, ends, b, target.resharder, cluster)[0] for b in after
-    ]
-    seconds: FloatArray = np.add.outer(np.array(pending), np.array(moved))
+    # Many choices differ in what a tensor does not feel.
+    pending = {
+        a: _path_seconds(source, sizes, itemsize, a, summed(a)) for a in dict.fromkeys(before)
+    }
+    moved = {
+        b: _cheapest_landing(sizes, itemsize, ends, b, target.resharder, cluster)[0]
+        for b in dict.fromkeys(after)
+    }
+    seconds: FloatArray = np.add.outer(
+        np.array([pending[a] for a in before]), np.array([moved[b] for b in after])
+    )
     return seconds
 
 

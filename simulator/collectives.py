@@ -39,6 +39,8 @@ from stratagem.simulator.mesh import AxisLink
 class Collective(enum.Enum):
     """A communication along one mesh axis."""
 
+    __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
+
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"

@@ -10,7 +10,7 @@ baselines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.footprint import conversion_bytes
 from stratagem.simulator.graph import (
     Edge,
@@ -29,7 +30,7 @@ from stratagem.simulator.graph import (
     factor_sizes,
     factors,
 )
-from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.mesh import AxisLink, DeviceMesh
 from stratagem.simulator.operator_rows import OperatorPricer
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import (
@@ -169,7 +170,7 @@ class TableBuilder:
             rows.passes,
         )
         self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
-        alike = *price_key(mesh, cluster), self._stall
+        alike = *_price_key(mesh, self.links, self.devices), self._stall
         self._rows = rows.operators.setdefault(alike, {})
         self._edge_rows = rows.edges.setdefault(alike, {})
 
@@ -442,4 +443,10 @@ UNCONVERTED = _unconverted()
 def price_key(mesh: DeviceMesh, cluster: Cluster) -> tuple[object, ...]:
     """What prices depend on of a mesh: its shape, its links and the types of its devices."""
     links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
-    return mesh.shape, links, tuple(device.name for device in mesh.device_types(cluster))
+    return _price_key(mesh, links, mesh.device_types(cluster))
+
+
+def _price_key(
+    mesh: DeviceMesh, links: tuple[AxisLink, ...], devices: Iterable[DeviceType]
+) -> tuple[object, ...]:
+    return mesh.shape, links, tuple(device.name for device in devices)

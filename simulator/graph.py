@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from stratagem.simulator.names import unknown
@@ -352,6 +352,7 @@ class OperatorGraph:
         return graph_picture(self)
 
 
+@cache
 def factors(layout: Layout) -> tuple[str, ...]:
     """The dims of a layout, outermost first.
 

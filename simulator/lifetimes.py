@@ -163,6 +163,8 @@ class _Writer:
     _size: int = 0
     _seen: dict[bytes, int] = field(default_factory=dict)
     _split: dict[tuple[int, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    _divided: dict[tuple[int, int, bool], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    _checkpoints: dict[tuple[int, ...], IntArray] = field(default_factory=dict)
     _needs: dict[Edge, int | None] = field(default_factory=dict)
     _known: dict[int, tuple[IntArray, int]] = field(default_factory=dict)
 
@@ -197,9 +199,8 @@ class _Writer:
         for output, nbytes in enumerate(row.output_bytes):
             self._output(i, output, nbytes)
         if i in self.triggers:
-            keeps = self._keeps(i)
-            again = np.where(keeps, 0, row.own_bytes)
-            self._add(Purpose.ACTIVATIONS, i, np.where(keeps, row.own_bytes, 0), place, back)
+            held, again = self._divide(row.own_bytes, row.keeps)
+            self._add(Purpose.ACTIVATIONS, i, held, place, back)
             self._add(Purpose.RECOMPUTED, i, again, self._trigger(i), back)
         else:
             self._add(Purpose.ACTIVATIONS, i, row.own_bytes, place, back)
@@ -217,18 +218,19 @@ class _Writer:
         if back is None:
             self._add_pair(Purpose.BUFFERS, edge, nbytes, place, place)
             return
-        keeps, regathers = self._keeps(edge.consumer), self._regathers(edge.consumer)
-        if keeps.all() and not regathers.any():
+        row = self.table.row(edge.consumer)
+        if row.keeps_copies.all():
             self._add_pair(Purpose.ACTIVATIONS, edge, nbytes, place, back)
             return
-        held = np.where(keeps & ~regathers, nbytes, 0)
+        held, used = self._divide(nbytes, row.keeps_copies)
         self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back)
-        self._add_pair(Purpose.BUFFERS, edge, nbytes - held, place, place)
+        self._add_pair(Purpose.BUFFERS, edge, used, place, place)
         if edge.consumer in self.triggers:
-            again = self._trigger(edge.consumer)
-            self._add_pair(Purpose.RECOMPUTED, edge, np.where(keeps, 0, nbytes), again, back)
+            dropped, again = self._divide(nbytes, row.keeps)[1], self._trigger(edge.consumer)
+            self._add_pair(Purpose.RECOMPUTED, edge, dropped, again, back)
         ahead = max(self.n, self._back(edge.consumer) - 1)
-        self._add_pair(Purpose.BUFFERS, edge, np.where(regathers, nbytes, 0), ahead, back)
+        gathered = self._divide(nbytes, row.regathers)[0]
+        self._add_pair(Purpose.BUFFERS, edge, gathered, ahead, back)
 
     def checkpoint(self, edge: Edge) -> None:
         """A result that no backward pass needs as it is, but a reader that runs again."""
@@ -237,22 +239,31 @@ class _Writer:
         is_kept = self._kept_until(edge.producer, edge.output) is not None
         if is_kept and self._only_need(edge.producer, edge.output) != edge:
             return
-        keeps: BoolArray = np.ones(1, dtype=np.bool_)
-        if self._is_dropped(edge.producer, edge.output):
-            keeps = self._keeps(edge.producer)
-        again = ~self._keeps(edge.consumer)
-        nbytes = self.table.row(edge.producer).output_bytes[edge.output]
-        held = np.where(keeps[:, None] & again[None, :], nbytes[:, None], 0)
-        if is_kept:
-            held = np.where(self._by_reader(edge, nbytes)[0] > 0, held, 0)
         place, back = self.place[edge.producer], self._trigger(edge.consumer)
-        self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back)
+        self._add_pair(Purpose.ACTIVATIONS, edge, self._checkpoint(edge, is_kept), place, back)
+
+    def _checkpoint(self, edge: Edge, is_kept: bool) -> IntArray:
+        """Its bytes, less those that the reader takes from what is kept anyway."""
+        is_dropped = self._is_dropped(edge.producer, edge.output)
+        rows = (self.table.row_of[i] for i in (edge.producer, edge.consumer))
+        key = (*rows, self._row_of[edge], edge.output, is_dropped, is_kept)
+        if key not in self._checkpoints:
+            keeps: BoolArray = np.ones(1, dtype=np.bool_)
+            if is_dropped:
+                keeps = self.table.row(edge.producer).keeps
+            again = ~self.table.row(edge.consumer).keeps
+            nbytes = self.table.row(edge.producer).output_bytes[edge.output]
+            held = np.where(keeps[:, None] & again[None, :], nbytes[:, None], 0)
+            if is_kept:
+                held = np.where(self._by_reader(edge, nbytes)[0] > 0, held, 0)
+            self._checkpoints[key] = held
+        return self._checkpoints[key]
 
     def arrival(self, edge: Edge, nbytes: IntArray) -> None:
         """What another stage sends: kept for backward or for running again, else used at once."""
         place, back = self.place[edge.consumer], self._needed_until(edge)
         if back is None and edge.consumer in self.triggers:
-            keeps = self._keeps(edge.consumer)[None, :]
+            keeps = self.table.row(edge.consumer).keeps[None, :]
             until = self._trigger(edge.consumer)
             self._add_pair(Purpose.ACTIVATIONS, edge, np.where(keeps, 0, nbytes), 0, until)
             nbytes = np.where(keeps, nbytes, 0)
@@ -314,12 +325,12 @@ class _Writer:
     ) -> None:
         """A result that backward needs: held, or dropped behind its last reader and made again."""
         place, last, kept = when
-        keeps = self._keeps(i) if edge is None else self._keeps(i)[:, None]
         parts = [(Purpose.ACTIVATIONS, nbytes, place, kept)]
         if dropped:
-            again = np.where(keeps, 0, nbytes)
+            keeps = self.table.row(i).keeps
+            held, again = self._divide(nbytes, keeps, by_producer=edge is not None)
             parts = [
-                (Purpose.ACTIVATIONS, np.where(keeps, nbytes, 0), place, kept),
+                (Purpose.ACTIVATIONS, held, place, kept),
                 (Purpose.TENSORS, again, place, last),
                 (Purpose.RECOMPUTED, again, self._trigger(i), kept),
             ]
@@ -331,8 +342,7 @@ class _Writer:
 
     def _only_need(self, i: int, output: int) -> Edge | None:
         """The edge of the only operator whose backward needs a result, if it is but one."""
-        operator = self.table.graph.operators[i]
-        if saves_output(operator) and self.table.graph.needs_gradient[i]:
+        if self._saved[self.table.row_of[i]][1] and self.table.graph.needs_gradient[i]:
             return None
         reads = [e for e in self.readers.get(i, ()) if e.output == output]
         needs = [e for e in reads if self._needed_until(e) is not None]
@@ -343,10 +353,30 @@ class _Writer:
         row = self.table.edge_rows[self._row_of[edge]]
         key = id(nbytes), id(row)
         if key not in self._split:
-            converted = (row.copy_bytes > 0) & ~self._regathers(edge.consumer)[None, :]
+            converted = (row.copy_bytes > 0) & ~self.table.row(edge.consumer).regathers[None, :]
             whole = np.broadcast_to(nbytes[:, None], converted.shape)
             self._split[key] = np.where(converted, whole, 0), np.where(converted, 0, whole)
         return self._split[key]
+
+    def _divide(
+        self, nbytes: IntArray, keeps: BoolArray, *, by_producer: bool = False
+    ) -> tuple[IntArray, IntArray]:
+        """Bytes where choices keep a tensor, and where they do not; equal layers share them.
+
+        Of pairs of choices those of the reader decide, or of the producer.
+        """
+        key = id(nbytes), id(keeps), by_producer
+        if key not in self._divided:
+            mask = keeps[:, None] if by_producer else keeps
+            self._divided[key] = np.where(mask, nbytes, 0), np.where(mask, 0, nbytes)
+        return self._divided[key]
+
+    @cached_property
+    def _saved(self) -> dict[int, tuple[frozenset[int], bool]]:
+        """What backward needs of the operators of each row: which inputs; whether the output."""
+        operators = self.table.graph.operators
+        some = {row: operators[i] for i, row in self.table.row_of.items()}
+        return {row: (saved_slots(op), saves_output(op)) for row, op in some.items()}
 
     @cached_property
     def _row_of(self) -> dict[Edge, int]:
@@ -354,9 +384,8 @@ class _Writer:
 
     def _kept_until(self, i: int, output: int) -> int | None:
         """The last place whose backward needs a result; None if none does."""
-        needed = [self._back(i)] if saves_output(self.table.graph.operators[i]) else []
-        if not self.table.graph.needs_gradient[i]:
-            needed = []
+        saves = self._saved[self.table.row_of[i]][1] and self.table.graph.needs_gradient[i]
+        needed = [self._back(i)] if saves else []
         for edge in self.readers.get(i, ()):
             until = self._needed_until(edge) if edge.output == output else None
             needed += [] if until is None else [until]
@@ -369,10 +398,9 @@ class _Writer:
         return self._needs[edge]
 
     def _find_need(self, edge: Edge) -> int | None:
-        consumer = self.table.graph.operators[edge.consumer]
         if not self.table.graph.needs_gradient[edge.consumer]:
             return None
-        if edge.slot not in saved_slots(consumer):
+        if edge.slot not in self._saved[self.table.row_of[edge.consumer]][0]:
             return None
         weighs = self._weighs(edge.consumer) and edge.slot == 0
         return self._weight_place(edge.consumer) if weighs else self._back(edge.consumer)
@@ -403,12 +431,6 @@ class _Writer:
         return self._back(i) + (self.n if self.split else 0)
 
     # -- columns --------------------------------------------------------------------------------
-
-    def _keeps(self, i: int) -> BoolArray:
-        return ~self.table.row(i).recomputes
-
-    def _regathers(self, i: int) -> BoolArray:
-        return self.table.row(i).regathers
 
     def _add(self, use: Purpose, i: int, nbytes: IntArray, birth: int, death: int) -> None:
         base = self._base(nbytes)

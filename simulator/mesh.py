@@ -79,7 +79,7 @@ class DeviceMesh:
         if len({axis.name for axis in self.axes}) != len(self.axes):
             raise ValueError(f"mesh {sizes}: an axis name is used twice")
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Size of each axis."""
         return tuple(axis.size for axis in self.axes)

@@ -31,7 +31,7 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import COMPUTE, HOST, IntArray, Resharder, link_mask
-from stratagem.simulator.rows import OperatorRow, timed
+from stratagem.simulator.rows import OperatorRow, timed_rows
 from stratagem.simulator.rules import Inner, InnerReduction, rule_of
 from stratagem.simulator.training import Training
 
@@ -70,36 +70,52 @@ class OperatorPricer:
         moving = {key: self._parameters(operator, uses, c) for key, c in placed.items()}
         passes = [passing[_pass_key(choice)] for choice in choices]
         moved = [moving[_home_key(choice)] for choice in choices]
-        footprints = [
-            operator_footprint(
-                operator,
-                choice,
-                local_sizes(operator, choice.config, self.mesh.shape),
-                uses,
-                self.mesh.shape,
-                self.training,
-            )
-            for choice in choices
-        ]
+        kept = {(choice.config, choice.zero): choice for choice in choices}
+        keeping = {key: self._footprint(operator, uses, c) for key, c in kept.items()}
+        footprints = [keeping[choice.config, choice.zero] for choice in choices]
+        forward, backward, input_gradient, weight_gradient, recompute = timed_rows(
+            [
+                [p.forward for p in passes],
+                [p.backward for p in passes],
+                [p.input_gradient for p in passes],
+                [p.weight_gradient for p in passes],
+                [p.recompute for p in passes],
+            ]
+        )
+        launch_forward, launch_backward, launch_recompute = timed_rows(
+            [
+                [self._launch(i, c, Direction.FORWARD) for c in choices],
+                [self._launch(i, c, Direction.BACKWARD) for c in choices],
+                [self._launch(i, c, Direction.FORWARD) if c.recompute else IDLE for c in choices],
+            ]
+        )
+        gather, sync, each_sync, update, publish, stash = timed_rows(
+            [
+                [m.gather for m in moved],
+                [m.sync for m in moved],
+                [m.each_sync for m in moved],
+                [m.update for m in moved],
+                [m.publish for m in moved],
+                [self._copy(m.stash_bytes) for m in moved],
+            ]
+        )
         return OperatorRow(
             choices=choices,
             pieces=np.array([choice.chunks for choice in choices], dtype=np.int64),
-            forward=timed([p.forward for p in passes]),
-            backward=timed([p.backward for p in passes]),
-            input_gradient=timed([p.input_gradient for p in passes]),
-            weight_gradient=timed([p.weight_gradient for p in passes]),
-            recompute=timed([p.recompute for p in passes]),
-            launch_forward=timed([self._launch(i, c, Direction.FORWARD) for c in choices]),
-            launch_backward=timed([self._launch(i, c, Direction.BACKWARD) for c in choices]),
-            launch_recompute=timed(
-                [self._launch(i, c, Direction.FORWARD) if c.recompute else IDLE for c in choices]
-            ),
-            gather=timed([m.gather for m in moved]),
-            sync=timed([m.sync for m in moved]),
-            each_sync=timed([m.each_sync for m in moved]),
-            update=timed([m.update for m in moved]),
-            publish=timed([m.publish for m in moved]),
-            stash=timed([self._copy(m.stash_bytes) for m in moved]),
+            forward=forward,
+            backward=backward,
+            input_gradient=input_gradient,
+            weight_gradient=weight_gradient,
+            recompute=recompute,
+            launch_forward=launch_forward,
+            launch_backward=launch_backward,
+            launch_recompute=launch_recompute,
+            gather=gather,
+            sync=sync,
+            each_sync=each_sync,
+            update=update,
+            publish=publish,
+            stash=stash,
             sync_latency=tuple(m.latency for m in moved),
             relative_error=np.array([p.relative_error for p in passes]),
             sources=tuple(p.source for p in passes),
@@ -116,6 +132,10 @@ class OperatorPricer:
             gathered_bytes=_column(footprints, "gathered"),
             whole_gradient_bytes=_column(footprints, "whole_gradients"),
         )
+
+    def _footprint(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> Footprint:
+        sizes = local_sizes(operator, choice.config, self.mesh.shape)
+        return operator_footprint(operator, choice, sizes, uses, self.mesh.shape, self.training)
 
     def forward_seconds(self, operator: Operator, choice: Choice) -> float:
         """Time of the whole forward pass, without collectives inside it."""

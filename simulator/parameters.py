@@ -75,6 +75,8 @@ def _zero_shard(
 class Use(enum.Enum):
     """What an operator is to one of its weights."""
 
+    __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
+
     BUFFER = "not trained"
     OWNED = "updates it"
     TIED_HERE = "adds its gradient to that of the owner in the same stage"

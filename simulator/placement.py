@@ -90,29 +90,36 @@ def check_config(operator: Operator, config: Config, shape: Sequence[int]) -> No
         ValueError: the number of placements is not the number of axes; a dim is unknown, must be
             whole, or has too few elements for its shards; a Pin is beyond its axis.
     """
-    where = f"operator {operator.name!r} ({operator.kind})"
     if len(config) != len(shape):
-        raise ValueError(f"{where}: {len(config)} placements for a mesh of {len(shape)} axes")
+        raise ValueError(
+            f"{_named(operator)}: {len(config)} placements for a mesh of {len(shape)} axes"
+        )
     for axis, (placement, size) in enumerate(zip(config, shape, strict=True)):
         if isinstance(placement, Shard):
             _check_shard(operator, operator.dim(str(placement.dim)), config, shape)
         elif isinstance(placement, Pin) and not 0 <= placement.index < size:
             raise ValueError(
-                f"{where}: Pin({placement.index}) on axis {axis}, which has size {size}"
+                f"{_named(operator)}: Pin({placement.index}) on axis {axis}, which has size {size}"
             )
         elif isinstance(placement, Partial):
             raise ValueError(
-                f"{where}: a config cannot be Partial (axis {axis}); outputs become so"
+                f"{_named(operator)}: a config cannot be Partial (axis {axis}); outputs become so"
             )
 
 
+def _named(operator: Operator, dim: Dim | None = None) -> str:
+    name = f"operator {operator.name!r} ({operator.kind})"
+    return name if dim is None else f"{name}: dim {dim.name!r} of size {dim.size}"
+
+
 def _check_shard(operator: Operator, dim: Dim, config: Config, shape: Sequence[int]) -> None:
-    where = f"operator {operator.name!r} ({operator.kind}): dim {dim.name!r} of size {dim.size}"
     if dim.whole:
-        raise ValueError(f"{where} cannot be split: {dim.whole}")
+        raise ValueError(f"{_named(operator, dim)} cannot be split: {dim.whole}")
     if smallest_shard(dim.size, splits_of(config, dim.name, shape)) < 1:
         ways = math.prod(splits_of(config, dim.name, shape))
-        raise ValueError(f"{where} cannot be split {ways} ways without an empty shard")
+        raise ValueError(
+            f"{_named(operator, dim)} cannot be split {ways} ways without an empty shard"
+        )
     if dim.name in operator.windows:
         _check_window(operator, dim, config, shape)
 
@@ -120,7 +127,7 @@ def _check_shard(operator: Operator, dim: Dim, config: Config, shape: Sequence[i
 def _check_window(operator: Operator, dim: Dim, config: Config, shape: Sequence[int]) -> None:
     if _window_fits(operator, dim.name, config, shape):
         return
-    where = f"operator {operator.name!r} ({operator.kind}): dim {dim.name!r} of size {dim.size}"
+    where = _named(operator, dim)
     splits = splits_of(config, dim.name, shape)
     if len(splits) > 1:
         raise ValueError(

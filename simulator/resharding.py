@@ -91,6 +91,8 @@ class Resharder:
         self.shape = tuple(shape)
         self.links = tuple(links)
         self._graphs: dict[tuple[object, ...], _StateGraph] = {}
+        self._paths: dict[tuple[object, ...], tuple[Step, ...]] = {}
+        self._seconds: dict[tuple[Collective, int, int], float] = {}
 
     def path(
         self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
@@ -103,6 +105,14 @@ class Resharder:
         """
         if source == target:
             return ()
+        key = (sizes, itemsize, source, target)
+        if key not in self._paths:
+            self._paths[key] = self._find_path(*key)
+        return self._paths[key]
+
+    def _find_path(
+        self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
+    ) -> tuple[Step, ...]:
         pins = tuple(sorted({p for p in (*source, *target) if isinstance(p, Pin)}))
         steps = self._graph(sizes, itemsize, pins).path(source, target)
         if steps is None:
@@ -148,12 +158,14 @@ class Resharder:
 
     def seconds(self, steps: Sequence[Step], itemsize: int) -> float:
         """Time of a path: its collectives one after the other."""
-        return sum(
-            collective_time(
-                s.collective, s.elements * itemsize, self.shape[s.axis], self.links[s.axis]
-            )
-            for s in steps
-        )
+        return sum(self._step_seconds(s.collective, s.elements * itemsize, s.axis) for s in steps)
+
+    def _step_seconds(self, collective: Collective, nbytes: int, axis: int) -> float:
+        key = collective, nbytes, axis
+        if key not in self._seconds:
+            link = self.links[axis]
+            self._seconds[key] = collective_time(collective, nbytes, self.shape[axis], link)
+        return self._seconds[key]
 
     def members(self, steps: Sequence[Step]) -> int:
         """Members of all collectives of a path, each counted as often as it takes part."""

@@ -119,15 +119,20 @@ class OperatorRow:
         """Whether some choice recomputes the operator."""
         return any(choice.recompute for choice in self.choices)
 
-    @property
-    def recomputes(self) -> BoolArray:
-        """Which choices recompute the operator."""
-        return np.array([choice.recompute for choice in self.choices])
+    @cached_property
+    def keeps(self) -> BoolArray:
+        """Which choices do not recompute the operator."""
+        return np.array([not choice.recompute for choice in self.choices])
 
-    @property
+    @cached_property
     def regathers(self) -> BoolArray:
         """Which choices convert inputs again that backward needs, and nothing else."""
         return np.array([c.regather and not c.recompute for c in self.choices])
+
+    @cached_property
+    def keeps_copies(self) -> BoolArray:
+        """Which choices keep converted inputs that backward needs."""
+        return self.keeps & ~self.regathers
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +201,14 @@ def to_ns(seconds: FloatArray) -> IntArray:
     """Whole nanoseconds; whatever takes time takes at least one."""
     ns = np.rint(seconds * 1e9).astype(np.int64)
     return np.where(seconds > 0, np.maximum(ns, 1), 0)
+
+
+def timed_rows(rows: Sequence[Sequence[tuple[float, int]]]) -> list[Timed]:
+    """`timed` of several rows of equal length at once."""
+    pairs = np.array(rows, dtype=np.float64)
+    seconds, masks = pairs[..., 0], pairs[..., 1].astype(np.int64)
+    masks = np.where(seconds > 0, masks, 0)
+    return [Timed(ns, mask) for ns, mask in zip(to_ns(seconds), masks, strict=True)]
 
 
 def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> Timed:

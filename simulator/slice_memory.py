@@ -193,7 +193,7 @@ def _kept_for_later(part: StageModel) -> Iterator[Tensor]:
 def _is_dropped(table: CostTable, edge: Edge) -> bool:
     """Whether what an edge reads is dropped after the forward pass, and made again."""
     segment = table.graph.segments
-    return bool(table.row(edge.producer).recomputes[0]) and all(
+    return not table.row(edge.producer).keeps[0] and all(
         segment[other.consumer] == segment[edge.producer]
         for other in table.graph.readers[edge.producer]
         if other.output == edge.output

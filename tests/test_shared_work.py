@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.search.baselines import RECENT, Situation, pipeline_plans
 from stratagem.search.collecting import OBJECTS, seldom_collected
 from stratagem.search.constraints import Constraints
 from stratagem.search.partition import StageCutter, balanced_stages
@@ -30,6 +31,7 @@ from stratagem.simulator.placement import (
     split_with,
     splits_of,
 )
+from stratagem.simulator.rows import timed, timed_rows
 from stratagem.simulator.spatial import split_images
 from stratagem.simulator.training import Training
 
@@ -173,6 +175,27 @@ def test_prices_do_not_depend_on_what_was_priced_before() -> None:
 @seldom_collected()
 def _fails_seldom_collected() -> None:
     raise RuntimeError(f"collected after {gc.get_threshold()[0]}")
+
+
+def test_plans_simulated_shortly_before_are_remembered_and_no_others() -> None:
+    situation = Situation(TEXT, CLUSTER, Training(), default_costs())
+    plans = pipeline_plans(situation, "1f1b", "pipeline")
+    first = situation.simulate(plans[0])
+    assert situation.simulate(plans[0]) is first
+    anew = Situation(TEXT, CLUSTER, Training(), default_costs())
+    # Plans that nobody keeps may get the places of earlier ones in memory.
+    for plan in (pipeline_plans(situation, "gpipe", "pipeline")[k % 3] for k in range(3 * RECENT)):
+        assert situation.simulate(plan).step_time == anew.simulate(plan).step_time
+    again = situation.simulate(plans[0])
+    assert again is not first
+    assert again.step_time == first.step_time
+
+
+def test_rows_timed_at_once_are_those_of_each() -> None:
+    pairs = [[(0.0, 3), (1e-12, 5), (2.5e-6, 1)], [(0.1, 2), (0.0, 0), (7.4e-9, 6)]]
+    for row, alone in zip(timed_rows(pairs), map(timed, pairs), strict=True):
+        assert row.ns.tolist() == alone.ns.tolist()
+        assert row.mask.tolist() == alone.mask.tolist()
 
 
 def test_the_collector_is_as_it_was_afterwards() -> None:
