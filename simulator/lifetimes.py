@@ -150,6 +150,17 @@ def stage_lifetimes(
     return writer.finish()
 
 
+class _Divided(NamedTuple):
+    """Bytes of a tensor where choices keep it and where not; the arrays by whose ids it is found
+
+    live as long.
+    """
+
+    nbytes: IntArray
+    keeps: BoolArray
+    parts: tuple[IntArray, IntArray]
+
+
 @dataclass(eq=False)
 class _Writer:
     """Collects the tensors of one stage."""
@@ -163,7 +174,7 @@ class _Writer:
     _size: int = 0
     _seen: dict[bytes, int] = field(default_factory=dict)
     _split: dict[tuple[int, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
-    _divided: dict[tuple[int, int, bool], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    _divided: dict[tuple[int, int, bool], _Divided] = field(default_factory=dict)
     _checkpoints: dict[tuple[int, ...], IntArray] = field(default_factory=dict)
     _needs: dict[Edge, int | None] = field(default_factory=dict)
     _known: dict[int, tuple[IntArray, int]] = field(default_factory=dict)
@@ -368,8 +379,9 @@ class _Writer:
         key = id(nbytes), id(keeps), by_producer
         if key not in self._divided:
             mask = keeps[:, None] if by_producer else keeps
-            self._divided[key] = np.where(mask, nbytes, 0), np.where(mask, 0, nbytes)
-        return self._divided[key]
+            parts = np.where(mask, nbytes, 0), np.where(mask, 0, nbytes)
+            self._divided[key] = _Divided(nbytes, keeps, parts)
+        return self._divided[key].parts
 
     @cached_property
     def _saved(self) -> dict[int, tuple[frozenset[int], bool]]:

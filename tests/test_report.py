@@ -79,13 +79,17 @@ class TestContent:
         groups = [lane["group"] for lane in shown["lanes"]]
         assert groups == sorted(groups, key=groups.index)
 
-    def test_the_critical_path_covers_the_step(self, written):
+    def test_the_critical_path_covers_the_step(self, pipelined, written):
+        """By the tasks drawn, but in last backwards that send before they end."""
         shown = data_of(written)["timeline"]
+        macro, times = pipelined.simulation._model.macro, pipelined.simulation._macro_times
+        early = [(times.start[task], times.end[task]) for task in macro.rests]
         assert sum(length for _, _, length in shown["path"]) == shown["end"]
         for lane, start, length in shown["path"]:
             columns = (shown["lanes"][lane][each] for each in ("start", "length"))
             lengths = dict(zip(*columns, strict=True))
-            assert lengths[start] == length
+            within = any(low <= start and start + length <= high for low, high in early)
+            assert within or lengths[start] == length
 
     def test_memory_has_its_peak(self, pipelined, written):
         for shown, rank in zip(
