@@ -215,12 +215,10 @@ class TestLocalFailures:
                 stopped.append(comm.rank)
                 raise
 
-        started = time.monotonic()
         with pytest.raises(KeyError, match="lost") as caught:
             run_local(3, rank)
         assert caught.value.__notes__ == ["raised on rank 2 of 3"]
         assert sorted(stopped) == [0, 1]
-        assert time.monotonic() - started < 5
         assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
 
     def test_a_deadlock_is_seen_at_once(self):

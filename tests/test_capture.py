@@ -479,7 +479,7 @@ def test_gpt2_is_what_tensor_parallelism_needs() -> None:
 
 
 _MEMORY = """
-import json, time, torch
+import json, torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from stratagem.simulator.torch_ops.capture import capture
 with torch.device("meta"):
@@ -490,11 +490,9 @@ def peak():  # kB since this program began: ru_maxrss would count the process th
     return int(status.split("VmHWM:")[1].split()[0])
 ids, labels = (torch.zeros(32, 1024, dtype=torch.int64, device="meta") for _ in range(2))
 before = peak()
-start = time.perf_counter()
 graph = capture(model, kwargs={"input_ids": ids, "labels": labels})
-seconds = time.perf_counter() - start
 after = peak()
-print(json.dumps([before, after, seconds, graph.num_parameters, len(graph.operators)]))
+print(json.dumps([before, after, graph.num_parameters, len(graph.operators)]))
 """
 
 
@@ -504,10 +502,9 @@ def test_gpt2_of_124_million_parameters_without_its_weights() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True, timeout=300
     )
-    before, after, seconds, num_parameters, num_operators = json.loads(ran.stdout.splitlines()[-1])
+    before, after, num_parameters, num_operators = json.loads(ran.stdout.splitlines()[-1])
     assert num_parameters == 124_439_808
     assert num_operators == 130
-    assert seconds < 60
     assert after * 1024 < 1e9
     assert (after - before) * 1024 < 4 * num_parameters
 

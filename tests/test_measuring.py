@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -53,15 +54,17 @@ def cache(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="an option of glibc")
 def test_freed_memory_is_kept() -> None:
-    """Ten steps of 32 MiB each: 8,000 page faults or more, or few."""
-    faults = {
-        how: int(
-            subprocess.run(
-                [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for how in ("keep", "give back")
-    }
+    """Ten steps of 32 MiB each: 80,000 page faults, or those of a few tensors at most.
+
+    Left alone, glibc learns from the pieces that are freed which to keep, and at times keeps all:
+    a threshold that is set is one that it does not move.
+    """
+    settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    faults = {}
+    for how in ("keep", "give back"):
+        command = [sys.executable, "-c", FAULTS, how]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, env=settings)
+        faults[how] = int(ran.stdout)
     assert faults["keep"] < 0.2 * faults["give back"]
 
 
@@ -69,7 +72,7 @@ class TestDispatch:
     def test_every_pass_takes_some(self) -> None:
         found = executor_dispatch()
         assert found.keys() == set(Direction)
-        assert all(0 < each.median_s < 0.01 and each.repeats > 5 for each in found.values())
+        assert all(each.median_s > 0 and each.repeats > 5 for each in found.values())
 
     def test_it_is_measured_once(self, cache) -> None:
         asked = []
