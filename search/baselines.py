@@ -116,9 +116,7 @@ def baseline_plans(
     """
     found: dict[str, Simulation] = {}
     for name, plans in _families(situation, schedule, pipelines):
-        simulated = [situation.simulate(plan) for plan in plans]
-        if simulated and not any(simulation.fits for simulation in simulated):
-            simulated += [situation.simulate(recomputed(situation, plan)) for plan in plans]
+        simulated = simulate_family(situation, plans)
         if simulated:
             found[name] = min(simulated, key=rank)
     for name, method in (methods or {}).items():
@@ -128,7 +126,15 @@ def baseline_plans(
     return found
 
 
-def recomputed(situation: Situation, plan: Plan) -> Plan:
+def simulate_family(situation: Situation, plans: Sequence[Plan]) -> list[Simulation]:
+    """Plans of one strategy; with full recompute, too, where none of them fits."""
+    simulated = [situation.simulate(plan) for plan in plans]
+    if any(simulation.fits for simulation in simulated):
+        return simulated
+    return simulated + [situation.simulate(_recomputed(situation, plan)) for plan in plans]
+
+
+def _recomputed(situation: Situation, plan: Plan) -> Plan:
     """The same plan with full recompute, as one would train where nothing fits otherwise."""
     stages = tuple(
         replace(stage, choices=with_recompute(situation.graph, dict(stage.choices), "full"))

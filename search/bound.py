@@ -262,16 +262,14 @@ class _Relaxation:
         self._met.append(choice.copy())
 
     def _learn_macro(self) -> None:
-        offsets, successors = self.problem.macro[0], self.problem.macro[1]
-        kind, item = self.problem.macro[-2], self.problem.macro[-1]
         macro = self.problem.macro_graph
         durations = macro.task_ns(self.problem.table).astype(np.float64)
-        tasks = longest_path(offsets, successors, durations)
+        tasks = longest_path(macro.graph.successor_offsets, macro.graph.successors, durations)
         if len(self._paths) >= MAX_PATHS or any(p.tasks == tasks.tobytes() for p in self._paths):
             return
         times: dict[tuple[int, int], int] = {}
         joins = np.zeros((self.problem.table.shape[0], self.problem.table.shape[1]))
-        columns = (each[tasks].tolist() for each in (kind, item, macro.less))
+        columns = (each[tasks].tolist() for each in (macro.kind, macro.item, macro.less))
         for k, i, before in zip(*columns, strict=True):
             if k < SEND:
                 times[i, k] = times.get((i, k), 0) + 1

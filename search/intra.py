@@ -66,11 +66,11 @@ class IntraProgram:
 
     def sum_weights(self) -> list[FloatArray]:
         """Every task as often as a step runs it: nothing overlaps, no stage waits."""
-        kinds, items = self.problem.macro[-2], self.problem.macro[-1]
+        macro = self.problem.macro_graph
+        rests = macro.less >= 0
         times = np.zeros((NUM_KINDS, self.problem.table.shape[1]))
-        np.add.at(times, (kinds, items), 1.0)
-        less = self.problem.macro_graph.less
-        np.add.at(times, (less[less >= 0], items[less >= 0]), -1.0)
+        np.add.at(times, (macro.kind, macro.item), 1.0)
+        np.add.at(times, (macro.less[rests], macro.item[rests]), -1.0)
         rows = self.problem.crossings
         return [
             *(np.full(len(b.tasks), times[b.kind, b.stage]) for b in self.blocks),

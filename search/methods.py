@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Method, Situation, pipeline_plans, recomputed
+from stratagem.search.baselines import Method, Situation, pipeline_plans, simulate_family
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
@@ -139,9 +139,7 @@ def _chimera(situation: Situation) -> Iterator[Plan]:
     """Chimera (Li and Hoefler 2021): two opposite pipelines of stages as equal as they can be,
     replicated as they are; all is recomputed where nothing fits without."""
     plans = pipeline_plans(situation, CHIMERA, "Chimera")
-    yield from plans
-    if not any(situation.simulate(plan).fits for plan in plans):
-        yield from (recomputed(situation, plan) for plan in plans)
+    yield from (found.plan for found in simulate_family(situation, plans))
 
 
 def _exhaustive(situation: Situation) -> Iterator[Plan]:

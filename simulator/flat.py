@@ -72,8 +72,8 @@ class _Flattening:
         self.edges: list[tuple[int, int]] = []
         self.macro_task: list[int] = []
         self.block_task: list[int] = []
-        graph = model.macro.graph
-        self.begin, self.end = ([-1] * graph.num_tasks for _ in range(2))
+        self.begin: dict[int, int] = {}
+        self.end: dict[int, int] = {}
 
     def result(self) -> FlatGraph:
         """All tasks, and what joins them."""
@@ -82,7 +82,7 @@ class _Flattening:
         for task in range(graph.num_tasks):
             if task in blocks:
                 self._add_block(task)
-            elif self.begin[task] < 0:
+            elif task not in self.begin:
                 self._add_transfer(task)
         before = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_offsets))
         joined = list(zip(before.tolist(), graph.successors.tolist(), strict=True))
@@ -114,19 +114,18 @@ class _Flattening:
             lo, hi = graph.set_offsets[held : held + 2]
             resources = tuple(int(r) + self.base[stage] for r in graph.set_resources[lo:hi])
             self._add(task, each, int(graph.durations[each]), resources)
-        end = self._add(self.macro.end(task), -1, 0, ())
+        last = self.macro.end(task)
+        end = self._add(last, -1, 0, ())
         for each in range(graph.num_tasks):
             lo, hi = graph.successor_offsets[each : each + 2]
             self.edges += [(first + each, first + int(v)) for v in graph.successors[lo:hi]]
             self.edges += [(begin, first + each), (first + each, end)]
-        self.begin[task] = begin
-        self.end[task] = end
-        rest = self.macro.rests.get(task)
-        if rest is not None:
+        self.begin[task], self.end[last] = begin, end
+        if last != task:
             length = int(self.table[self.macro.kind[task], item])
             self.end[task] = self._add(task, -1, length, ())
             self.edges.append((begin, self.end[task]))
-            self.begin[rest] = self.end[rest] = end
+            self.begin[last] = end
 
     def _add_transfer(self, task: int) -> None:
         """A task on its own: it holds its link, and of a rank that it occupies everything."""

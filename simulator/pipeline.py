@@ -109,7 +109,7 @@ class MacroGraph:
 
     def block_kind(self, task: int) -> int:
         """The kind of the block that begins with a task: that of its rest, where it has one."""
-        return int(self.kind[self.rests.get(task, task)])
+        return int(self.kind[self.end(task)])
 
     def end(self, task: int) -> int:
         """The task with which the block ends that begins with `task`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.models import MLP, SmallCNN, SmallGPT
-from stratagem.executor import execute, model_state
+from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.reference import first_scalar, gradient_errors, relative_error
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
@@ -320,6 +320,15 @@ def assert_equal_to_torch(case: Case, plan: Plan, tolerance: float = TOLERANCE) 
     for name, buffer in model.named_buffers():
         if name in result.parameters:
             assert relative_error(result.parameters[name], buffer) < tolerance, name
+
+
+def assert_same_gradients(
+    ours: ExecutionResult, theirs: ExecutionResult, tolerance: float = TOLERANCE
+) -> None:
+    """All gradients of two runs, of other plans perhaps, are equal."""
+    assert ours.gradients is not None
+    assert theirs.gradients is not None
+    assert max(gradient_errors(ours.gradients, theirs.gradients).values()) < tolerance
 
 
 def assert_trains_like_torch(case: Case, plan: Plan, *, steps: int = 3, warmup: int = 0) -> None:

@@ -17,7 +17,6 @@ from examples.models import SmallGPT
 from stratagem.executor import execute, launch, lower, model_state, verify
 from stratagem.executor.instructions import Forward
 from stratagem.executor.live import peak_bytes
-from stratagem.executor.reference import gradient_errors
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.feedback import learn
@@ -37,6 +36,7 @@ from tests.plans import (
     Case,
     Chooser,
     assert_equal_to_torch,
+    assert_same_gradients,
     assert_trains_like_torch,
     make_case,
     make_plan,
@@ -217,9 +217,7 @@ def test_slices_drop_the_same(dropped: Case, slices: Slices, recompute: bool) ->
         for each in (plan, one)
     )
     assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE)
-    assert ours.gradients is not None
-    assert theirs.gradients is not None
-    assert max(gradient_errors(ours.gradients, theirs.gradients).values()) < TOLERANCE
+    assert_same_gradients(ours, theirs)
 
 
 # -- what was predicted -------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class StageTimes(NamedTuple):
 def mode_of(schedule: str, num_stages: int) -> Mode:
     """How stages count under a schedule."""
     copies = VIRTUAL_STAGES if schedule == "interleaved" and num_stages > 1 else 1
-    return Mode(copies, schedule == "zb-h1", leaves_early=copies == 1)
+    return Mode(copies, schedule == "zb-h1")
 
 
 def objective_of(schedule: str, num_microbatches: int, num_stages: int) -> Objective:

@@ -26,14 +26,17 @@ ROOM = 16
 class Mode(NamedTuple):
     """How a schedule counts stages: how many a rank has, and whether weights' gradients fill gaps.
 
-    Where a stage `leaves_early`, what its last backward sends does not wait for its sync and
-    update, and only those of the first stage count. `late_weights` is true of zero-bubble
-    schedules: of their bubble (S − 1)(F + I − W) each stage brings F + B − 2W.
+    Where stages leave early, syncs and updates count of the first one only. `late_weights` is true
+    of zero-bubble schedules: of their bubble (S − 1)(F + I − W) each stage brings F + B − 2W.
     """
 
     copies: int
     late_weights: bool
-    leaves_early: bool
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether what a last backward sends does not wait for its stage's sync and update."""
+        return self.copies == 1
 
 
 @dataclass(frozen=True)
