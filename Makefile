@@ -46,11 +46,14 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Files of tests are dealt out to this many processes; 0 runs all in one.
+TEST_PROCESSES ?= 2
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m 'not slow and not notebook'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow and not notebook'
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

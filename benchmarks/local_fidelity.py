@@ -5,8 +5,9 @@
 Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo.
 Operators, updates, the executor's dispatch and the link are measured here; nothing that is
 measured of a plan's step goes into its prediction. All plans are alive in the same two processes
-and take turns, among themselves and with the timing of collectives, so that whatever else the
-machine does meets all of them alike. Operators are timed before. Prints one JSON
+and take turns, among themselves and with the timing of operators and of collectives, so that
+whatever else the machine does meets all of them alike: the speed of a shared machine drifts by
+more than the errors in question. Of every operator the median of its turns counts. Prints one JSON
 object a plan: predicted and measured milliseconds (the median of the turns' medians), error in
 percent, the quartiles of the measured steps, what a device spends on each kind of task (predicted
 and measured), and the load of the machine while it ran. The last line is the summary: the median
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -40,8 +42,11 @@ from stratagem.executor.where import Place
 from stratagem.measuring import LOOPBACK, executor_dispatch, executor_update
 from stratagem.profiler import (
     CollectiveTiming,
+    Effort,
     MeasuredCosts,
+    Measurement,
     TimingCache,
+    TimingKey,
     describe_environment,
     fit_link,
     plan_operators,
@@ -53,7 +58,6 @@ from stratagem.profiler import (
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
 from stratagem.simulator.cluster import Cluster, Link
-from stratagem.simulator.costs import CostModel
 from stratagem.simulator.files import decode, encode
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
@@ -89,6 +93,14 @@ TURNS, STEPS = 15, 4
 """Every plan gets so many turns of so many steps, of which the first warms up."""
 TURNS_A_LINK, LINK_REPEATS = 3, 4
 """After so many turns the collectives have one, with so many repeats a round."""
+TURNS_A_PROFILE = 2
+"""After so many turns the operators have one."""
+EFFORT = Effort(seconds=0.0, max_drift=math.inf)
+"""The fewest repeats in a turn: a machine's speed changes within seconds, so many short turns say
+more than a long one. What the machine is slowed by slows the plans too, so it stays.
+"""
+PATIENCE = 1200.0
+"""Seconds that the other rank may have to wait while operators are timed."""
 CLASSES = {"gpt": 4096, "mlp": 1024, "resnet18": 100}
 """Ids and labels of a model are below this."""
 
@@ -182,14 +194,18 @@ def batch_of(model: str) -> dict[str, Tensor]:
     }
 
 
-def measure(plans: Sequence[Plan]) -> tuple[list[Measured], Link]:
-    """Run all plans in turns, in as many processes as they have devices, and time their link."""
+def measure(plans: Sequence[Plan], cache_file: Path) -> tuple[list[Measured], Link]:
+    """Run all plans in turns, in as many processes as they have devices, and time their link.
+
+    Times of operators come into the cache.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for number, plan in enumerate(plans):
             plan.save(Path(folder, f"{number}.json"))
         run_ranks(["benchmarks.local_fidelity", "--rank", folder], NUM_PROCESSES, timeout=1800)
         text = Path(folder, "measured.json").read_text()
         timings = decode(Path(folder, "timings.json").read_text(), LinkTimings, "link timings")
+        keep_typical(sorted(Path(folder).glob("*.sqlite")), cache_file)
     found = [
         Measured(
             tuple(tuple(turn) for turn in each["turns"]),
@@ -212,15 +228,19 @@ LinkTimings = list[list[CollectiveTiming]]
 def run_rank(folder: Path) -> None:
     """One process of `measure`; rank 0 writes what was measured."""
     torch.set_num_threads(1)
-    with GlooCommunicator() as comm:
+    plans = [Plan.load(folder / f"{number}.json") for number in range(len(PLANS))]
+    with GlooCommunicator(timeout=PATIENCE) as comm:
         runners = [
             (Interpreter(prepare(plan, graph_of(model)), comm, state_of(graph_of(model))), model)
-            for number, (model, _) in enumerate(PLANS)
-            for plan in [Plan.load(folder / f"{number}.json")]
+            for (model, _), plan in zip(PLANS, plans, strict=True)
         ]
         turns: list[list[Turn]] = [[] for _ in runners]
         timings: LinkTimings = []
         for turn in range(TURNS):
+            if turn % TURNS_A_PROFILE == 0:
+                if comm.rank == 0:
+                    profile(plans, folder / f"{turn}.sqlite")
+                comm.barrier()
             if turn % TURNS_A_LINK == 0:
                 timings.append(time_collectives(comm, repeats=LINK_REPEATS))
             for (interpreter, model), done in zip(runners, turns, strict=True):
@@ -267,16 +287,31 @@ def figures(latency_us: float, bandwidth_gb_s: float) -> dict[str, float]:
     return {"latency_us": round(latency_us, 1), "bandwidth_gb_s": round(bandwidth_gb_s, 3)}
 
 
-def profiled(plans: Sequence[Plan], cache_file: Path) -> CostModel:
-    """Costs of all that the plans run, measured now on this machine."""
+def profile(plans: Sequence[Plan], cache_file: Path) -> None:
+    """Time all that the plans run; the other processes' cores run the same meanwhile."""
     load = NUM_PROCESSES - 1
     with TimingCache(cache_file) as timings:
-        for (model, _), plan in zip(PLANS, plans, strict=True):
-            operators = plan_operators(graph_of(model), plan)
-            profile_operators(operators, plan.training, timings, load=load)
-        profile_updates(Training(), timings, executor_update, load=load)
+        operators = [
+            each
+            for (model, _), plan in zip(PLANS, plans, strict=True)
+            for each in plan_operators(graph_of(model), plan)
+        ]
+        profile_operators(operators, Training(), timings, load=load, effort=EFFORT)
+        profile_updates(Training(), timings, executor_update, load=load, effort=EFFORT)
         profile_dispatch(timings, executor_dispatch, load=load)
-        return MeasuredCosts(timings, {"cpu": describe_environment(load=load)}, default_costs())
+
+
+def keep_typical(sources: Sequence[Path], target: Path) -> None:
+    """Per key the median of what the caches have."""
+    found: dict[TimingKey, list[Measurement]] = {}
+    for source in sources:
+        with TimingCache(source) as timings:
+            for entry in timings.entries():
+                found.setdefault(entry.key, []).append(entry.measurement)
+    with TimingCache(target) as kept:
+        for key, measured in found.items():
+            middle = statistics.median(each.median_s for each in measured)
+            kept.put(key, replace(measured[0], median_s=middle))
 
 
 def main() -> None:
@@ -290,8 +325,11 @@ def main() -> None:
     cluster = Cluster.preset("local-cpu", devices_per_node=NUM_PROCESSES)
     plans = [plan_of(model, name, cluster) for model, name in PLANS]
     with tempfile.TemporaryDirectory() as folder:
-        costs = profiled(plans, Path(folder, "timings.sqlite"))
-    measured, link = measure(plans)
+        cache_file = Path(folder, "timings.sqlite")
+        measured, link = measure(plans, cache_file)
+        with TimingCache(cache_file) as timings:
+            here = describe_environment(load=NUM_PROCESSES - 1)
+            costs = MeasuredCosts(timings, {"cpu": here}, default_costs())
     plans = [
         replace(plan, cluster=replace(cluster, intra_node=link, inter_node=link)) for plan in plans
     ]

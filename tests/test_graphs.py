@@ -274,6 +274,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         with one_by_one:
             return capture(*given, **named)
 
+    for module in ("stratagem.ranks", "stratagem.measuring"):
+        import_module(module)  # Those that take `run_ranks` by name must have the real one first.
     monkeypatch.setattr("stratagem.executor.__main__.capture", captured)
     monkeypatch.setattr("stratagem.executor.run.run_local", threads)
     monkeypatch.setattr(import_module("stratagem.executor.launch"), "run_ranks", processes)
