@@ -37,8 +37,9 @@ FIRST_SHARE, SMALLEST_SHARE = 0.1, 1e-5
 MAX_ROWS, MORE_ROWS, LEARNING = 64, 16, 10
 """Rows that are priced, and rows spread over time, that are taken where there are many; rows that
 are learnt at a time, and the steps between."""
-HOPE = 0.05
-"""How far over its bound a problem's optimum is guessed to be where no solution is known."""
+HOPE, LEAST_HOPE = 0.05, 1e-3
+"""How far over its bound a problem's optimum is guessed to be where no solution is known: a share
+of the bound, and at least one of what nodes cost on average over their least."""
 SURE_SHARE = 0.5
 """Share of the nodes that weights make sure of."""
 
@@ -60,6 +61,10 @@ class Ascent:
         self.costs, self.theta = flat.costs.copy(), flat.costs.copy()
         self.choice = np.zeros(len(flat.nodes), np.int64)
         self.bound = -np.inf
+        over_least = [
+            problem.costs[node].mean() - problem.costs[node].min() for node in flat.nodes
+        ]
+        self.least_hope = LEAST_HOPE * float(sum(over_least))
 
     def _price_rows(self, rows: Ints, prices: Floats) -> None:
         self.rows, self.prices = rows, prices[rows]
@@ -117,7 +122,9 @@ class Ascent:
         return bound > self.bound + 1e-3 * (self._goal(target) - self.bound)
 
     def _goal(self, target: float) -> float:
-        return target if np.isfinite(target) else self.bound + HOPE * abs(self.bound)
+        if np.isfinite(target):
+            return target
+        return self.bound + max(HOPE * abs(self.bound), self.least_hope)
 
     def _move(self, slope: Floats, share: float, target: float) -> bool:
         """Change the prices by a share of the step to the goal; False where no price can."""

@@ -118,7 +118,7 @@ def tighten(part: Part, incumbent: Incumbent) -> bool:
         except ContradictionError:
             return False
         for node, kept in left.items():
-            relaxed.weights[node] = relaxed.weights[node][kept]
+            relaxed.keep(node, kept)
         if incumbent.seconds_left <= 0:
             return True
         if dropped < WORTHWHILE * size:

@@ -15,6 +15,7 @@ from stratagem.search.ilp.improve import Improver
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Instance, Ints
 from stratagem.search.ilp.memory import OverLimitError, make_memory
+from stratagem.search.ilp.priced import PricedSearch
 from stratagem.search.ilp.reduce import (
     ContradictionError,
     Problem,
@@ -148,8 +149,8 @@ MARGIN = 1e-6
 """What a bound may be off by, and its square as a share of it, before it is rounded up."""
 PATIENCE = 40
 """Regions without a better solution after which the search turns to its proof."""
-MOVES = 40
-"""Moves of trees per node that a search makes at the most."""
+ROUNDS, MOVES = 5, 20
+"""Rounds of moves by prices, and moves per node after them, that a search makes at the most."""
 LOOKING, SHORTLY = 0.85, 0.1
 """Shares of the time for that, where a proof is out of reach and where it is not."""
 IMPROVING = 0.4
@@ -191,14 +192,17 @@ def _search(
 
 
 def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:
-    """Look for solutions with what the first bound knows."""
+    """Look for solutions with what the first bound knows, and by prices of all rows first."""
     problem, relaxed = part.problem, part.relaxed
     assert relaxed is not None
-    search = TreeSearch(problem, relaxed, incumbent, seed)
-    moves = MOVES * len(problem.alive)
+    assert problem.memory is not None
     share = LOOKING if num_entries(problem) > PROVABLE else SHORTLY
     now = time.perf_counter()
-    search.run(moves, part.bound, now + share * (incumbent.deadline - now))
+    until = now + share * (incumbent.deadline - now)
+    if problem.memory.num_rows:
+        PricedSearch(problem, relaxed, part.bound, incumbent, seed).run(ROUNDS, until)
+    search = TreeSearch(problem, relaxed, incumbent, seed)
+    search.run(MOVES * len(problem.alive), part.bound, until)
 
 
 def _solution(
