@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.ilp.branch import Part, ascended
+from stratagem.search.ilp.branch import Branching, Part, ascended
 from stratagem.search.ilp.eliminate import simplify
 from stratagem.search.ilp.explain import explain_infeasible
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use, limits
 from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
+from stratagem.search.ilp.levels import LevelBranching
 from stratagem.search.ilp.memory import Spans, Window
 from stratagem.search.ilp.priced import PricedSearch
 from stratagem.search.ilp.reduce import compact, copy
@@ -311,6 +312,73 @@ def test_prices_find_solutions_where_memory_decides() -> None:
     assert core.memory is not None
     assert core.memory.fits(incumbent.choice)
     assert relaxed.dual.bound() <= incumbent.cost <= 1.1 * relaxed.dual.bound()
+
+
+def test_settling_what_nodes_hold_loses_no_better_solution() -> None:
+    num_split = 0
+    for seed in range(150):
+        instance = make_instance(seed, 6, 0.0, 1000, 1, 0.5)
+        best = brute_force(instance)
+        if not np.isfinite(best):
+            continue
+        core, _ = compact(reduced(instance))
+        incumbent = Incumbent(core, 1e-9, math.inf, integral=True, cost=best + 400)
+        part = Part(copy(core))
+        simplify(part.problem)
+        if not part.problem.alive:
+            continue
+        part.relaxed = ascended(part, incumbent)
+        levels = LevelBranching(part, incumbent)
+        parts = levels.run()
+        num_split += levels.num_parts > 1
+        assert all(each.bound <= incumbent.cutoff for each in parts)
+        Branching(incumbent).run(parts)
+        assert incumbent.cost == best
+    assert num_split >= 20
+
+
+def hoarders(seed: int, num_nodes: int) -> Instance:
+    """Eight of the nodes each hold up to most of what there is, and their neighbours like them to:
+    a relaxation lets all of them hold a part of it."""
+    rng = np.random.default_rng(seed)
+    every = num_nodes // 8
+    disagree = rng.integers(50, 300, (6, 6)).astype(float)
+    np.fill_diagonal(disagree, 0.0)
+    costs = tuple(
+        np.array([900.0, 700.0, 400.0, 300.0, 100.0, 0.0]) + rng.integers(0, 60, 6)
+        if node % every == 0
+        else rng.integers(0, 120, 6).astype(float)
+        for node in range(num_nodes)
+    )
+    edges = tuple(
+        Edge(node, other, disagree + rng.integers(0, 9, (6, 6)))
+        for node in range(num_nodes)
+        for other in (node + 1, node + every)
+        if other < num_nodes
+    )
+    shares = np.array([0, 30, 170, 360, 380, 700])
+    uses = tuple(
+        Use(node, 0, 2, shares + rng.integers(0, 9, 6)) for node in range(0, num_nodes, every)
+    )
+    return Instance(costs, edges, uses, (Device("device", 1500),))
+
+
+def test_few_parts_settle_what_nodes_hold() -> None:
+    instance = hoarders(0, 40)
+    core, _ = compact(reduced(instance))
+    exact = Incumbent(core, 1e-9, math.inf, integral=True)
+    Branching(exact).run([Part(copy(core))])
+    incumbent = Incumbent(
+        core, 1e-9, math.inf, integral=True, choice=exact.choice, cost=exact.cost
+    )
+    part = Part(copy(core))
+    simplify(part.problem)
+    part.relaxed = ascended(part, incumbent)
+    levels = LevelBranching(part, incumbent)
+    parts = levels.run()
+    assert levels.settled
+    assert not parts
+    assert part.relaxed.dual.bound() < 0.99 * exact.cost == 0.99 * incumbent.cost
 
 
 def test_spans_hold_what_windows_do() -> None:
