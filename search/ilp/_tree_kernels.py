@@ -24,7 +24,8 @@ WHOLE, LARGEST = 0.05, 7.0
 RISE, SINK = 1.01, 0.995
 """Factors of the weight of a row that is over its limit, and of one that is not."""
 ROOM, MOST_OVER = 0.02, 0.25
-"""Share of a limit that prices try to leave free, and the share over it that they look at."""
+"""Share of a limit that prices try to leave free, and the share over or under that which counts at
+the most."""
 
 
 @numba.njit(cache=True)

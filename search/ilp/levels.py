@@ -27,7 +27,7 @@ Bools = npt.NDArray[np.bool_]
 
 MAX_PARTS = 1000
 """Parts that are bounded, at the most."""
-NOTABLE = 1e-3
+NOTABLE = 0.1
 """Share of a limit that a node must be able to hold for its levels to be branched on."""
 SPREAD = 1e-9
 """Price between two levels, as a share of the bound, that is worth a split."""
@@ -35,7 +35,7 @@ SPREAD = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Holders place `holder` in two: those of its strategies under `level` bytes, and the rest."""
+    """A holder, by its place; its strategies under `level` bytes are one side."""
 
     holder: int
     level: int
@@ -54,7 +54,7 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class Holder:
-    """A node that holds a share of some limit worth the name.
+    """A node that can hold a notable share of some limit.
 
     `lo` to `hi` are its strategies in all arrays, `levels` the most bytes by strategy.
     """
@@ -80,7 +80,8 @@ class LevelBranching:
     def __init__(self, part: Part, incumbent: Incumbent) -> None:
         memory = part.problem.memory
         assert memory is not None
-        self.problem, self.memory, self.incumbent = part.problem, memory, incumbent
+        self.part, self.problem, self.memory = part, part.problem, memory
+        self.incumbent = incumbent
         assert part.relaxed is not None
         self.ascent = Ascent(part.problem, part.relaxed.dual.prices)
         self.ascent.begin_with(part.relaxed.dual)
@@ -105,7 +106,12 @@ class LevelBranching:
         return found
 
     def run(self) -> list[Part]:
-        """Search; gives the parts that may have better solutions and are not split further."""
+        """Search; gives the parts that may have better solutions and are not split further.
+
+        Where no node is a holder, that is the part itself, and none is bounded.
+        """
+        if not self.holders:
+            return [self.part]
         done: list[Level] = []
         heap: list[tuple[float, int, Level]] = []
         numbers = itertools.count()

@@ -185,7 +185,8 @@ def _search(
     parts = [part]
     if max_parts is None and num_entries(part.problem) <= PROVABLE:
         levels = LevelBranching(part, incumbent)
-        parts = levels.run()
+        left = levels.run()
+        parts = left if levels.num_parts > 1 else parts
         if levels.settled:
             if branching.run(parts, FIRST_PARTS) >= incumbent.cutoff:
                 return incumbent.proved, fractional
