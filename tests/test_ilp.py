@@ -417,7 +417,9 @@ def test_wrong_instances_say_what_is_wrong() -> None:
         solve(Instance((ones, np.ones(3))), tied=[(0, 1)])
 
 
-@pytest.mark.parametrize(("name", "optimum"), [("G", 217_039), ("P", 651_833_115_436)])
+@pytest.mark.parametrize(
+    ("name", "optimum"), [("G", 217_039), ("P", 651_833_115_436), ("V", 1_617_084)]
+)
 def test_contest_instances_are_proved_optimal(name: str, optimum: int) -> None:
     folder = os.environ.get("STRATAGEM_DATA")
     if folder is None:
