@@ -25,7 +25,7 @@ from stratagem.search.ilp.reduce import copy, keep
 
 Bools = npt.NDArray[np.bool_]
 
-MAX_PARTS = 1000
+MAX_PARTS = 400
 """Parts that are bounded, at the most."""
 NOTABLE = 0.1
 """Share of a limit that a node must be able to hold for its levels to be branched on."""
