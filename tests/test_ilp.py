@@ -12,12 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.ilp.branch import Part, ascended
+from stratagem.search.ilp.branch import Branching, Part, ascended
 from stratagem.search.ilp.eliminate import simplify
 from stratagem.search.ilp.explain import explain_infeasible
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use, limits
 from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
+from stratagem.search.ilp.levels import LevelBranching
+from stratagem.search.ilp.memory import Spans, Window
+from stratagem.search.ilp.priced import PricedSearch
 from stratagem.search.ilp.reduce import compact, copy
 from stratagem.search.ilp.solve import Solution, Status, reduced, solve
 from stratagem.search.ilp.trees import TreeSearch
@@ -253,6 +256,151 @@ def test_random_trees_find_solutions_of_large_instances() -> None:
     assert relaxed.dual.bound() <= incumbent.cost <= 1.4 * relaxed.dual.bound()
 
 
+def test_random_trees_know_what_their_best_choice_costs() -> None:
+    instance = layers(4, 120, 8)
+    core, _ = compact(reduced(instance))
+    incumbent = Incumbent(core, 1e-9, math.inf, integral=True)
+    part = Part(copy(core))
+    simplify(part.problem)
+    relaxed = ascended(part, incumbent)
+    search = TreeSearch(part.problem, relaxed, incumbent, seed=0)
+    priced = PricedSearch(part.problem, relaxed, part.bound, incumbent, seed=0)
+    search.run(2000, part.bound, math.inf)
+    priced.run(2, math.inf)
+    for best, cost in ((search.best, search.best_cost), (priced.best, priced.best_cost)):
+        choice = np.zeros(len(part.problem.costs), np.int64)
+        choice[part.problem.alive] = best
+        whole, fits = part.problem.evaluate(choice)
+        assert fits
+        assert cost == pytest.approx(whole - part.problem.constant, rel=1e-12)
+    assert priced.used.tolist() == part.problem.memory.held(priced.choice).tolist()
+
+
+def crowded(seed: int, num_nodes: int) -> Instance:
+    """Weights that are held all the time and activations, three times what fits at the least
+    cost: the less a strategy holds, the dearer it is, in every node at another rate."""
+    rng = np.random.default_rng(seed)
+    shares = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])
+    nbytes = [
+        np.rint(rng.integers(1000, 9000) * shares).astype(np.int64) for _ in range(num_nodes)
+    ]
+    costs = tuple(np.rint(rng.integers(1, 500) * (1 / shares - 1)) for _ in range(num_nodes))
+    disagree = [rng.integers(1, 900, (5, 5)).astype(float) for _ in range(4)]
+    for table in disagree:
+        np.fill_diagonal(table, 0.0)
+    edges = [Edge(node, node + 1, disagree[node % 3]) for node in range(num_nodes - 1)]
+    edges += [Edge(node, node + 7, disagree[3]) for node in range(0, num_nodes - 7, 3)]
+    uses = tuple(
+        Use(node, 0, 2 * num_nodes, each)
+        if node % 2
+        else Use(node, node, min(node + 40, 2 * num_nodes - node + 1), each)
+        for node, each in enumerate(nbytes)
+    )
+    least_cost = sum(int(each.max()) for each in nbytes) // 2
+    return Instance(costs, tuple(edges), uses, (Device("device", least_cost // 3),))
+
+
+def test_prices_find_solutions_where_memory_decides() -> None:
+    instance = crowded(0, 400)
+    core, _ = compact(reduced(instance))
+    incumbent = Incumbent(core, 1e-9, math.inf, integral=True)
+    part = Part(copy(core))
+    simplify(part.problem)
+    relaxed = ascended(part, incumbent)
+    PricedSearch(part.problem, relaxed, part.bound, incumbent, seed=0).run(3, math.inf)
+    assert incumbent.choice is not None
+    assert core.memory is not None
+    assert core.memory.fits(incumbent.choice)
+    assert relaxed.dual.bound() <= incumbent.cost <= 1.1 * relaxed.dual.bound()
+
+
+def test_settling_what_nodes_hold_loses_no_better_solution() -> None:
+    num_split = 0
+    for seed in range(150):
+        instance = make_instance(seed, 6, 0.0, 1000, 1, 0.5)
+        best = brute_force(instance)
+        if not np.isfinite(best):
+            continue
+        core, _ = compact(reduced(instance))
+        incumbent = Incumbent(core, 1e-9, math.inf, integral=True, cost=best + 400)
+        part = Part(copy(core))
+        simplify(part.problem)
+        if not part.problem.alive:
+            continue
+        part.relaxed = ascended(part, incumbent)
+        levels = LevelBranching(part, incumbent)
+        parts = levels.run()
+        num_split += levels.num_parts > 1
+        assert all(each.bound <= incumbent.cutoff for each in parts)
+        Branching(incumbent).run(parts)
+        assert incumbent.cost == best
+    assert num_split >= 20
+
+
+def hoarders(seed: int, num_nodes: int) -> Instance:
+    """Eight of the nodes each hold up to most of what there is, and their neighbours like them to:
+    a relaxation lets all of them hold a part of it."""
+    rng = np.random.default_rng(seed)
+    every = num_nodes // 8
+    disagree = rng.integers(50, 300, (6, 6)).astype(float)
+    np.fill_diagonal(disagree, 0.0)
+    costs = tuple(
+        np.array([900.0, 700.0, 400.0, 300.0, 100.0, 0.0]) + rng.integers(0, 60, 6)
+        if node % every == 0
+        else rng.integers(0, 120, 6).astype(float)
+        for node in range(num_nodes)
+    )
+    edges = tuple(
+        Edge(node, other, disagree + rng.integers(0, 9, (6, 6)))
+        for node in range(num_nodes)
+        for other in (node + 1, node + every)
+        if other < num_nodes
+    )
+    shares = np.array([0, 30, 170, 360, 380, 700])
+    uses = tuple(
+        Use(node, 0, 2, shares + rng.integers(0, 9, 6)) for node in range(0, num_nodes, every)
+    )
+    return Instance(costs, edges, uses, (Device("device", 1500),))
+
+
+def test_few_parts_settle_what_nodes_hold() -> None:
+    instance = hoarders(0, 40)
+    core, _ = compact(reduced(instance))
+    exact = Incumbent(core, 1e-9, math.inf, integral=True)
+    Branching(exact).run([Part(copy(core))])
+    incumbent = Incumbent(
+        core, 1e-9, math.inf, integral=True, choice=exact.choice, cost=exact.cost
+    )
+    part = Part(copy(core))
+    simplify(part.problem)
+    part.relaxed = ascended(part, incumbent)
+    levels = LevelBranching(part, incumbent)
+    parts = levels.run()
+    assert levels.settled
+    assert not parts
+    assert part.relaxed.dual.bound() < 0.99 * exact.cost == 0.99 * incumbent.cost
+
+
+def test_spans_hold_what_windows_do() -> None:
+    rng = np.random.default_rng(0)
+    windows = [
+        Window(int(rng.integers(0, 5)), np.repeat(rng.integers(0, 3, (4, 6)), 2, axis=1)),
+        Window(3, np.zeros((2, 0), np.int64)),
+        Window(0, rng.integers(0, 9, (3, 1))),
+    ]
+    spans = Spans.of(windows)
+    for node, window in enumerate(windows):
+        held = np.zeros((len(window.nbytes), 20), np.int64)
+        for span in range(spans.first[node], spans.first[node + 1]):
+            place = spans.place[span]
+            column = spans.pool[place : place + len(window.nbytes)]
+            held[:, spans.begin[span] : spans.end[span]] += column[:, None]
+        expected = np.zeros_like(held)
+        expected[:, window.first : window.end] = window.nbytes
+        assert held.tolist() == expected.tolist()
+    assert len(spans.begin) <= 6 + 1
+
+
 def test_wrong_instances_say_what_is_wrong() -> None:
     ones = np.ones(2)
     with pytest.raises(ValueError, match="names a node that is not one of 1"):
@@ -269,7 +417,9 @@ def test_wrong_instances_say_what_is_wrong() -> None:
         solve(Instance((ones, np.ones(3))), tied=[(0, 1)])
 
 
-@pytest.mark.parametrize(("name", "optimum"), [("G", 217_039), ("P", 651_833_115_436)])
+@pytest.mark.parametrize(
+    ("name", "optimum"), [("G", 217_039), ("P", 651_833_115_436), ("V", 1_617_084)]
+)
 def test_contest_instances_are_proved_optimal(name: str, optimum: int) -> None:
     folder = os.environ.get("STRATAGEM_DATA")
     if folder is None:

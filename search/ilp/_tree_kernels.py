@@ -14,6 +14,8 @@ Graph = tuple[Ints, Ints, Ints, Ints, Ints, Floats]
 """Starts of the nodes' strategies, adjacency, neighbours, reverse, tables, pool (`flat.Flat`)."""
 Held = tuple[Ints, Ints, Ints, Ints]
 """First rows, widths, places and bytes of the nodes' windows (`memory.FlatWindows`)."""
+Spans = tuple[Ints, Ints, Ints, Ints, Ints]
+"""First spans of the nodes; first rows, ends, places and bytes of the spans (`memory.Spans`)."""
 
 MIXED = 64
 """Waiting nodes of which one is drawn to join a tree."""
@@ -21,6 +23,9 @@ WHOLE, LARGEST = 0.05, 7.0
 """Share of the moves whose tree is as large as it will grow; others have up to 2^(1 + this)."""
 RISE, SINK = 1.01, 0.995
 """Factors of the weight of a row that is over its limit, and of one that is not."""
+ROOM, MOST_OVER = 0.02, 0.25
+"""Share of a limit that prices try to leave free, and the share over or under that which counts at
+the most."""
 
 
 @numba.njit(cache=True)
@@ -79,20 +84,30 @@ def grow_tree(
 
 @numba.njit(cache=True)
 def edge_costs_of(
-    node: int, k: int, only_above: bool, graph: Graph, inside: Bools, above: Ints, choice: Ints
+    node: int, k: int, graph: Graph, inside: Bools, above: Ints, choice: Ints
 ) -> float:
     """Costs of the edges of a node in a tree to nodes outside it, and to the node above it."""
     starts, adjacency, neighbours, _, tables, pool = graph
     total = 0.0
     for e in range(adjacency[node], adjacency[node + 1]):
         other = neighbours[e]
-        if other == above[node] or not (inside[other] or only_above):
+        if other == above[node] or not inside[other]:
             total += pool[tables[e] + k * (starts[other + 1] - starts[other]) + choice[other]]
     return total
 
 
 @numba.njit(cache=True)
-def fill_values(
+def cost_of(costs: Floats, graph: Graph, inside: Bools, above: Ints, choice: Ints) -> float:
+    """Costs of all nodes and edges under a choice; no node is inside a tree."""
+    starts, total = graph[0], 0.0
+    for node in range(len(starts) - 1):
+        edges = edge_costs_of(node, choice[node], graph, inside, above, choice)
+        total += costs[starts[node] + choice[node]] + 0.5 * edges
+    return total
+
+
+@numba.njit(cache=True)
+def tree_cost(
     count: int,
     order: Ints,
     costs: Floats,
@@ -100,15 +115,21 @@ def fill_values(
     inside: Bools,
     above: Ints,
     choice: Ints,
-    held: Held,
-    prices: Floats,
-    value: Floats,
-) -> None:
-    """Fill `value` with the least cost of each node's subtree by its strategy (min-sum).
+) -> float:
+    """Costs that a tree's choices have a part in."""
+    starts, total = graph[0], 0.0
+    for where in range(count):
+        node = order[where]
+        total += costs[starts[node] + choice[node]]
+        total += edge_costs_of(node, choice[node], graph, inside, above, choice)
+    return total
 
-    Bytes have their prices; nodes outside the tree are as in `choice`.
-    """
-    starts, adjacency, neighbours, reverse, tables, pool = graph
+
+@numba.njit(cache=True)
+def price_windows(
+    count: int, order: Ints, costs: Floats, starts: Ints, held: Held, prices: Floats, value: Floats
+) -> None:
+    """Fill `value` with costs of the nodes in `order`, bytes at their prices."""
     first, width, window, nbytes = held
     for where in range(count):
         node = order[where]
@@ -118,6 +139,42 @@ def fill_values(
             line = window[node] + k * width[node]
             for row in range(width[node]):
                 value[lo + k] += prices[first[node] + row] * nbytes[line + row]
+
+
+@numba.njit(cache=True)
+def price_spans(
+    count: int, order: Ints, costs: Floats, starts: Ints, spans: Spans, sums: Floats, value: Floats
+) -> None:
+    """The same by spans: `sums[r]` are the prices of all rows before r."""
+    first, begin, end, place, nbytes = spans
+    for where in range(count):
+        node = order[where]
+        lo, hi = starts[node], starts[node + 1]
+        value[lo:hi] = costs[lo:hi]
+        for span in range(first[node], first[node + 1]):
+            price = sums[end[span]] - sums[begin[span]]
+            for k in range(hi - lo):
+                value[lo + k] += price * nbytes[place[span] + k]
+
+
+@numba.njit(cache=True)
+def fill_values(
+    count: int,
+    order: Ints,
+    graph: Graph,
+    inside: Bools,
+    above: Ints,
+    choice: Ints,
+    value: Floats,
+) -> None:
+    """Make the costs of nodes in `value` the least of each node's subtree (min-sum).
+
+    Nodes outside the tree are as in `choice`.
+    """
+    starts, adjacency, neighbours, reverse, tables, pool = graph
+    for where in range(count):
+        node = order[where]
+        lo, hi = starts[node], starts[node + 1]
         for e in range(adjacency[node], adjacency[node + 1]):
             other = neighbours[e]
             if not inside[other]:
@@ -136,6 +193,14 @@ def fill_values(
                 total = value[lo + k] + pool[line + k]
                 least = total if total < least else least
             value[starts[parent] + column] += least
+
+
+@numba.njit(cache=True)
+def draw_size(num_nodes: int) -> int:
+    """How large a tree may grow: now and then as large as it will."""
+    if np.random.random() < WHOLE:
+        return num_nodes
+    return int(2.0 ** (1.0 + LARGEST * np.random.random()))
 
 
 @numba.njit(cache=True)
@@ -202,31 +267,21 @@ def search_trees(
     inside, seen = np.zeros(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
     above, order = np.full(num_nodes, -1), np.empty(num_nodes, np.int64)
     queue, old = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
-    cost = 0.0
+    cost = cost_of(costs, graph, inside, above, choice)
     for node in range(num_nodes):
-        cost += costs[starts[node] + choice[node]] + 0.5 * edge_costs_of(
-            node, choice[node], True, graph, inside, above, choice
-        )
         change_held(node, choice[node], 1, held, used)
     for _ in range(moves):
         nearness = 0.9 + 0.1 * np.random.random()
         for row in range(len(limits)):
             prices[row] = weights[row] if used[row] > nearness * limits[row] else 0.0
-        size = num_nodes
-        if np.random.random() > WHOLE:
-            size = int(2.0 ** (1.0 + LARGEST * np.random.random()))
-        root = np.random.randint(0, num_nodes)
+        size, root = draw_size(num_nodes), np.random.randint(0, num_nodes)
         count = grow_tree(root, size, adjacency, neighbours, inside, seen, above, order, queue)
-        fill_values(count, order, costs, graph, inside, above, choice, held, prices, value)
+        price_windows(count, order, costs, starts, held, prices, value)
+        fill_values(count, order, graph, inside, above, choice, value)
         change = -total_penalty(used, limits, weights)
+        gained = tree_cost(count, order, costs, graph, inside, above, choice)
         for where in range(count):
-            node = order[where]
-            old[where] = choice[node]
-            change -= costs[starts[node] + choice[node]] + edge_costs_of(
-                node, choice[node], False, graph, inside, above, choice
-            )
-        gained = -change - total_penalty(used, limits, weights)
-        spent = 0.0
+            old[where] = choice[order[where]]
         for where in range(count):
             node = order[where]
             change_held(node, choice[node], -1, held, used)
@@ -245,10 +300,8 @@ def search_trees(
                         least, chosen = total, k
             choice[node] = chosen
             change_held(node, chosen, 1, held, used)
-            spent += costs[starts[node] + chosen] + edge_costs_of(
-                node, chosen, False, graph, inside, above, choice
-            )
-        change += spent + total_penalty(used, limits, weights)
+        spent = tree_cost(count, order, costs, graph, inside, above, choice)
+        change += spent - gained + total_penalty(used, limits, weights)
         refused = change > 1e-9 and change > -temperature * np.log(np.random.random())
         for where in range(count):
             node = order[where]
@@ -269,6 +322,102 @@ def search_trees(
             else:
                 weights[row] = max(weights[row] * SINK, least_weights[row])
         if over == 0 and cost < best_cost:
+            best_cost = cost
+            best[:] = choice
+    return best_cost
+
+
+@numba.njit(cache=True)
+def choose_down(
+    count: int,
+    order: Ints,
+    graph: Graph,
+    above: Ints,
+    value: Floats,
+    spans: Spans,
+    choice: Ints,
+    used: Ints,
+) -> None:
+    """Let the nodes of a tree choose, from the root down, what `value` says costs least.
+
+    A node stays at what it has where nothing costs less. `choice` and `used` are changed.
+    """
+    starts, adjacency, neighbours, reverse, tables, pool = graph
+    first, begin, end, place, nbytes = spans
+    for where in range(count):
+        node = order[where]
+        lo, hi = starts[node], starts[node + 1]
+        if above[node] >= 0:
+            e = reverse[edge_to(node, above[node], adjacency, neighbours)]
+            line = tables[e] + choice[above[node]] * (hi - lo)
+            for k in range(hi - lo):
+                value[lo + k] += pool[line + k]
+        before, chosen = choice[node], choice[node]
+        for k in range(hi - lo):
+            if value[lo + k] < value[lo + chosen]:
+                chosen = k
+        choice[node] = chosen
+        if chosen != before:
+            for span in range(first[node], first[node + 1]):
+                change = nbytes[place[span] + chosen] - nbytes[place[span] + before]
+                if change != 0:
+                    used[begin[span] : end[span]] += change
+
+
+@numba.njit(cache=True)
+def search_priced(
+    moves: int,
+    seed: int,
+    speed: float,
+    costs: Floats,
+    graph: Graph,
+    spans: Spans,
+    limits: Ints,
+    least_prices: Floats,
+    prices: Floats,
+    used: Ints,
+    choice: Ints,
+    best: Ints,
+    best_cost: float,
+) -> float:
+    """Let random trees choose at least cost, bytes at their prices; gives the cost of `best`.
+
+    Nothing is refused: a tree's choice is the best there is for the prices and the nodes around
+    it. After each, prices rise in rows that are fuller than they shall be and sink in others, by
+    factors (multiplicative weights, Plotkin, Shmoys and Tardos 1995): by about e^(speed · share
+    over the limit) while the moves touch as many nodes as there are. So prices become those at
+    which choices that are nearly optimal nearly fit, and some on the way do fit. `prices`, `used`,
+    `choice` and `best` are changed.
+    """
+    np.random.seed(seed)
+    starts, adjacency, neighbours = graph[:3]
+    num_nodes, num_rows = len(starts) - 1, len(limits)
+    sums, value = np.zeros(num_rows + 1), np.empty(len(costs))
+    inside, seen = np.zeros(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
+    above, order = np.full(num_nodes, -1), np.empty(num_nodes, np.int64)
+    queue = np.empty(num_nodes, np.int64)
+    cost = cost_of(costs, graph, inside, above, choice)
+    for _ in range(moves):
+        for row in range(num_rows):
+            sums[row + 1] = sums[row] + prices[row]
+        size, root = draw_size(num_nodes), np.random.randint(0, num_nodes)
+        count = grow_tree(root, size, adjacency, neighbours, inside, seen, above, order, queue)
+        cost -= tree_cost(count, order, costs, graph, inside, above, choice)
+        price_spans(count, order, costs, starts, spans, sums, value)
+        fill_values(count, order, graph, inside, above, choice, value)
+        choose_down(count, order, graph, above, value, spans, choice, used)
+        cost += tree_cost(count, order, costs, graph, inside, above, choice)
+        for where in range(count):
+            inside[order[where]] = False
+            above[order[where]] = -1
+        fits = True
+        for row in range(num_rows):
+            fits = fits and used[row] <= limits[row]
+            over = used[row] / max(limits[row], 1) - (1.0 - ROOM)
+            change = speed * count / num_nodes * min(max(over, -MOST_OVER), MOST_OVER)
+            factor = 1.0 + change
+            prices[row] = max(prices[row] * factor, least_prices[row])
+        if fits and cost < best_cost:
             best_cost = cost
             best[:] = choice
     return best_cost

@@ -9,6 +9,7 @@ ascent need not be the optimum (Werner 2007).
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,21 +27,38 @@ from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
 
-FIRST_PASSES, PASSES, LAST_PASSES = 20, 4, 40
-"""Passes to begin with, after every change of prices, and in the end."""
-WIDE_STEPS, FINE_STEPS = 100, 60
-"""Changes of prices, at the most."""
+FIRST_PASSES, PASSES = 20, 4
+"""Passes to begin with, and after every change of prices by a wide step."""
+WIDE_STEPS = 100
+"""Wide changes of prices, at the most."""
 INERTIA = 0.6
 """Weight of the slopes before in the averaged slope."""
-FIRST_SHARE, SMALLEST_SHARE = 0.1, 1e-5
-"""Shares of the way to the goal of the fine steps, the first and the least."""
+FIRST_SHARE = 0.1
+"""Share of the way to the goal of the first fine step."""
 MAX_ROWS, MORE_ROWS, LEARNING = 64, 16, 10
 """Rows that are priced, and rows spread over time, that are taken where there are many; rows that
 are learnt at a time, and the steps between."""
-HOPE = 0.05
-"""How far over its bound a problem's optimum is guessed to be where no solution is known."""
+HOPE, LEAST_HOPE = 0.05, 1e-3
+"""How far over its bound a problem's optimum is guessed to be where no solution is known: a share
+of the bound, and at least one of what nodes cost on average over their least."""
 SURE_SHARE = 0.5
 """Share of the nodes that weights make sure of."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Fine steps at the most, the share of the way to the goal under which they end, and passes:
+    to begin with, after every step, and in the end."""
+
+    steps: int
+    smallest_share: float
+    first: int
+    passes: int
+    last: int
+
+
+THOROUGH = Effort(60, 1e-5, first=20, passes=4, last=40)
+QUICK = Effort(12, 1e-3, first=3, passes=2, last=4)
 
 
 class Ascent:
@@ -60,6 +78,10 @@ class Ascent:
         self.costs, self.theta = flat.costs.copy(), flat.costs.copy()
         self.choice = np.zeros(len(flat.nodes), np.int64)
         self.bound = -np.inf
+        over_least = [
+            problem.costs[node].mean() - problem.costs[node].min() for node in flat.nodes
+        ]
+        self.least_hope = LEAST_HOPE * float(sum(over_least))
 
     def _price_rows(self, rows: Ints, prices: Floats) -> None:
         self.rows, self.prices = rows, prices[rows]
@@ -87,19 +109,31 @@ class Ascent:
             if step % LEARNING == 0 and self._learn():
                 slope, best = self._slope(), (best[0], self._padded(best[1]))
         self.messages, self.prices = best
-        self._refine(target, deadline)
+        self._refine(target, deadline, THOROUGH)
 
-    def _refine(self, target: float, deadline: float) -> None:
-        self.bound = self._passes(FIRST_PASSES)
+    def begin_with(self, dual: Dual) -> None:
+        """Take over the messages of duals of the same problem."""
+        flat = self.flat
+        for number, node in enumerate(flat.nodes):
+            for edge in range(flat.adjacency[number], flat.adjacency[number + 1]):
+                place = slice(flat.places[edge], flat.places[edge + 1])
+                self.messages[place] = dual.messages[node, flat.nodes[flat.neighbours[edge]]]
+
+    def go_on(self, target: float, deadline: float) -> None:
+        """Raise the bound a little from duals that are good already."""
+        self._refine(target, deadline, QUICK)
+
+    def _refine(self, target: float, deadline: float, effort: Effort) -> None:
+        self.bound = self._passes(effort.first)
         share, slope = FIRST_SHARE, self._slope()
         best = self.messages.copy(), self.prices.copy()
-        for _ in range(FINE_STEPS):
-            if share < SMALLEST_SHARE or self._is_over(target, deadline):
+        for _ in range(effort.steps):
+            if share < effort.smallest_share or self._is_over(target, deadline):
                 break
             self.prices = best[1].copy()
             if not self._move(slope, share, target):
                 break
-            bound = self._passes(PASSES)
+            bound = self._passes(effort.passes)
             if bound > self.bound:
                 share = min(share * (1.5 if self._is_much(bound, target) else 0.7), 2.0)
                 self.bound, best = bound, (self.messages.copy(), self.prices.copy())
@@ -107,7 +141,7 @@ class Ascent:
             else:
                 share, slope = share / 2, (slope + self._slope()) / 2
         self.messages, self.prices = best
-        self.bound = self._passes(LAST_PASSES)
+        self.bound = self._passes(effort.last)
         self._slope()
 
     def _is_over(self, target: float, deadline: float) -> bool:
@@ -117,7 +151,9 @@ class Ascent:
         return bound > self.bound + 1e-3 * (self._goal(target) - self.bound)
 
     def _goal(self, target: float) -> float:
-        return target if np.isfinite(target) else self.bound + HOPE * abs(self.bound)
+        if np.isfinite(target):
+            return target
+        return self.bound + max(HOPE * abs(self.bound), self.least_hope)
 
     def _move(self, slope: Floats, share: float, target: float) -> bool:
         """Change the prices by a share of the step to the goal; False where no price can."""
@@ -133,7 +169,7 @@ class Ascent:
         """Price the rows that the present choice breaks most; whether there are new ones."""
         if len(self.rows) == self.memory.num_rows:
             return False
-        over = self.memory.held(self._full()) / np.maximum(self.memory.limits, 1) - 1.0
+        over = self.memory.held(self.full_choice()) / np.maximum(self.memory.limits, 1) - 1.0
         over[self.rows] = 0.0
         worst = np.argsort(-over, kind="stable")[:MORE_ROWS]
         broken = worst[over[worst] > 0]
@@ -148,7 +184,8 @@ class Ascent:
         padded[np.searchsorted(self.rows, self._known)] = prices
         return padded
 
-    def _full(self) -> Ints:
+    def full_choice(self) -> Ints:
+        """The choice that fits θ, of all nodes of the problem."""
         choice = np.zeros(len(self.problem.costs), np.int64)
         choice[self.flat.nodes] = self.choice
         return choice
@@ -204,7 +241,7 @@ class Ascent:
         for number, node in enumerate(flat.nodes):
             for edge in range(flat.adjacency[number], flat.adjacency[number + 1]):
                 dual.messages[node, flat.nodes[flat.neighbours[edge]]] = messages[edge]
-        return Relaxed(weights, dual, self._full())
+        return Relaxed(weights, dual, self.full_choice())
 
 
 def _fade(step: int) -> float:

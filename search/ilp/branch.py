@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,9 +60,10 @@ class Branching:
         self.numbers = itertools.count()
         self.num_parts = 0
 
-    def run(self, part: Part, max_parts: int | None = None) -> float:
+    def run(self, parts: Iterable[Part], max_parts: int | None = None) -> float:
         """Search until all is known or time or parts are up; gives a lower bound."""
-        self._push(part)
+        for part in parts:
+            self._push(part)
         while self.heap and self.heap[0][0] <= self.incumbent.cutoff:
             if self.incumbent.seconds_left <= 0 or self.num_parts == max_parts:
                 return self.heap[0][0]
@@ -118,7 +120,7 @@ def tighten(part: Part, incumbent: Incumbent) -> bool:
         except ContradictionError:
             return False
         for node, kept in left.items():
-            relaxed.weights[node] = relaxed.weights[node][kept]
+            relaxed.keep(node, kept)
         if incumbent.seconds_left <= 0:
             return True
         if dropped < WORTHWHILE * size:

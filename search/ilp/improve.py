@@ -61,7 +61,8 @@ class Improver:
         place = self._place()
         region = self._region() | {node for node in self.nodes if place[node] < 0}
         branching = Branching(self.incumbent)
-        branching.run(Part(restricted(self.problem, place, region), prices=self.prices), MAX_PARTS)
+        part = Part(restricted(self.problem, place, region), prices=self.prices)
+        branching.run([part], MAX_PARTS)
         done = branching.num_parts < MAX_PARTS
         size = max(SMALLEST_REGION, self.size * (GROWTH if done else SHRINKAGE))
         self.size = min(size, float(len(self.nodes)))

@@ -221,6 +221,56 @@ class FlatWindows:
         return self.first, self.width, self.start, self.pool
 
 
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Windows as spans of rows in which what a node holds is the same, for kernels.
+
+    Node n has the spans `first[n]` to `first[n + 1]`; span s is the rows from `begin[s]` to
+    `end[s]`, and its bytes, one number per strategy, start at `place[s]` in `pool`. Most nodes
+    have one or two, over thousands of rows.
+    """
+
+    first: Ints
+    begin: Ints
+    end: Ints
+    place: Ints
+    pool: Ints
+
+    @classmethod
+    def of(cls, windows: list[Window]) -> Spans:
+        """Lay out the windows of all nodes."""
+        first, begin, end, place = [0], [np.empty(0, np.int64)], [np.empty(0, np.int64)], [0]
+        pool = [np.empty(0, np.int64)]
+        for window in windows:
+            starts, columns = _runs(window.nbytes)
+            begin.append(window.first + starts[:-1])
+            end.append(window.first + starts[1:])
+            pool.append(columns.ravel())
+            first.append(first[-1] + len(columns))
+            place.extend(place[-1] + columns.shape[1] * np.arange(1, len(columns) + 1))
+        return cls(
+            first=np.array(first, np.int64),
+            begin=np.concatenate(begin),
+            end=np.concatenate(end),
+            place=np.array(place, np.int64),
+            pool=np.concatenate(pool),
+        )
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """All of them, in the order in which kernels take them."""
+        return self.first, self.begin, self.end, self.place, self.pool
+
+
+def _runs(nbytes: Ints) -> tuple[Ints, Ints]:
+    """Where runs of equal columns start, the end last, and the columns, one run a line."""
+    if not nbytes.shape[1]:
+        return np.zeros(1, np.int64), np.empty((0, len(nbytes)), np.int64)
+    changes = np.flatnonzero((nbytes[:, 1:] != nbytes[:, :-1]).any(axis=0)) + 1
+    starts = np.concatenate(([0], changes, [nbytes.shape[1]]))
+    return starts, nbytes[:, starts[:-1]].T
+
+
 def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
     """Rows of an instance whose nodes follow `roots` by `maps` (see `reduce.Problem.maps`).
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from stratagem.search.ilp.dual import Dual
 from stratagem.search.ilp.instance import Floats, Ints
 
@@ -15,6 +17,12 @@ class Relaxed:
     weights: dict[int, Floats]
     dual: Dual
     choice: Ints
+
+    def keep(self, node: int, strategies: Ints) -> None:
+        """Let a node have only these of its strategies."""
+        self.weights[node] = self.weights[node][strategies]
+        place = np.flatnonzero(strategies == self.choice[node])
+        self.choice[node] = place[0] if len(place) else self.weights[node].argmax()
 
     @property
     def num_fractional(self) -> int:

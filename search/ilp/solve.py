@@ -14,7 +14,9 @@ from stratagem.search.ilp.branch import Branching, Part, dive, num_entries, tigh
 from stratagem.search.ilp.improve import Improver
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Instance, Ints
+from stratagem.search.ilp.levels import LevelBranching
 from stratagem.search.ilp.memory import OverLimitError, make_memory
+from stratagem.search.ilp.priced import PricedSearch
 from stratagem.search.ilp.reduce import (
     ContradictionError,
     Problem,
@@ -148,12 +150,15 @@ MARGIN = 1e-6
 """What a bound may be off by, and its square as a share of it, before it is rounded up."""
 PATIENCE = 40
 """Regions without a better solution after which the search turns to its proof."""
-MOVES = 40
-"""Moves of trees per node that a search makes at the most."""
+ROUNDS, MOVES = 5, 20
+"""Rounds of moves by prices, and moves per node after them, that a search makes at the most."""
 LOOKING, SHORTLY = 0.85, 0.1
 """Shares of the time for that, where a proof is out of reach and where it is not."""
 IMPROVING = 0.4
 """Share of the time for that."""
+FIRST_PARTS = 100
+"""Parts that are relaxed, of those that are left when it is settled what nodes hold, before the
+search looks for solutions in regions."""
 PROVABLE = 200_000
 """Entries up to which a proof is tried before the time for solutions is up."""
 
@@ -161,7 +166,7 @@ PROVABLE = 200_000
 def _search(
     branching: Branching, problem: Problem, seed: int, max_parts: int | None
 ) -> tuple[float, int]:
-    """A first solution by a dive, better ones by regions, then the proof."""
+    """First solutions by trees or a dive, then the proof, with better ones by regions."""
     incumbent = branching.incumbent
     started = time.perf_counter()
     part = Part(problem)
@@ -174,10 +179,29 @@ def _search(
     if incumbent.choice is None:
         dive(part, incumbent)
     if incumbent.choice is None:
-        return branching.run(part, max_parts), fractional
+        return branching.run([part], max_parts), fractional
+    if not tighten(part, incumbent):
+        return incumbent.proved, fractional
+    parts = [part]
+    if max_parts is None and num_entries(part.problem) <= PROVABLE:
+        levels = LevelBranching(part, incumbent)
+        left = levels.run()
+        parts = left if levels.num_parts > 1 else parts
+        if levels.settled:
+            if branching.run(parts, FIRST_PARTS) >= incumbent.cutoff:
+                return incumbent.proved, fractional
+            parts = []
+    if not _improve(part, incumbent, seed, started):
+        return incumbent.proved, fractional
+    return branching.run(parts, max_parts), fractional
+
+
+def _improve(part: Part, incumbent: Incumbent, seed: int, started: float) -> bool:
+    """Look for solutions in regions of a part, tightened with them; False where that settles it.
+
+    The part is left without a relaxation, since it may have changed.
+    """
     for number in itertools.count():
-        if not tighten(part, incumbent):
-            return incumbent.proved, fractional
         large = num_entries(part.problem) > PROVABLE
         until = (
             incumbent.deadline if large else started + IMPROVING * (incumbent.deadline - started)
@@ -185,20 +209,25 @@ def _search(
         before = incumbent.cost
         Improver(part.problem, part.prices, incumbent, seed + number).run(PATIENCE, until)
         if incumbent.cost == before or time.perf_counter() > until:
-            break
-    part.relaxed = None
-    return branching.run(part, max_parts), fractional
+            part.relaxed = None
+            return True
+        if not tighten(part, incumbent):
+            return False
+    raise AssertionError
 
 
 def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:
-    """Look for solutions with what the first bound knows."""
+    """Look for solutions with what the first bound knows, and by prices of all rows first."""
     problem, relaxed = part.problem, part.relaxed
     assert relaxed is not None
-    search = TreeSearch(problem, relaxed, incumbent, seed)
-    moves = MOVES * len(problem.alive)
+    assert problem.memory is not None
     share = LOOKING if num_entries(problem) > PROVABLE else SHORTLY
     now = time.perf_counter()
-    search.run(moves, part.bound, now + share * (incumbent.deadline - now))
+    until = now + share * (incumbent.deadline - now)
+    if problem.memory.num_rows:
+        PricedSearch(problem, relaxed, part.bound, incumbent, seed).run(ROUNDS, until)
+    search = TreeSearch(problem, relaxed, incumbent, seed)
+    search.run(MOVES * len(problem.alive), part.bound, until)
 
 
 def _solution(
