@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
 from stratagem.search.ilp.levels import LevelBranching
 from stratagem.search.ilp.memory import Spans, Window
 from stratagem.search.ilp.priced import PricedSearch
-from stratagem.search.ilp.reduce import compact, copy
+from stratagem.search.ilp.reduce import Problem, compact, copy
 from stratagem.search.ilp.solve import Solution, Status, reduced, solve
 from stratagem.search.ilp.trees import TreeSearch
 
@@ -242,12 +243,17 @@ def test_a_bound_holds_when_time_is_up() -> None:
         assert cut.bound <= best <= cut.objective
 
 
-def test_random_trees_find_solutions_of_large_instances() -> None:
-    instance = layers(4, 120, 8)
+def begun(instance: Instance, **known: Any) -> tuple[Problem, Incumbent, Part]:
+    """A reduced problem, what is known of its solutions, and a simplified part: all of it."""
     core, _ = compact(reduced(instance))
-    incumbent = Incumbent(core, 1e-9, math.inf, integral=True)
     part = Part(copy(core))
     simplify(part.problem)
+    return core, Incumbent(core, 1e-9, math.inf, integral=True, **known), part
+
+
+def test_random_trees_find_solutions_of_large_instances() -> None:
+    instance = layers(4, 120, 8)
+    core, incumbent, part = begun(instance)
     relaxed = ascended(part, incumbent)
     TreeSearch(part.problem, relaxed, incumbent, seed=0).run(4000, part.bound, math.inf)
     assert incumbent.choice is not None
@@ -258,10 +264,7 @@ def test_random_trees_find_solutions_of_large_instances() -> None:
 
 def test_random_trees_know_what_their_best_choice_costs() -> None:
     instance = layers(4, 120, 8)
-    core, _ = compact(reduced(instance))
-    incumbent = Incumbent(core, 1e-9, math.inf, integral=True)
-    part = Part(copy(core))
-    simplify(part.problem)
+    _, incumbent, part = begun(instance)
     relaxed = ascended(part, incumbent)
     search = TreeSearch(part.problem, relaxed, incumbent, seed=0)
     priced = PricedSearch(part.problem, relaxed, part.bound, incumbent, seed=0)
@@ -302,10 +305,7 @@ def crowded(seed: int, num_nodes: int) -> Instance:
 
 def test_prices_find_solutions_where_memory_decides() -> None:
     instance = crowded(0, 400)
-    core, _ = compact(reduced(instance))
-    incumbent = Incumbent(core, 1e-9, math.inf, integral=True)
-    part = Part(copy(core))
-    simplify(part.problem)
+    core, incumbent, part = begun(instance)
     relaxed = ascended(part, incumbent)
     PricedSearch(part.problem, relaxed, part.bound, incumbent, seed=0).run(3, math.inf)
     assert incumbent.choice is not None
@@ -321,10 +321,7 @@ def test_settling_what_nodes_hold_loses_no_better_solution() -> None:
         best = brute_force(instance)
         if not np.isfinite(best):
             continue
-        core, _ = compact(reduced(instance))
-        incumbent = Incumbent(core, 1e-9, math.inf, integral=True, cost=best + 400)
-        part = Part(copy(core))
-        simplify(part.problem)
+        _, incumbent, part = begun(instance, cost=best + 400)
         if not part.problem.alive:
             continue
         part.relaxed = ascended(part, incumbent)
@@ -365,14 +362,9 @@ def hoarders(seed: int, num_nodes: int) -> Instance:
 
 def test_few_parts_settle_what_nodes_hold() -> None:
     instance = hoarders(0, 40)
-    core, _ = compact(reduced(instance))
-    exact = Incumbent(core, 1e-9, math.inf, integral=True)
+    core, exact, _ = begun(instance)
     Branching(exact).run([Part(copy(core))])
-    incumbent = Incumbent(
-        core, 1e-9, math.inf, integral=True, choice=exact.choice, cost=exact.cost
-    )
-    part = Part(copy(core))
-    simplify(part.problem)
+    _, incumbent, part = begun(instance, choice=exact.choice, cost=exact.cost)
     part.relaxed = ascended(part, incumbent)
     levels = LevelBranching(part, incumbent)
     parts = levels.run()

@@ -113,11 +113,8 @@ class Ascent:
 
     def begin_with(self, dual: Dual) -> None:
         """Take over the messages of duals of the same problem."""
-        flat = self.flat
-        for number, node in enumerate(flat.nodes):
-            for edge in range(flat.adjacency[number], flat.adjacency[number + 1]):
-                place = slice(flat.places[edge], flat.places[edge + 1])
-                self.messages[place] = dual.messages[node, flat.nodes[flat.neighbours[edge]]]
+        messages = [dual.messages[pair] for pair in self.flat.pairs]
+        self.messages = np.concatenate([*messages, np.empty(0)])
 
     def go_on(self, target: float, deadline: float) -> None:
         """Raise the bound a little from duals that are good already."""
@@ -186,9 +183,7 @@ class Ascent:
 
     def full_choice(self) -> Ints:
         """The choice that fits θ, of all nodes of the problem."""
-        choice = np.zeros(len(self.problem.costs), np.int64)
-        choice[self.flat.nodes] = self.choice
-        return choice
+        return self.flat.full(self.choice)
 
     def _passes(self, count: int) -> float:
         self._price()
@@ -238,9 +233,7 @@ class Ascent:
             weights[node] = heat / heat.sum()
         dual = Dual(self.problem, self.all_prices())
         messages = np.split(self.messages, flat.places[1:-1])
-        for number, node in enumerate(flat.nodes):
-            for edge in range(flat.adjacency[number], flat.adjacency[number + 1]):
-                dual.messages[node, flat.nodes[flat.neighbours[edge]]] = messages[edge]
+        dual.messages.update(zip(flat.pairs, messages, strict=False))
         return Relaxed(weights, dual, self.full_choice())
 
 

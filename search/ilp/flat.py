@@ -20,9 +20,11 @@ class Flat:
 
     Directed edge e is one of `adjacency[i]` to `adjacency[i + 1]`, goes to `neighbours[e]`, has
     its table (rows by the strategies of i) at `tables[e]` in `pool`, and a message to i, a number
-    per strategy, at `places[e]`; `reverse[e]` is the same edge from its other end.
+    per strategy, at `places[e]`; `reverse[e]` is the same edge from its other end. `num_nodes`
+    counts those of the problem that are not alive, too.
     """
 
+    num_nodes: int
     nodes: list[int]
     starts: Ints
     costs: Floats
@@ -66,6 +68,7 @@ class Flat:
         )
         flat[~finite] = FORBIDDEN_FACTOR * dearest
         return cls(
+            num_nodes=len(problem.costs),
             nodes=nodes,
             starts=np.concatenate(([0], np.cumsum([len(each) for each in costs]))).astype(
                 np.int64
@@ -78,6 +81,19 @@ class Flat:
             pool=flat,
             places=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
         )
+
+    def full(self, choice: Ints) -> Ints:
+        """A choice of the nodes that are alive, as one of all nodes of the problem."""
+        full = np.zeros(self.num_nodes, np.int64)
+        full[self.nodes] = choice
+        return full
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Both nodes of every directed edge."""
+        sources = np.repeat(np.arange(len(self.nodes)), np.diff(self.adjacency)).tolist()
+        targets = self.neighbours.tolist()
+        return [(self.nodes[i], self.nodes[j]) for i, j in zip(sources, targets, strict=True)]
 
     @cached_property
     def graph(self) -> tuple[Ints, Ints, Ints, Ints, Floats, Ints]:

@@ -14,7 +14,7 @@ import numpy as np
 from stratagem.search.ilp._tree_kernels import search_priced
 from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Floats, Ints
+from stratagem.search.ilp.instance import Floats
 from stratagem.search.ilp.memory import Spans
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
@@ -47,14 +47,13 @@ class PricedSearch:
         self.spans = Spans.of([self.memory.windows[node] for node in self.flat.nodes])
         self.choice = relaxed.choice[self.flat.nodes]
         self.best, self.best_cost = self.choice.copy(), np.inf
-        self.used = self.memory.held(self._full(self.choice))
+        self.used = self.memory.held(self.flat.full(self.choice))
         self.least = self._least_prices(bound)
         self.prices = np.maximum(relaxed.dual.prices, self.least)
-        self.total, self.num_totals = np.zeros_like(self.prices), 0
 
     def _least_prices(self, bound: float) -> Floats:
         """Prices that matter little, but grow to any other in a few passes."""
-        cost = self.problem.evaluate(self._full(self.choice))[0]
+        cost = self.problem.evaluate(self.flat.full(self.choice))[0]
         costs = np.abs([bound, cost, self.flat.costs.mean()])
         total = LEAST_PRICE * float(costs[np.isfinite(costs)].max(initial=1e-300))
         return np.asarray(total / self.memory.num_rows / np.maximum(self.memory.limits, 1))
@@ -80,7 +79,7 @@ class PricedSearch:
             before = self.best_cost
             self._move(FASTEST * (SLOWEST / FASTEST) ** (chunk / chunks))
             if self.best_cost < before:
-                self.incumbent.consider(self.problem, self._full(self.best))
+                self.incumbent.consider(self.problem, self.flat.full(self.best))
 
     def _move(self, speed: float) -> None:
         flat = self.flat
@@ -99,15 +98,3 @@ class PricedSearch:
             self.best,
             self.best_cost,
         )
-        self.total += self.prices
-        self.num_totals += 1
-
-    @property
-    def mean_prices(self) -> Floats:
-        """Prices on average, which bound better than any of those that they go to and fro by."""
-        return np.asarray(self.total / max(self.num_totals, 1))
-
-    def _full(self, choice: Ints) -> Ints:
-        full = np.zeros(len(self.problem.costs), np.int64)
-        full[self.flat.nodes] = choice
-        return full

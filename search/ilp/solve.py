@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -201,19 +200,19 @@ def _improve(part: Part, incumbent: Incumbent, seed: int, started: float) -> boo
 
     The part is left without a relaxation, since it may have changed.
     """
-    for number in itertools.count():
+    while True:
         large = num_entries(part.problem) > PROVABLE
         until = (
             incumbent.deadline if large else started + IMPROVING * (incumbent.deadline - started)
         )
         before = incumbent.cost
-        Improver(part.problem, part.prices, incumbent, seed + number).run(PATIENCE, until)
+        Improver(part.problem, part.prices, incumbent, seed).run(PATIENCE, until)
         if incumbent.cost == before or time.perf_counter() > until:
             part.relaxed = None
             return True
         if not tighten(part, incumbent):
             return False
-    raise AssertionError
+        seed += 1
 
 
 def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:

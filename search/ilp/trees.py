@@ -113,16 +113,11 @@ class TreeSearch:
         if self._excess(self.best).max(initial=0.0) > 0:
             self.best_cost = np.inf
         else:
-            self.incumbent.consider(self.problem, self._full(self.best))
+            self.incumbent.consider(self.problem, self.flat.full(self.best))
 
     def _excess(self, choice: Ints) -> Floats:
         """By how much each row is over its limit, as a share of it."""
         memory = self.problem.memory
         assert memory is not None
-        held = memory.held(self._full(choice))
+        held = memory.held(self.flat.full(choice))
         return held / np.maximum(memory.limits, 1) - np.where(memory.limits > 0, 1.0, 0.0)
-
-    def _full(self, choice: Ints) -> Ints:
-        full = np.zeros(len(self.problem.costs), np.int64)
-        full[self.flat.nodes] = choice
-        return full
