@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -122,7 +121,8 @@ class _Adam:
     """Kingma and Ba 2015: p −= rate · m̂ / (√v̂ + ε), with the means m of g and v of g².
 
     Weight decay is taken off the parameter itself, p −= rate · decay · p before (AdamW, Loshchilov
-    and Hutter 2019).
+    and Hutter 2019). torch's kernel does it in one pass over memory, for half the time of the
+    operators it is made of.
     """
 
     def __init__(self, training: Training) -> None:
@@ -131,7 +131,6 @@ class _Adam:
         self._decay = training.weight_decay
         self._states: dict[str, tuple[Tensor, Tensor]] = {}
         self._updates: dict[str, int] = {}
-        self._scratch = torch.empty(0)
 
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
@@ -142,13 +141,21 @@ class _Adam:
         mean, square = self._states[name]
         first, second = self._betas
         step = self._updates[name] = self.updates(name) + 1
-        if self._decay:
-            parameter.mul_(1 - self.rate * self._decay)
-        mean.lerp_(gradient, 1 - first)
-        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        root = torch.sqrt(square, out=self._room_for(parameter))
-        root.div_(math.sqrt(1 - second**step)).add_(EPSILON)
-        parameter.addcdiv_(mean, root, value=-self.rate / (1 - first**step))
+        torch._fused_adamw_(
+            [parameter],
+            [gradient.contiguous()],
+            [mean],
+            [square],
+            [],
+            [torch.full((), float(step), device=parameter.device)],
+            lr=self.rate,
+            beta1=first,
+            beta2=second,
+            weight_decay=self._decay,
+            eps=EPSILON,
+            amsgrad=False,
+            maximize=False,
+        )
         if copy is not None:
             copy.copy_(parameter)
 
@@ -167,9 +174,3 @@ class _Adam:
         """See `Optimizer.load`."""
         self._states[name] = (state["mean"], state["square"])
         self._updates[name] = updates
-
-    def _room_for(self, parameter: Tensor) -> Tensor:
-        """Memory like that of `parameter`, used again for every one: fresh pages are slow."""
-        if self._scratch.numel() < parameter.numel():
-            self._scratch = parameter.new_empty(parameter.numel())
-        return self._scratch[: parameter.numel()].view(parameter.shape)

@@ -32,6 +32,7 @@ from stratagem.executor.gpu.event_clock import EventClock
 from stratagem.executor.gpu.handover import Handover
 from stratagem.executor.gpu.streams import CudaStreams, Streams
 from stratagem.simulator.collectives import Collective
+from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
 T = TypeVar("T")
 STOP_SECONDS = 5.0
@@ -62,6 +63,8 @@ def run_local(
         TimeoutError: when a rank waits longer than `timeout` seconds.
         BaseException: whatever `function` raised first; a note names the rank.
     """
+    if torch.device(device).type == "cpu":
+        keep_freed_memory()
     world = World(world_size, timeout)
     results: dict[int, T] = {}
 
