@@ -60,7 +60,7 @@ class ProfileReport:
         failures: which operators memory did not suffice for, and why.
         num_outliers: runs that were far off the median of their operator.
         disturbed: operators that were slow each time because the device was, by how much, and why
-            if that is known.
+            if that is known; the worst first.
         left_out: operators for which no time was left, in their order.
     """
 
@@ -146,8 +146,9 @@ class Session:
 
     @property
     def disturbed(self) -> tuple[str, ...]:
-        """Operators that were slow in every round, by how much, and perhaps why."""
+        """Operators that were slow in every round, by how much, perhaps why; the worst first."""
         slow = self.watch.disturbed(self.setting.effort.max_drift)
+        slow.sort(key=self.watch.slowness, reverse=True)
         why = ", ".join(throttle_reasons(self.setting.device)) if slow else ""
         return tuple(
             f"{describe(self.operators[digest])}: while the device was "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +12,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.profiler import Effort, Measurement, Timing, TimingCache, profile_operators, session
+from stratagem.profiler import (
+    Effort,
+    MeasuredCosts,
+    Measurement,
+    Timing,
+    TimingCache,
+    profile_operators,
+    session,
+)
 from stratagem.profiler.reference import ReferenceKernel, Watch, throttle_reasons
 from stratagem.profiler.timing import count_outliers
+from stratagem.profiling import Profiled
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import Operator
 from stratagem.simulator.models import mlp
 from stratagem.simulator.training import Training
 
+CPU = Cluster.preset("local-cpu").device_type(0)
 LINEAR = next(o for o in mlp([8, 8], batch=64).operators if o.kind == "linear")
 
 
@@ -164,6 +177,21 @@ class TestDisturbed:
         assert [text.split(":")[-1] for text in report.disturbed] == [
             " while the device was 20% slower than at its best"
         ] * 2
+
+    def test_the_worst_comes_first_and_one_warning_tells_of_all(self, cache, monkeypatch) -> None:
+        """On a busy machine there was a warning for every operator, 38 for a small model."""
+        machine = FakeMachine(monkeypatch)
+        machine.slowdown = lambda moment: 1.0 + 0.2 * machine.timed[-1] if machine.timed else 1.0
+        report = profile_operators(operators(2), Training(), cache)
+        slowness = [text.split(" slower")[0].split()[-1] for text in report.disturbed]
+        assert slowness == ["40%", "20%"]
+        done = Profiled(MeasuredCosts(cache, {}, RooflineCosts()), report, 0, CPU, cache.path)
+        (warning,) = done.warnings
+        assert "40% slower" in warning
+        assert "(of 2, 1 less so); profile again" in warning
+        alone = replace(report, disturbed=report.disturbed[:1])
+        (warning,) = replace(done, report=alone).warnings
+        assert "at its best; profile again" in warning
 
     def test_a_small_drift_is_none(self, cache, monkeypatch) -> None:
         machine = FakeMachine(monkeypatch, lambda moment: 1.0 + 0.01 * moment)

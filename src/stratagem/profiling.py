@@ -71,9 +71,12 @@ class Profiled:
         """What a person should know before trusting the costs."""
         report = self.report
         found = [f"not timed: {failure}" for failure in report.failures]
-        found += [
-            f"disturbed: {each}; profile again on a quiet machine" for each in report.disturbed
-        ]
+        if report.disturbed:
+            others = len(report.disturbed) - 1
+            most = f" (of {others + 1}, {others} less so)" if others else ""
+            found.append(
+                f"disturbed: {report.disturbed[0]}{most}; profile again on a quiet machine"
+            )
         if self.num_left_out:
             total = self.num_left_out + report.num_timed + report.num_cached
             found.append(
