@@ -21,6 +21,7 @@ from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.refine import Refiner
 from stratagem.search.result import (
+    NOTHING_FITS_NOTE,
     Budget,
     Fate,
     FrontPoint,
@@ -141,10 +142,12 @@ class Course:
                 return StopReason.SECONDS
         self._certify(left, work, self._time_is_up)
         if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
-            return StopReason.PROVED
+            return StopReason.PROVED if self._fits else StopReason.NOTHING_FITS
         if self._time_is_up():
             return StopReason.SECONDS
-        return StopReason.EVALUATIONS if self.evaluations else StopReason.ONE_PLAN
+        if self.evaluations:
+            return StopReason.EVALUATIONS
+        return StopReason.ONE_PLAN if self._fits else StopReason.NOTHING_FITS
 
     def _plan_stages(self, schedules: Sequence[str], most: int) -> list[Entry]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
@@ -164,7 +167,7 @@ class Course:
         for reason, count in found.pruned.items():
             self.notes[f"inter-operator program: {reason}"] = str(count)
         if found.shortage is not None:
-            self.notes["inter-operator program: nothing fits"] = str(found.shortage)
+            self.notes[NOTHING_FITS_NOTE] = str(found.shortage)
         s, options = self.space.situation, self.space.options
         simulated = [(s.simulate(c.plan(s, options=options)), c) for c in found.plans]
         allowed = [(s, c) for s, c in simulated if self.offer(s)]
@@ -418,7 +421,12 @@ class Course:
     @property
     def best_time(self) -> float:
         """Seconds of the best plan that fits; infinite if none does."""
-        return self.best.step_time if self.best is not None and self.best.fits else float("inf")
+        return self.best.step_time if self.best is not None and self._fits else float("inf")
+
+    @property
+    def _fits(self) -> bool:
+        """Whether a plan that fits is known."""
+        return self.best is not None and self.best.fits
 
     def offer(self, simulation: Simulation) -> bool:
         """Take a simulated plan; whether the constraints allow it."""

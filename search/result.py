@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from stratagem.simulator.costs import CostModel
 
 
+NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
+"""Under which the notes of a search say what is short of memory, and what would help."""
+
+
 class StopReason(enum.Enum):
     """Why a search ended, in a sentence for its user.
 
@@ -34,6 +38,7 @@ class StopReason(enum.Enum):
     EVALUATIONS = "all evaluations of the budget were spent"
     ONE_PLAN = "the space holds one plan only"
     PROVED = "the lower bound proves that no plan of the space is better"
+    NOTHING_FITS = "no plan of the space was found to fit the memory"
 
 
 @dataclass(frozen=True)
@@ -220,11 +225,11 @@ class SearchResult:
     @property
     def certificate(self) -> str:
         """The bound and the gap in a sentence."""
-        if self.bound is None:
-            return "no bound: the search was interrupted"
         step = self.simulation.step_time
         if not self.simulation.fits:
-            return "no plan that fits was found"
+            return f"no plan that fits was found{self._shortage}"
+        if self.bound is None:
+            return "no bound: the search was interrupted"
         gap = self.gap or 0.0
         if gap < 5e-4:
             return f"proved: no plan of the space takes less than {format_duration(step)}"
@@ -232,6 +237,12 @@ class SearchResult:
             f"no plan of the space takes less than {format_duration(self.bound)}: "
             f"this one is at most {100 * gap:.1f} % from the best"
         )
+
+    @property
+    def _shortage(self) -> str:
+        """What lacks how many bytes, and the remedy, if that is known."""
+        told = self.notes.get(NOTHING_FITS_NOTE)
+        return f" ({told})" if told else ""
 
     @property
     def table(self) -> Table:
@@ -288,9 +299,19 @@ class SearchResult:
             points.append((before + point.evaluations, min(points[-1][1], point.best)))
         return convergence_curve(points, self.bound)
 
-    def _repr_html_(self) -> str:
-        words = (
+    @property
+    def _words(self) -> str:
+        """How good the plan is, and what was done for it."""
+        return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
             f"{self.stop_reason.value}."
         )
-        return f"{self.table._repr_html_()}<p>{html.escape(words)}</p>{self.curve}"
+
+    def __repr__(self) -> str:
+        return f"<SearchResult of {self.graph.name!r}: {self.simulation.in_words}>"
+
+    def __str__(self) -> str:
+        return f"{self.table}\n{self._words}"
+
+    def _repr_html_(self) -> str:
+        return f"{self.table._repr_html_()}<p>{html.escape(self._words)}</p>{self.curve}"

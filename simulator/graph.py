@@ -200,6 +200,12 @@ class OperatorGraph:
                 f"graph {self.name!r}: the loss {self.loss!r} is not one of its operators"
             )
 
+    def __repr__(self) -> str:
+        return (
+            f"<OperatorGraph {self.name!r}: {len(self.operators)} operators, "
+            f"{self.num_parameters:,} parameters>"
+        )
+
     @cached_property
     def readers(self) -> tuple[tuple[Edge, ...], ...]:
         """Per operator the edges that read its results."""

@@ -144,6 +144,12 @@ class Plan:
         if self.is_mirrored:
             self._check_mirrored()
 
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.name!r}: num_stages={len(self.stages)}, num_devices={self.num_devices}, "
+            f"num_microbatches={self.num_microbatches}, schedule={self.schedule!r}>"
+        )
+
     @property
     def is_mirrored(self) -> bool:
         """Whether stages have a second home each, in a pipeline the other way round (Chimera)."""

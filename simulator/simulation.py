@@ -15,8 +15,8 @@ from stratagem.simulator.memory import DeviceMemory, MemoryTimeline
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
 from stratagem.simulator.step_path import StepPath
-from stratagem.simulator.table import Table
-from stratagem.simulator.timeline import Timeline
+from stratagem.simulator.table import Table, format_bytes
+from stratagem.simulator.timeline import Timeline, format_duration
 from stratagem.simulator.timeline_tables import collective_table, group_table, operator_table
 
 
@@ -63,6 +63,15 @@ class Simulation:
     def peak_memory(self) -> int:
         """Bytes per device of the fullest rank."""
         return max(rank.peak for rank in self.memory)
+
+    @property
+    def in_words(self) -> str:
+        """Step time, memory and whether it fits, in a few words."""
+        time, memory = format_duration(self.step_time), format_bytes(self.peak_memory)
+        return f"{time} a step, {memory} a device, {'fits' if self.fits else 'does not fit'}"
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {self.plan.name!r}: {self.in_words}>"
 
     def memory_timeline(self, rank: int) -> MemoryTimeline:
         """The memory of one device of a rank over the step."""

@@ -222,6 +222,9 @@ def test_where_nothing_fits_the_closest_plan_says_so() -> None:
     assert not result.simulation.fits
     assert result.plan.prediction is not None
     assert not result.plan.prediction.fits
+    assert result.stop_reason is StopReason.NOTHING_FITS
+    assert result.certificate.startswith("no plan that fits was found (no plan fits; nearest is")
+    assert " lacks at least " in result.certificate
 
 
 def test_ctrl_c_returns_the_best_so_far() -> None:

@@ -16,6 +16,7 @@ import stratagem as sg
 from stratagem.search.result import TracePoint
 from stratagem.simulator.models import gpt, mlp
 from stratagem.simulator.show.curve import convergence_curve
+from stratagem.simulator.timeline import format_duration
 from tests.chromium import CHROMIUM, MISSING, Chromium
 
 SIZES = {"hidden": 64, "num_heads": 4, "sequence": 32, "batch": 32}
@@ -132,6 +133,18 @@ class TestSearch:
         steps = result.table.column("step")
         assert steps[0] == result.simulation.step_time
         assert steps[1:] == sorted(steps[1:])
+
+    def test_in_a_terminal(self, result):
+        """Printed with all that they hold, they were megabytes of numbers."""
+        shown = str(result)
+        assert str(result.table) in shown
+        assert result.certificate in shown
+        step = f"{result.simulation.in_words}>"
+        assert repr(result) == f"<SearchResult of 'mlp': {step}"
+        assert repr(result.simulation) == f"<Simulation of {result.plan.name!r}: {step}"
+        assert step.startswith(format_duration(result.simulation.step_time))
+        assert repr(result.graph) == "<OperatorGraph 'mlp': 7 operators, 8,320 parameters>"
+        assert "num_devices=2, num_microbatches=1" in repr(result.plan)
 
     def test_the_curve_never_rises(self, result):
         """Also where a second graph's search begins anew."""
