@@ -122,7 +122,8 @@ class _Adam:
 
     Weight decay is taken off the parameter itself, p −= rate · decay · p before (AdamW, Loshchilov
     and Hutter 2019). torch's kernel does it in one pass over memory, for half the time of the
-    operators it is made of.
+    operators it is made of. It goes by places in memory, whatever the strides say, so all that it
+    is given lies in one piece.
     """
 
     def __init__(self, training: Training) -> None:
@@ -135,15 +136,15 @@ class _Adam:
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
     ) -> None:
-        gradient = gradient.to(parameter.dtype)
+        worked = parameter.contiguous()
         if name not in self._states:
-            self._states[name] = (torch.zeros_like(parameter), torch.zeros_like(parameter))
+            self._states[name] = (torch.zeros_like(worked), torch.zeros_like(worked))
         mean, square = self._states[name]
         first, second = self._betas
         step = self._updates[name] = self.updates(name) + 1
         torch._fused_adamw_(
-            [parameter],
-            [gradient.contiguous()],
+            [worked],
+            [gradient.to(parameter.dtype).contiguous()],
             [mean],
             [square],
             [],
@@ -156,6 +157,8 @@ class _Adam:
             amsgrad=False,
             maximize=False,
         )
+        if worked is not parameter:
+            parameter.copy_(worked)
         if copy is not None:
             copy.copy_(parameter)
 
@@ -172,5 +175,5 @@ class _Adam:
 
     def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
         """See `Optimizer.load`."""
-        self._states[name] = (state["mean"], state["square"])
+        self._states[name] = (state["mean"].contiguous(), state["square"].contiguous())
         self._updates[name] = updates

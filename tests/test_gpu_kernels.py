@@ -97,6 +97,27 @@ def test_fused_optimizers_are_those_of_torch(
     assert ours.updates("p") == theirs.updates("p") == 6
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("lying", ["parameter", "gradient", "state"])
+def test_adam_goes_by_place_however_tensors_lie(lying: str, decay: float) -> None:
+    """torch's fused kernel reads memory as it lies: with unequal strides it mixed up elements."""
+    training = Training(optimizer="adam", learning_rate=0.01, weight_decay=decay)
+    update = make_optimizer(training)
+    start = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    ours = start.clone().t() if lying == "parameter" else start.t().contiguous()
+    theirs = start.t().contiguous().requires_grad_()
+    torch_adam = torch.optim.AdamW([theirs], lr=0.01, weight_decay=decay, eps=EPSILON)
+    for step in range(4):
+        gradient = torch.randn(6, 40, generator=torch.Generator().manual_seed(step + 1)).t()
+        theirs.grad = gradient.contiguous()
+        torch_adam.step()
+        update("p", ours, gradient if lying == "gradient" else gradient.contiguous())
+        if lying == "state":
+            turned = {n: s.t().contiguous().t() for n, s in update.state("p").items()}
+            update.load("p", turned, update.updates("p"))
+        torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6, atol=1e-6)
+
+
 def test_fused_words_follow_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.executor.gpu.random_words.start", start_on_host)
     rows, key, fused = torch.tensor([0, 3, 2**33]), (1, 2), DeviceWords(torch.device("cpu"))
