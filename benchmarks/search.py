@@ -47,6 +47,7 @@ from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
 from stratagem.search.space import Options
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt, inception_v3, mlp, moe, nmt, wide_resnet
 from stratagem.simulator.training import Training
@@ -82,8 +83,7 @@ def _large_v100s(num_nodes: int) -> Callable[[], Cluster]:
 
     def make() -> Cluster:
         cluster = _v100s(num_nodes)()
-        (small,) = cluster.device_types
-        large = replace(small, name="V100-32GB", memory_gib=32.0)
+        large = DeviceType.preset("V100-32GB")
         names = (large.name,) * num_nodes
         return replace(cluster, name="p3dn", node_devices=names, device_types=(large,))
 

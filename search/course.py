@@ -141,13 +141,14 @@ class Course:
             if self._time_is_up():
                 return StopReason.SECONDS
         self._certify(left, work, self._time_is_up)
+        fits = np.isfinite(self.best_time)
         if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
-            return StopReason.PROVED if self._fits else StopReason.NOTHING_FITS
+            return StopReason.PROVED if fits else StopReason.NOTHING_FITS
         if self._time_is_up():
             return StopReason.SECONDS
         if self.evaluations:
             return StopReason.EVALUATIONS
-        return StopReason.ONE_PLAN if self._fits else StopReason.NOTHING_FITS
+        return StopReason.ONE_PLAN if fits else StopReason.NOTHING_FITS
 
     def _plan_stages(self, schedules: Sequence[str], most: int) -> list[Entry]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
@@ -421,12 +422,7 @@ class Course:
     @property
     def best_time(self) -> float:
         """Seconds of the best plan that fits; infinite if none does."""
-        return self.best.step_time if self.best is not None and self._fits else float("inf")
-
-    @property
-    def _fits(self) -> bool:
-        """Whether a plan that fits is known."""
-        return self.best is not None and self.best.fits
+        return self.best.step_time if self.best is not None and self.best.fits else float("inf")
 
     def offer(self, simulation: Simulation) -> bool:
         """Take a simulated plan; whether the constraints allow it."""

@@ -68,7 +68,12 @@ class Simulation:
     def in_words(self) -> str:
         """Step time, memory and whether it fits, in a few words."""
         time, memory = format_duration(self.step_time), format_bytes(self.peak_memory)
-        return f"{time} a step, {memory} a device, {'fits' if self.fits else 'does not fit'}"
+        return f"{time} a step, {memory} a device, {self._verdict}"
+
+    @property
+    def _verdict(self) -> str:
+        """Whether it fits, as a person says it."""
+        return "fits" if self.fits else "does not fit"
 
     def __repr__(self) -> str:
         return f"<Simulation of {self.plan.name!r}: {self.in_words}>"
@@ -109,10 +114,10 @@ class Simulation:
 
     def _repr_html_(self) -> str:
         gib = self.peak_memory / 2**30
-        fits = "fits" if self.fits else "does not fit"
         return (
             f"<b>{html.escape(self.plan.name)}</b>: {self.step_time * 1e3:.2f} ms "
-            f"± {100 * self.relative_error:.0f} % a step, {gib:.2f} GiB per device ({fits})"
+            f"± {100 * self.relative_error:.0f} % a step, {gib:.2f} GiB per device "
+            f"({self._verdict})"
         )
 
 

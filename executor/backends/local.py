@@ -63,15 +63,16 @@ def run_local(
         TimeoutError: when a rank waits longer than `timeout` seconds.
         BaseException: whatever `function` raised first; a note names the rank.
     """
-    if torch.device(device).type == "cpu":
+    where = torch.device(device)
+    if where.type == "cpu":
         keep_freed_memory()
     world = World(world_size, timeout)
     results: dict[int, T] = {}
 
     def run_rank(rank: int) -> None:
         try:
-            streams = _streams(torch.device(device))
-            comm = LocalCommunicator(world, rank, torch.device(device), streams)
+            streams = _streams(where)
+            comm = LocalCommunicator(world, rank, where, streams)
             with streams.used() if streams else torch.autograd.set_multithreading_enabled(False):
                 results[rank] = function(comm)
             world.finish(rank)

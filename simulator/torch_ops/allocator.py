@@ -27,6 +27,6 @@ def keep_freed_memory() -> None:
         return
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_TRIM_THRESHOLD, _NEVER)
         set_option(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        set_option(_TRIM_THRESHOLD, _NEVER)
         set_option(_ARENA_MAX, 1)
