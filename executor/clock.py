@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-from stratagem.executor.backends.base import Pending
+from stratagem.executor.backends.base import Ending
 
 Mark = Any
 Spans = list[tuple[int, int]]
@@ -29,7 +29,7 @@ class Clock(Protocol):
         self,
         zero: Mark,
         marks: Sequence[tuple[Mark, Mark]],
-        begun: Mapping[int, Pending],
+        begun: Mapping[int, Ending],
     ) -> Spans:
         """Start and end of every instruction in ns from `zero`, once the step is over.
 
@@ -48,11 +48,11 @@ class HostClock:
         self,
         zero: Mark,
         marks: Sequence[tuple[Mark, Mark]],
-        begun: Mapping[int, Pending],
+        begun: Mapping[int, Ending],
     ) -> Spans:
         """See `Clock.spans`."""
         found = [(start - zero, end - zero) for start, end in marks]
-        for number, pending in begun.items():
+        for number, ending in begun.items():
             first, last = found[number]
-            found[number] = first, max(last, pending.ended_ns - zero)
+            found[number] = first, max(last, ending.ns - zero)
         return found

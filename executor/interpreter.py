@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor import compute, movement, prefixes
-from stratagem.executor.backends.base import Communicator, Pending
+from stratagem.executor.backends.base import Communicator, Ending
 from stratagem.executor.clock import Mark
 from stratagem.executor.gpu.random_words import words_on
 from stratagem.executor.homes import all_meshes, numbers_of
@@ -175,7 +175,7 @@ class Interpreter:
         self._memory.values.pop(LOSS, None)
         self._memory.seed = 1.0 if self.scale is None else self.scale.value
         marks: list[tuple[Mark, Mark]] = []
-        begun: dict[int, Pending] = {}
+        begun: dict[int, Ending] = {}
         with torch.no_grad():
             self.comm.barrier()
             zero = start = clock.start()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stratagem.executor.backends.base import Pending
+from stratagem.executor.backends.base import Ending
 
 
 class Values(dict[str, Any]):
@@ -29,14 +29,14 @@ class Memory:
     is promised, and added when it is read or freed.
 
     Attributes:
-        begun: collectives that were begun since somebody last looked.
+        begun: when collectives that were begun since somebody last looked will have ended.
         waits: whether a promised value is waited for just now.
         seed: the gradient with which backward begins at the loss.
     """
 
     def __init__(self) -> None:
         self.values = Values(self._settle)
-        self.begun: list[Pending] = []
+        self.begun: list[Ending] = []
         self.waits = False
         self.seed = 1.0
         self._own: set[str] = set()

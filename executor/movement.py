@@ -65,7 +65,7 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory
     def begin() -> None:
         assert target is not None
         pending = route.start(read())
-        memory.begun.append(pending)
+        memory.begun.append(pending.ending)
         memory.promise(target, lambda: final(pending.finish()))
 
     return begin if instruction.later and steps and target is not None else run
@@ -123,7 +123,7 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) 
             values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
         ]
         pending, finishes = start_together(routes, tensors)
-        memory.begun.append(pending)
+        memory.begun.append(pending.ending)
         for (target, final), finish in zip(ends, finishes, strict=True):
             memory.promise(target, partial(_finished, final, finish))
 

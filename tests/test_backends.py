@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -318,11 +320,32 @@ def refusals(comm: Communicator) -> dict[str, object]:
     return {"told": told}
 
 
+def gradients_left(comm: Communicator) -> dict[str, object]:
+    """Bytes of sums that are still there after they were finished and let go, collector off."""
+    group = tuple(range(comm.world_size))
+    gc.collect()
+    gc.disable()
+    begun: list[object] = []
+    sums: list[weakref.ref[torch.Tensor]] = []
+    for pending in (
+        comm.start_all_reduce(torch.ones(1000), group),
+        comm.start_reduce_scatter([torch.ones(10) for _ in group], group),
+    ):
+        begun.append(pending.ending)  # As the executor keeps it for the timeline.
+        sums.append(weakref.ref(pending.finish()))
+        del pending
+    comm.barrier()
+    left = sum(total() is not None for total in sums)
+    gc.enable()
+    return {"left": left}
+
+
 JOBS: dict[str, Callable[[Communicator], dict[str, object]]] = {
     "float32": functools.partial(every_operation, dtype=torch.float32),
     "bfloat16": functools.partial(every_operation, dtype=torch.bfloat16),
     "int64": functools.partial(every_operation, dtype=torch.int64),
     "refusals": refusals,
+    "gradients left": gradients_left,
 }
 
 
@@ -345,6 +368,11 @@ class TestGloo:
             assert "shape" in shape or "not in" in shape
             assert "group (0, 5) is not made of ranks below 3" in unknown
             assert "close the other communicator first" in twice
+
+    @pytest.mark.slow
+    def test_sums_are_freed_at_once(self, tmp_path):
+        """What waited for a sum once held itself: gradients stayed until the collector came."""
+        assert run_gloo(2, "gradients left", tmp_path) == [{"left": 0}] * 2
 
 
 def main(job: str, path: str) -> None:

@@ -23,19 +23,26 @@ Reduction = Literal["sum", "max"]
 
 
 @dataclass
-class Pending:
-    """A collective on its way: `finish` waits for it and gives this member's result.
+class Ending:
+    """When a collective was over by `time.perf_counter_ns`; 0 while nobody knows.
 
-    `ended_ns` is when it was over by `time.perf_counter_ns`, as far as that is known.
+    It holds none of the collective's memory, so that it may be kept until the step is over.
     """
 
+    ns: int = 0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective on its way: `finish` waits for it and gives this member's result."""
+
     finish: Callable[[], Tensor]
-    ended_ns: int = 0
+    ending: Ending
 
 
 def done(result: Tensor) -> Pending:
     """What is over already."""
-    return Pending(lambda: result, perf_counter_ns())
+    return Pending(lambda: result, Ending(perf_counter_ns()))
 
 
 class Communicator(Protocol):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stratagem.executor.backends.base import (
+    Ending,
     Group,
     Pending,
     Reduction,
@@ -286,16 +287,16 @@ def _sum(addends: Sequence[Tensor]) -> Tensor:
 def _pending(work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
     """An operation of torch as one that is waited for, and notes when it is over."""
     assert work is not None
+    ending = Ending()
 
     def finish() -> Tensor:
         work.wait()
-        if not pending.ended_ns:
-            pending.ended_ns = perf_counter_ns()
+        if not ending.ns:
+            ending.ns = perf_counter_ns()
         return result()
 
     def note(_: object) -> None:
-        pending.ended_ns = perf_counter_ns()
+        ending.ns = perf_counter_ns()
 
-    pending = Pending(finish)
     work.get_future().add_done_callback(note)
-    return pending
+    return Pending(finish, ending)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import (
+    Ending,
     Group,
     Pending,
     Reduction,
@@ -498,7 +499,7 @@ class NcclCommunicator(ProcessMember):
             held.clear()
             return made
 
-        return Pending(finish)
+        return Pending(finish, Ending())
 
     def _join(self, stream: Stream) -> Event:
         """Let a side stream go on behind what the compute stream was given; its event there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stratagem.executor.backends.base import Pending
+from stratagem.executor.backends.base import Ending
 from stratagem.executor.clock import Mark, Spans
 from stratagem.executor.gpu.streams import Event, Streams
 
@@ -44,7 +44,7 @@ class EventClock:
         self,
         zero: Mark,
         marks: Sequence[tuple[Mark, Mark]],
-        begun: Mapping[int, Pending],
+        begun: Mapping[int, Ending],
     ) -> Spans:
         """See `Clock.spans`; waits for the device."""
         noted = [last for pairs in self._aside.values() for _, last in pairs]
