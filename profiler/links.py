@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -31,6 +31,8 @@ SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
 ROUNDS = 5
 COMPUTE_SIZE = 384
 """Of the square matrices that are multiplied between two collectives."""
+WORK_SECONDS, WORK_REPEATS = 0.02, 25
+"""Computing between two meetings of ranks, and how often their waits are seen."""
 LEAST_SECONDS = 1e-7
 """Of a collective that noise makes faster than nothing."""
 LEAST_LATENCY, LEAST_SECONDS_PER_BYTE = 1e-12, 1e-16
@@ -90,7 +92,8 @@ class Peers(Protocol):
 class CollectiveTiming:
     """Seconds of one collective of `nbytes` (as in `collective_time`) over `size` ranks.
 
-    `spread` is the relative standard deviation of a round of `repeats` collectives.
+    `spread` is the relative standard deviation of a round of `repeats` collectives, `wait` what
+    ranks wait for the last of them before (see `GroupFigures`).
     """
 
     kind: Collective
@@ -99,6 +102,7 @@ class CollectiveTiming:
     seconds: float
     spread: float = 0.0
     repeats: int = 1
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,7 @@ def time_collectives(
                 f"{peers.world_size}"
             )
     peers.prepare([tuple(range(size)) for size in groups])
+    waits = {size: _wait(peers, size, _product(peers)) for size in groups}
     cases = [
         (kind, -(-nbytes // (4 * size)) * 4 * size, size)
         for number, size in enumerate(groups)
@@ -159,7 +164,11 @@ def time_collectives(
         for nbytes in sizes
         if number == 0 or kind is not Collective.SEND
     ]
-    return [_timing(peers, *case, repeats) for case in cases]
+    found = [_timing(peers, *case, repeats) for case in cases]
+    return [
+        each if each.kind is Collective.SEND else replace(each, wait=waits[each.size])
+        for each in found
+    ]
 
 
 def keep_collectives(
@@ -243,7 +252,8 @@ def fit_link(
     for size in sorted({timing.size for timing in timings if timing.kind is not Collective.SEND}):
         found = [t for t in timings if t.size == size and t.kind is not Collective.SEND]
         latency, per_byte, _ = _alpha_beta(found, f"link {name!r}, groups of {size}")
-        groups.append(GroupFigures(size, 1e-9 / per_byte, latency * 1e6))
+        wait = statistics.fmean(timing.wait for timing in found)
+        groups.append(GroupFigures(size, 1e-9 / per_byte, latency * 1e6, wait=wait))
     latency, per_byte, _ = _alpha_beta(messages or timings, f"link {name!r}")
     return Link(name, 1e-9 / per_byte, latency * 1e6, shares_compute, by_group_size=tuple(groups))
 
@@ -376,7 +386,7 @@ def _computation(peers: Peers, kind: Collective) -> Callable[[], object]:
     that come at the same instant find each other awake, which they are not in a step. Of a message
     the receiver always comes first, since only the sender knows when it began.
     """
-    factor = torch.rand(COMPUTE_SIZE, COMPUTE_SIZE, device=peers.device)
+    product = _product(peers)
     counts = [(peers.rank + k) % 3 + 1 for k in (0, 2, 1, 1, 0, 2)]
     if kind is Collective.SEND:
         counts = [2, 3] if peers.rank == 0 else [1]
@@ -384,9 +394,43 @@ def _computation(peers: Peers, kind: Collective) -> Callable[[], object]:
 
     def compute() -> None:
         for _ in range(next(shares)):
-            factor @ factor
+            product()
 
     return compute
+
+
+def _product(peers: Peers) -> Callable[[], object]:
+    """A millisecond or so of work for a core."""
+    factor = torch.rand(COMPUTE_SIZE, COMPUTE_SIZE, device=peers.device)
+    return lambda: factor @ factor
+
+
+def _wait(peers: Peers, size: int, work: Callable[[], object]) -> float:
+    """What the first `size` ranks wait for the last of them, as a share of their mean computing.
+
+    All begin at once and have the same to do; who is last is another one each time.
+    """
+    works = peers.rank < size
+    everyone = tuple(range(peers.world_size))
+
+    def seconds(count: int) -> float:
+        peers.barrier()
+        start = time.perf_counter_ns()
+        for _ in range(count if works else 0):
+            work()
+        _finish(peers.device)
+        return (time.perf_counter_ns() - start) * 1e-9 if works else 0.0
+
+    def over_ranks(values: Sequence[float], op: Literal["sum", "max"]) -> Array:
+        mine = torch.tensor(values, dtype=torch.float64, device=peers.device)
+        return np.array(peers.all_reduce(mine, everyone, op).tolist())
+
+    seconds(1)
+    (once,) = over_ranks([seconds(4) / 4], "max")
+    count = max(1, round(WORK_SECONDS / once))
+    mine = [seconds(count) for _ in range(WORK_REPEATS)]
+    mean = over_ranks(mine, "sum") / size
+    return float(np.mean(over_ranks(mine, "max") / mean - 1))
 
 
 def _finish(device: torch.device) -> None:

@@ -23,20 +23,26 @@ class GroupFigures:
 
     A collective is cut into pieces that follow one another; `piece_us` is what one more piece
     costs, which is why the bandwidth is reached so slowly as messages grow (see `collectives`).
+
+    `wait` is how long members wait for the last of them before they meet, as a share of their mean
+    computing since they met before (0.1: a tenth). Each is a little slower one time, a little
+    faster another; the mean of the slowest grows with the members (Agarwal et al. 2005, HiPC).
     """
 
     size: int
     bandwidth_gb_s: float
     latency_us: float
     piece_us: float = 0.0
+    wait: float = 0.0
 
     def __post_init__(self) -> None:
         if self.size < 2:
             raise ValueError(f"by_group_size: size is {self.size}; a group has at least 2 members")
         where = f"by_group_size of {self.size}"
         _link_figures(where, self.bandwidth_gb_s, self.latency_us)
-        if self.piece_us < 0:
-            raise ValueError(f"{where}: piece_us is {self.piece_us}; it must be ≥ 0")
+        for name in ("piece_us", "wait"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{where}: {name} is {getattr(self, name)}; it must be ≥ 0")
 
 
 @dataclass(frozen=True)
@@ -85,17 +91,32 @@ class Link:
         Between two listed sizes they are linear in the logarithm of the size; beyond the listed
         ones they stay as at the nearest.
         """
-        points = self.by_group_size
-        if not points:
+        if not self.by_group_size:
             return self.latency_us * 1e-6, self.bandwidth_gb_s * 1e9, 0.0
-        after = bisect_left(points, size, key=lambda point: point.size)
-        low, high = points[max(after - 1, 0)], points[min(after, len(points) - 1)]
-        span = math.log(high.size / low.size)
-        share = min(math.log(size / low.size) / span, 1.0) if span and size > low.size else 0.0
+        low, high, share = self._around(size)
         latency = low.latency_us + share * (high.latency_us - low.latency_us)
         bandwidth = low.bandwidth_gb_s + share * (high.bandwidth_gb_s - low.bandwidth_gb_s)
         piece = low.piece_us + share * (high.piece_us - low.piece_us)
         return latency * 1e-6, bandwidth * 1e9, piece * 1e-6
+
+    def wait(self, size: int) -> float:
+        """Share of their computing that members of groups of `size` wait for each other.
+
+        Between listed sizes as for `at`; nobody waits in a group of one.
+        """
+        if size < 2 or not self.by_group_size:
+            return 0.0
+        low, high, share = self._around(size)
+        return low.wait + share * (high.wait - low.wait)
+
+    def _around(self, size: int) -> tuple[GroupFigures, GroupFigures, float]:
+        """The listed groups below and above a size, and how far it is from one to the other."""
+        points = self.by_group_size
+        after = bisect_left(points, size, key=lambda point: point.size)
+        low, high = points[max(after - 1, 0)], points[min(after, len(points) - 1)]
+        span = math.log(high.size / low.size)
+        share = min(math.log(size / low.size) / span, 1.0) if span and size > low.size else 0.0
+        return low, high, share
 
 
 @dataclass(frozen=True)

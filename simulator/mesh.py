@@ -29,6 +29,7 @@ class AxisLink:
     `crosses_nodes` says which link class it occupies: the one between nodes or the one inside.
     Where a group has several `members` on each of several nodes, the bytes are those that leave a
     node, whichever member sends them, and `inside` is the link between the members of a node.
+    `wait` is the share of their computing that members wait for each other (see `GroupFigures`).
     """
 
     latency: float
@@ -38,6 +39,7 @@ class AxisLink:
     members: int = 1
     inside: AxisLink | None = None
     seconds_per_piece: float = 0.0
+    wait: float = 0.0
 
     def num_nodes(self, size: int) -> int:
         """Nodes of a group of `size` members."""
@@ -168,6 +170,7 @@ class DeviceMesh:
             shares_compute=between.shares_compute or inside.shares_compute,
             members=members,
             inside=inside,
+            wait=max(between.wait, inside.wait),
         )
 
 
@@ -178,5 +181,10 @@ def axis_link(link: Link, crosses_nodes: bool, sharers: float, size: int = 2) ->
     """
     latency, bandwidth, piece = link.at(size)
     return AxisLink(
-        latency, sharers / bandwidth, crosses_nodes, link.shares_compute, seconds_per_piece=piece
+        latency,
+        sharers / bandwidth,
+        crosses_nodes,
+        link.shares_compute,
+        seconds_per_piece=piece,
+        wait=link.wait(size),
     )

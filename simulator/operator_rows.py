@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,11 @@ class OperatorPricer:
             raise ValueError(f"operator {operator.name!r} cannot run in {choice.chunks} pieces")
         return {**sizes, dim: sizes[dim] // choice.chunks}
 
+    @cached_property
+    def _stretch(self) -> float:
+        """How much longer computing takes since devices wait for whichever is slow just then."""
+        return 1 + max((link.wait for link in self.links), default=0.0)
+
     def _slowest(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> tuple[float, float, str]:
@@ -208,7 +214,8 @@ class OperatorPricer:
         key = kind, tuple(sizes.values()), direction is Direction.FORWARD, types
         if key not in self.known:
             self.known[key] = self._cost(operator, sizes, direction)
-        return self.known[key]
+        seconds, error, source = self.known[key]
+        return seconds * self._stretch, error, source
 
     def _cost(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction

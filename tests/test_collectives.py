@@ -268,6 +268,20 @@ class TestLinksByGroupSize:
         late = replace(self.LINK, by_group_size=self.POINTS[1:])
         assert late.at(2) == late.at(4)
 
+    def test_waits_lie_between_those_of_listed_sizes(self) -> None:
+        points = tuple(
+            replace(point, wait=wait)
+            for point, wait in zip(self.POINTS, (0.05, 0.1, 0.12), strict=True)
+        )
+        late = replace(self.LINK, by_group_size=points)
+        assert [late.wait(size) for size in (1, 2, 4, 8, 64)] == [0, 0.05, 0.1, 0.12, 0.12]
+        assert 0.05 < late.wait(3) < 0.1
+        assert self.LINK.wait(8) == 0
+        cluster = replace(Cluster.preset("dgx-a100", num_nodes=4), intra_node=late)
+        mesh = DeviceMesh((MeshAxis("data", 16), MeshAxis("tensor", 2)), tuple(range(32)))
+        assert mesh.link(1, cluster).wait == 0.05
+        assert mesh.link(0, cluster).wait == 0.1  # Four members on each of four nodes.
+
     def test_without_points_the_link_is_the_same_for_all(self) -> None:
         plain = Link("wire", 10.0, 5.0)
         assert {plain.at(size) for size in (2, 3, 100)} == {(5.0 * 1e-6, 10e9, 0.0)}
@@ -295,6 +309,7 @@ class TestLinksByGroupSize:
             (lambda: GroupFigures(2, 0.0, 1.0), "bandwidth_gb_s is 0"),
             (lambda: GroupFigures(2, 1.0, -1.0), "latency_us is -1"),
             (lambda: GroupFigures(2, 1.0, 1.0, -1.0), "piece_us is -1"),
+            (lambda: GroupFigures(2, 1.0, 1.0, wait=-0.1), "wait is -0.1"),
             (lambda: Link("x", 1.0, 1.0, num_cards=0), "num_cards is 0"),
             (
                 lambda: Link(

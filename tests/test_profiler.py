@@ -511,6 +511,9 @@ class TestLinks:
             if size == 2 or kind is not Collective.SEND
         ]
         assert all(t.repeats == 2 * ROUNDS and t.spread >= 0 for t in found[0])
+        waits = {t.size: t.wait for t in found[0] if t.kind is not Collective.SEND}
+        assert all(t.wait == waits[t.size] for t in found[0] if t.kind is not Collective.SEND)
+        assert min(waits.values()) > 0
 
     def test_waiting_for_a_late_rank_is_no_time_of_a_collective(self, monkeypatch):
         """Ranks that come 20 ms apart, and a collective that takes 2 ms from the last one on."""
@@ -532,6 +535,30 @@ class TestLinks:
             2, lambda comm: time_collectives(comm, [64], kinds=[Collective.ALL_REDUCE], repeats=6)
         )[0]
         assert 0.002 <= found.seconds < 0.015
+
+    def test_ranks_wait_for_whichever_is_slow(self, monkeypatch):
+        """Two ranks that take turns to take twice as long: the last takes 4 ms, the mean 3."""
+        monkeypatch.setattr(links, "WORK_SECONDS", 0.003)
+
+        def waits(comm):
+            turns = itertools.cycle((0.004, 0.002) if comm.rank else (0.002, 0.004))
+            return links._wait(comm, 2, lambda: time.sleep(next(turns)))
+
+        one, other = run_local(2, waits)
+        assert one == other
+        assert one == pytest.approx(1 / 3, rel=0.3)
+
+    def test_waits_of_a_group_become_the_links(self):
+        timings = [
+            CollectiveTiming(kind, n, size, 1e-5 + n * 1e-9, wait=wait)
+            for kind in (Collective.ALL_REDUCE, Collective.BROADCAST)
+            for n in (10**4, 10**7)
+            for size, wait in ((2, 0.05), (8, 0.11))
+        ]
+        link = fit_link(timings, "wire")
+        assert [figures.wait for figures in link.by_group_size] == pytest.approx([0.05, 0.11])
+        assert link.wait(4) == pytest.approx(0.08)
+        assert link.wait(1) == 0
 
     @pytest.mark.parametrize("size", [1, 3])
     def test_groups_that_are_not_there(self, size):
