@@ -160,7 +160,7 @@ def _share_node(source: DeviceMesh, target: DeviceMesh, per_node: int) -> bool:
 
 
 def blocks_compute(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> bool:
-    """Whether a transfer between two meshes keeps the cores of their devices busy."""
+    """Whether a transfer between two meshes keeps the cores of its senders busy."""
     inside = transfer_mask(source, target, cluster) == INTRA_NODE
     return (cluster.intra_node if inside else cluster.inter_node).shares_compute
 

@@ -16,7 +16,7 @@ makespan later. By induction over blocks and transfers in the engine's order the
 end as in the step in which a block is one task; numbering the tasks block by block, then
 transfers, then ties, keeps that order among equals.
 
-Transfers within a rank, those that keep the cores of their ranks busy (`Link.shares_compute`) and
+Transfers within a rank, those that keep the cores of their sender busy (`Link.shares_compute`) and
 ties of one of several stages of a rank are exclusive on it like a block, between its blocks. Who
 comes first then depends on when each is ready, which a graph without locks cannot say; such ranks
 get edges in the order in which the step served them.

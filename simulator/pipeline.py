@@ -153,8 +153,9 @@ def macro_graph(
         schedule: its actions, one list a rank.
         pairs: (stage, later stage) between which activations travel.
         ties: (owner's stage, user's stage) of every parameter tied across stages.
-        blocking: per pair whether a transfer keeps the cores of both ranks busy (CPU processes);
-            then a last backward sends when all of it has ended, since its sync does so too.
+        blocking: per pair whether a transfer keeps the cores of its sender busy (CPU processes):
+            it then goes before the sender's next action, as in the order of a rank's program. What
+            leaves a last backward early does not.
         longer: the actions that are ``LAST_…`` blocks; those that end in an update if left out.
         num_stages: of the model, where `schedule` counts a stage's second home as one more (see
             `chimera.unfolded`).
@@ -162,7 +163,7 @@ def macro_graph(
         blocking_copies: per stage whether its sums keep the cores of all their ranks busy.
     """
     draft = _Draft(schedule, schedule.updates if longer is None else longer)
-    if longer is None and schedule.update_every is None and not any(blocking):
+    if longer is None and schedule.update_every is None:
         draft.leave_early({later for _, later in pairs})
     for p, pair in enumerate(pairs):
         draft.transfers(p, pair, bool(blocking) and blocking[p])
@@ -311,14 +312,25 @@ class _Draft:
         self.microbatch.append(self.microbatch[0][ends[0]])
         self.rank.append(sender)
         self.edges += [np.stack([ends[0], tasks], axis=1), np.stack([tasks, ends[1]], axis=1)]
-        for ours, theirs in zip(sender.tolist(), receiver.tolist(), strict=True):
-            self.sets.append(self._held(ours, theirs, blocking))
+        busy = np.zeros(count, dtype=np.bool_)
+        if blocking:
+            # What leaves early goes on beside the rest of its block.
+            busy = (sender != receiver) & ~np.isin(ends[0], list(self.rests))
+            self.edges.append(self._before_next(ends[0][busy], tasks[busy]))
+        for ours, theirs, held in np.stack([sender, receiver, busy], axis=1).tolist():
+            self.sets.append(self._held(ours, theirs, bool(held)))
+
+    def _before_next(self, senders: IntArray, transfers: IntArray) -> IntArray:
+        """Each transfer before what its rank does next behind the block that sends it."""
+        rank = np.append(self.rank[0], -1)
+        goes_on = rank[senders + 1] == rank[senders]
+        return np.stack([transfers[goes_on], senders[goes_on] + 1], axis=1)
 
     def _held(self, source: int, target: int, blocking: bool) -> tuple[int, ...]:
         if source == target:
             return (source,)
         link = self.links.setdefault((source, target), len(self.links))
-        held = (source, target) if blocking else ()
+        held = (source,) if blocking else ()
         return (*held, self.schedule.num_ranks + link)
 
     def joint(self, kind: int, item: int, after: Sequence[Action]) -> None:

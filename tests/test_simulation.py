@@ -16,9 +16,10 @@ from stratagem.search.strategies import (
     tensor_dims,
     tensor_parallel,
 )
-from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cluster import Cluster, GroupFigures, Link
 from stratagem.simulator.costs import Direction, RooflineCosts
 from stratagem.simulator.describe import describe
+from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph, factors
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -35,6 +36,7 @@ from stratagem.simulator.placement import Pin, Replicate, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.plan_model import block_times, macro_durations, plan_model
 from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
 
@@ -156,8 +158,6 @@ def test_pipeline_of_equal_stages_has_the_papers_bubble(schedule: str) -> None:
     forward, backward = 1000, 2000
     durations = np.zeros((NUM_KINDS, model.macro.num_items), dtype=np.int64)
     durations[0], durations[1], durations[2] = forward, backward, backward
-    from stratagem.simulator.engine import simulate
-
     makespan = simulate(model.macro.with_durations(durations)).makespan
     ideal = parts * (forward + backward)
     assert makespan - ideal == (stages - 1) * (forward + backward)
@@ -184,6 +184,67 @@ def test_stages_of_one_rank_take_turns() -> None:
     assert "4 stages that take turns on 2 sets of" in " ".join(describe(simulation, graph).split())
     apart = simulate_plan(pipeline(graph, 4, 8, "1f1b"), graph, COSTS)
     assert apart.step_time < simulation.step_time < 2.2 * apart.step_time
+
+
+def busy(wait: float = 0.0) -> Cluster:
+    """Transfers keep cores busy, and members of groups of two wait for each other."""
+    cluster = Cluster.preset("local-cpu", devices_per_node=2)
+    figures = (GroupFigures(2, 1.0, 1000.0, wait=wait),)
+    link = Link("loopback", 1.0, 1000.0, shares_compute=True, by_group_size=figures)
+    return replace(cluster, intra_node=link, inter_node=link)
+
+
+def test_a_transfer_that_keeps_cores_busy_goes_before_what_its_sender_does_next() -> None:
+    """As in the program of a rank, which sends when a block has ended; who receives goes on.
+
+    Once both ranks had to be idle, so activations left behind the next block, and a pipeline of
+    two processes was predicted a third too slow.
+    """
+    graph = small_gpt(num_layers=4, batch=32)
+    plan = replace(pipeline(graph, 2, 4, "1f1b"), cluster=busy())
+    model = plan_model(plan, graph, COSTS)
+    macro, times = model.macro, simulate(model.macro.with_durations(macro_durations(model)))
+    sends = np.flatnonzero((macro.kind == SEND) | (macro.kind == SEND_BACK))
+    assert sends.size == 8
+    early = set(macro.rests)
+    for send in sends.tolist():
+        (block,) = (task for task in macro.blocks if send in successors(macro.graph, task))
+        if block in early:  # A last backward: its update goes on meanwhile.
+            assert times.start[send] >= times.end[block]
+            continue
+        assert times.start[send] == times.end[block]
+        behind = [t for t in macro.blocks if macro.rank[t] == macro.rank[block] and t > block]
+        assert all(times.start[task] >= times.end[send] for task in behind)
+    first, second = (
+        [(times.start[t], times.end[t]) for t in macro.blocks if macro.rank[t] == rank]
+        for rank in (0, 1)
+    )
+    whole = [(times.start[t], times.end[t]) for t in sends.tolist()]
+    assert any(a < d and c < b for a, b in whole for c, d in (*first, *second)), "beside blocks"
+
+
+def successors(graph: TaskGraph, task: int) -> list[int]:
+    lo, hi = graph.successor_offsets[task : task + 2]
+    found: list[int] = graph.successors[lo:hi].tolist()
+    return found
+
+
+def test_devices_of_a_mesh_wait_for_the_slowest() -> None:
+    """Computing of a mesh takes longer by the share that its links say, that of one device not."""
+    graph = mlp([64] * 3, batch=32)
+    for devices, factor in ((2, 1.25), (1, 1.0)):
+        choices = data_parallel(graph, (devices,))
+        tables = [
+            plan_model(one_stage(graph, mesh(devices), choices, cluster=cluster), graph, COSTS)
+            .stages[0]
+            .table
+            for cluster in (busy(), busy(wait=0.25))
+        ]
+        for plain, waiting in zip(*(table.rows for table in tables), strict=True):
+            for row in ("forward", "backward"):
+                expected = getattr(plain, row).ns * factor
+                assert getattr(waiting, row).ns == pytest.approx(expected, abs=1)
+            assert np.array_equal(plain.update.ns, waiting.update.ns)
 
 
 def test_a_plans_own_orders_are_played() -> None:
