@@ -1,13 +1,16 @@
-"""How far is the predicted step time from the measured one, on the CPUs of this machine?
+"""How far is the predicted step time from the measured one, on this machine?
 
     python -m benchmarks.local_fidelity
+    python -m benchmarks.local_fidelity --one-device dgx-h200
 
-Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo.
+Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo;
+or, on one device of a bundled cluster, eight plans that differ in microbatches and recompute:
+larger models on the GPU of this machine, the small ones on one of its cores (``local-cpu``).
 Operators, updates, the executor's dispatch and the link are measured here; nothing that is
-measured of a plan's step goes into its prediction. All plans are alive in the same two processes
-and take turns, among themselves and with the timing of operators and of collectives, so that
+measured of a plan's step goes into its prediction. All plans are alive in the same processes and
+take turns, among themselves and with the timing of operators and of collectives, so that
 whatever else the machine does meets all of them alike: the speed of a shared machine drifts by
-more than the errors in question. Of every operator the median of its turns counts. Prints one JSON
+more than the errors in question. Of every operator the mean of its turns counts. Prints one JSON
 object a plan: predicted and measured milliseconds (the median of the turns' medians), error in
 percent, the quartiles of the measured steps, what a device spends on each kind of task (predicted
 and measured), and the load of the machine while it ran. The last line is the summary: the median
@@ -22,9 +25,9 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -32,7 +35,9 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from stratagem.comparison import compare
+from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.gloo import GlooCommunicator
+from stratagem.executor.backends.local import run_local
 from stratagem.executor.batches import Batches
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
@@ -44,9 +49,8 @@ from stratagem.profiler import (
     CollectiveTiming,
     Effort,
     MeasuredCosts,
-    Measurement,
     TimingCache,
-    TimingKey,
+    TimingEntry,
     describe_environment,
     fit_link,
     plan_operators,
@@ -57,7 +61,7 @@ from stratagem.profiler import (
 )
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
-from stratagem.simulator.cluster import Cluster, Link
+from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.files import decode, encode
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
@@ -69,13 +73,23 @@ from stratagem.simulator.timeline import Timeline
 from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.training import Training
 
-MODELS: dict[str, Callable[[], OperatorGraph]] = {
+Models = Mapping[str, Callable[[], OperatorGraph]]
+
+MODELS: Models = {
     "gpt": lambda: gpt(
         num_layers=4, hidden=256, num_heads=8, vocabulary=4096, sequence=128, batch=8
     ),
     "mlp": lambda: mlp([1024, 2048, 2048, 1024], batch=512),
     "resnet18": lambda: resnet(18, batch=16, image=64, classes=100),
 }
+LARGE_MODELS: Models = {
+    "gpt": lambda: gpt(
+        num_layers=12, hidden=1024, num_heads=16, vocabulary=32768, sequence=1024, batch=8
+    ),
+    "mlp": lambda: mlp([4096, 16384, 16384, 4096], batch=4096),
+    "resnet50": lambda: resnet(50, batch=64, image=224, classes=1000),
+}
+"""For a GPU."""
 PLANS = (
     ("gpt", "data parallel"),
     ("gpt", "ZeRO-3"),
@@ -86,22 +100,23 @@ PLANS = (
     ("resnet18", "data parallel"),
     ("resnet18", "1F1B pipeline"),
 )
-NUM_PROCESSES = 2
+WHOLE, PARTS, AGAIN, PARTS_AGAIN = "whole", "microbatches", "recompute", "microbatches, recompute"
+"""Plans of one device."""
 MICROBATCHES = 4
-"""Of a pipeline."""
+"""Of a pipeline, and of plans of one device that have any."""
 TURNS, STEPS = 15, 4
-"""Every plan gets so many turns of so many steps, of which the first warms up."""
+"""Every plan gets so many turns of so many steps, of which the first warms up; the operators have
+one before each.
+"""
 TURNS_A_LINK, LINK_REPEATS = 3, 4
 """After so many turns the collectives have one, with so many repeats a round."""
-TURNS_A_PROFILE = 2
-"""After so many turns the operators have one."""
 EFFORT = Effort(seconds=0.0, max_drift=math.inf)
 """The fewest repeats in a turn: a machine's speed changes within seconds, so many short turns say
 more than a long one. What the machine is slowed by slows the plans too, so it stays.
 """
 PATIENCE = 1200.0
 """Seconds that the other rank may have to wait while operators are timed."""
-CLASSES = {"gpt": 4096, "mlp": 1024, "resnet18": 100}
+CLASSES = {"gpt": 4096, "mlp": 1024, "resnet18": 100, "resnet50": 1000}
 """Ids and labels of a model are below this."""
 
 
@@ -125,36 +140,80 @@ class Measured:
         return low, high
 
 
-@cache
-def graph_of(model: str) -> OperatorGraph:
-    """The operator graph of one of `MODELS`."""
-    return MODELS[model]()
+@dataclass(frozen=True)
+class Setting:
+    """Plans of models, each on all devices of a cluster; `device` is what torch calls them."""
 
+    cluster: Cluster
+    device: str
+    models: Models
+    plans: tuple[tuple[str, str], ...]
 
-def plan_of(model: str, name: str, cluster: Cluster) -> Plan:
-    """One of `PLANS` on a cluster of `NUM_PROCESSES` devices."""
-    graph = graph_of(model)
-    whole = DeviceMesh((MeshAxis("data", NUM_PROCESSES),), tuple(range(NUM_PROCESSES)))
-    if name.endswith("pipeline"):
-        stages, parts = _pipeline(graph, cluster), MICROBATCHES
-    else:
+    @property
+    def load(self) -> int:
+        """How many other devices share the machine's memory."""
+        return self.cluster.num_devices - 1
+
+    def graph(self, model: str) -> OperatorGraph:
+        """The operator graph of one of the models."""
+        return _built(self.models[model])
+
+    def plan(self, model: str, name: str) -> Plan:
+        """One of the plans."""
+        graph, ways = self.graph(model), self.cluster.num_devices
+        pipelined = name.endswith("pipeline")
+        parts = MICROBATCHES if pipelined or name in (PARTS, PARTS_AGAIN) else 1
         names = tuple(operator.name for operator in graph.operators)
-        stages, parts = (Stage(names, whole, _strategy(graph, name)),), 1
-    return Plan(
-        name=f"{model}, {name}",
-        model=graph.name,
-        fingerprint=graph.fingerprint,
-        cluster=cluster,
-        training=Training(),
-        stages=stages,
-        num_microbatches=parts,
+        whole = DeviceMesh((MeshAxis("data", ways),), tuple(range(ways)))
+        stages = (
+            _pipeline(graph, self.cluster)
+            if pipelined
+            else (Stage(names, whole, _strategy(graph, name, ways)),)
+        )
+        return Plan(
+            name=f"{model}, {name}",
+            model=graph.name,
+            fingerprint=graph.fingerprint,
+            cluster=self.cluster,
+            training=Training(),
+            stages=stages,
+            num_microbatches=parts,
+        )
+
+    def all_plans(self) -> list[Plan]:
+        """Of every model, in the order of `plans`."""
+        return [self.plan(model, name) for model, name in self.plans]
+
+
+@cache
+def _built(make: Callable[[], OperatorGraph]) -> OperatorGraph:
+    return make()
+
+
+TWO_PROCESSES = Setting(Cluster.preset("local-cpu", devices_per_node=2), "cpu", MODELS, PLANS)
+
+
+def one_device(preset: str) -> Setting:
+    """Plans on one device of a bundled cluster: a core, or the GPU of this machine."""
+    cluster = Cluster.preset(preset, num_nodes=1, devices_per_node=1)
+    is_cpu = cluster.device_type(0).name == "cpu"
+    models = MODELS if is_cpu else LARGE_MODELS
+    first, second, third = models
+    plans = (
+        *((first, name) for name in (WHOLE, PARTS, AGAIN, PARTS_AGAIN)),
+        *((model, name) for model in (second, third) for name in (WHOLE, PARTS)),
     )
+    return Setting(cluster, "cpu" if is_cpu else "cuda", models, plans)
 
 
-def _strategy(graph: OperatorGraph, name: str) -> Choices:
+def _strategy(graph: OperatorGraph, name: str, ways: int) -> Choices:
     if name == "tensor parallel":
-        return tensor_parallel(graph, (NUM_PROCESSES,), 0)
-    return data_parallel(graph, (NUM_PROCESSES,), zero=3 if name == "ZeRO-3" else 0)
+        return tensor_parallel(graph, (ways,), 0)
+    choices = data_parallel(graph, (ways,), zero=3 if name == "ZeRO-3" else 0)
+    if name not in (AGAIN, PARTS_AGAIN):
+        return choices
+    again = {op.name for op in graph.operators if op.kind != "source"}
+    return {n: replace(c, recompute=n in again) for n, c in choices.items()}
 
 
 def _pipeline(graph: OperatorGraph, cluster: Cluster) -> tuple[Stage, ...]:
@@ -166,7 +225,7 @@ def _pipeline(graph: OperatorGraph, cluster: Cluster) -> tuple[Stage, ...]:
             DeviceMesh((MeshAxis("data", 1),), (device,)),
             {name: choices[name] for name in names},
         )
-        for device, names in enumerate(balanced_stages(graph, cluster, NUM_PROCESSES))
+        for device, names in enumerate(balanced_stages(graph, cluster, cluster.num_devices))
     )
 
 
@@ -183,26 +242,30 @@ def state_of(graph: OperatorGraph) -> dict[str, Tensor]:
     return state
 
 
-def batch_of(model: str) -> dict[str, Tensor]:
+def batch_of(model: str, graph: OperatorGraph) -> dict[str, Tensor]:
     """Random inputs."""
     generator = torch.Generator().manual_seed(1)
     return {
         given.name: torch.randint(CLASSES[model], given.shape, generator=generator)
         if torch_dtype(given.dtype) is torch.int64
         else torch.randn(given.shape, generator=generator)
-        for given in graph_of(model).inputs
+        for given in graph.inputs
     }
 
 
-def measure(plans: Sequence[Plan], cache_file: Path) -> tuple[list[Measured], Link]:
-    """Run all plans in turns, in as many processes as they have devices, and time their link.
+def measure(setting: Setting, cache_file: Path) -> tuple[list[Measured], Cluster]:
+    """Run all plans in turns, in as many processes as there are devices, and time their link.
 
-    Times of operators come into the cache.
+    Times of operators come into the cache, those of the link into the cluster.
     """
+    cluster = setting.cluster
     with tempfile.TemporaryDirectory() as folder:
-        for number, plan in enumerate(plans):
-            plan.save(Path(folder, f"{number}.json"))
-        run_ranks(["benchmarks.local_fidelity", "--rank", folder], NUM_PROCESSES, timeout=1800)
+        if cluster.num_devices > 1:
+            command = ["benchmarks.local_fidelity", "--rank", folder]
+            run_ranks(command, cluster.num_devices, timeout=1800)
+        else:
+            turns = partial(take_turns, setting=setting, folder=Path(folder))
+            run_local(1, turns, timeout=PATIENCE, device=setting.device)
         text = Path(folder, "measured.json").read_text()
         timings = decode(Path(folder, "timings.json").read_text(), LinkTimings, "link timings")
         keep_typical(sorted(Path(folder).glob("*.sqlite")), cache_file)
@@ -215,10 +278,17 @@ def measure(plans: Sequence[Plan], cache_file: Path) -> tuple[list[Measured], Li
         for each in json.loads(text)
     ]
     typical = [
-        replace(same[0], seconds=statistics.median(timing.seconds for timing in same))
+        replace(
+            same[0],
+            seconds=statistics.fmean(timing.seconds for timing in same),
+            wait=statistics.fmean(timing.wait for timing in same),
+        )
         for same in zip(*timings, strict=True)
     ]
-    return found, fit_link(typical, LOOPBACK, shares_compute=True)
+    if typical:
+        link = fit_link(typical, LOOPBACK, shares_compute=True)
+        cluster = replace(cluster, intra_node=link, inter_node=link)
+    return found, cluster
 
 
 LinkTimings = list[list[CollectiveTiming]]
@@ -226,31 +296,35 @@ LinkTimings = list[list[CollectiveTiming]]
 
 
 def run_rank(folder: Path) -> None:
-    """One process of `measure`; rank 0 writes what was measured."""
-    torch.set_num_threads(1)
-    plans = [Plan.load(folder / f"{number}.json") for number in range(len(PLANS))]
+    """One process of `measure`."""
     with GlooCommunicator(timeout=PATIENCE) as comm:
-        runners = [
-            (Interpreter(prepare(plan, graph_of(model)), comm, state_of(graph_of(model))), model)
-            for (model, _), plan in zip(PLANS, plans, strict=True)
-        ]
-        turns: list[list[Turn]] = [[] for _ in runners]
-        timings: LinkTimings = []
-        for turn in range(TURNS):
-            if turn % TURNS_A_PROFILE == 0:
-                if comm.rank == 0:
-                    profile(plans, folder / f"{turn}.sqlite")
-                comm.barrier()
-            if turn % TURNS_A_LINK == 0:
-                timings.append(time_collectives(comm, repeats=LINK_REPEATS))
-            for (interpreter, model), done in zip(runners, turns, strict=True):
-                batches = Batches(batch_of(model), graph_of(model))
-                result = train(interpreter, batches, RunOptions(steps=STEPS), place=Place())
-                done.append((result.step_times[1:], result.timeline, os.getloadavg()[0]))
+        take_turns(comm, TWO_PROCESSES, folder)
+
+
+def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
+    """One rank of all plans; rank 0 writes what was measured."""
+    torch.set_num_threads(1)
+    plans = setting.all_plans()
+    runners = []
+    for (model, _), plan in zip(setting.plans, plans, strict=True):
+        graph = setting.graph(model)
+        interpreter = Interpreter(prepare(plan, graph), comm, state_of(graph))
+        runners.append((interpreter, Batches(batch_of(model, graph), graph)))
+    turns: list[list[Turn]] = [[] for _ in runners]
+    timings: LinkTimings = []
+    for turn in range(TURNS):
         if comm.rank == 0:
-            written = [_summary(done) for done in turns]
-            (folder / "measured.json").write_text(json.dumps(written))
-            (folder / "timings.json").write_text(encode(timings))
+            profile(setting, plans, folder / f"{turn}.sqlite")
+        comm.barrier()
+        if turn % TURNS_A_LINK == 0 and comm.world_size > 1:
+            timings.append(time_collectives(comm, repeats=LINK_REPEATS))
+        for (interpreter, batches), done in zip(runners, turns, strict=True):
+            result = train(interpreter, batches, RunOptions(steps=STEPS), place=Place())
+            done.append((result.step_times[1:], result.timeline, os.getloadavg()[0]))
+    if comm.rank == 0:
+        written = [_summary(done) for done in turns]
+        (folder / "measured.json").write_text(json.dumps(written))
+        (folder / "timings.json").write_text(encode(timings))
 
 
 Turn = tuple[tuple[float, ...], Timeline, float]
@@ -287,65 +361,71 @@ def figures(latency_us: float, bandwidth_gb_s: float) -> dict[str, float]:
     return {"latency_us": round(latency_us, 1), "bandwidth_gb_s": round(bandwidth_gb_s, 3)}
 
 
-def profile(plans: Sequence[Plan], cache_file: Path) -> None:
+def profile(setting: Setting, plans: Sequence[Plan], cache_file: Path) -> None:
     """Time all that the plans run; the other processes' cores run the same meanwhile."""
-    load = NUM_PROCESSES - 1
+    load, device = setting.load, setting.device
     with TimingCache(cache_file) as timings:
         operators = [
             each
-            for (model, _), plan in zip(PLANS, plans, strict=True)
-            for each in plan_operators(graph_of(model), plan)
+            for (model, _), plan in zip(setting.plans, plans, strict=True)
+            for each in plan_operators(setting.graph(model), plan)
         ]
-        profile_operators(operators, Training(), timings, load=load, effort=EFFORT)
-        profile_updates(Training(), timings, executor_update, load=load, effort=EFFORT)
-        profile_dispatch(timings, executor_dispatch, load=load)
+        profile_operators(operators, Training(), timings, device=device, load=load, effort=EFFORT)
+        profile_updates(
+            Training(), timings, executor_update, device=device, load=load, effort=EFFORT
+        )
+        if device == "cpu":
+            profile_dispatch(timings, executor_dispatch, load=load)
 
 
 def keep_typical(sources: Sequence[Path], target: Path) -> None:
-    """Per key the median of what the caches have."""
-    found: dict[TimingKey, list[Measurement]] = {}
+    """Per key the mean of what the caches have: what a step takes is the sum of its operators."""
+    found: dict[str, list[TimingEntry]] = {}
     for source in sources:
         with TimingCache(source) as timings:
             for entry in timings.entries():
-                found.setdefault(entry.key, []).append(entry.measurement)
+                found.setdefault(entry.key.digest, []).append(entry)
     with TimingCache(target) as kept:
-        for key, measured in found.items():
-            middle = statistics.median(each.median_s for each in measured)
-            kept.put(key, replace(measured[0], median_s=middle))
+        for same in found.values():
+            mean = statistics.fmean(entry.measurement.median_s for entry in same)
+            kept.put(same[0].key, replace(same[0].measurement, median_s=mean))
 
 
 def main() -> None:
     """Print one line a plan, and the summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--one-device", metavar="CLUSTER", help="plans on one device of a bundled cluster"
+    )
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         run_rank(arguments.rank)
         return
-    cluster = Cluster.preset("local-cpu", devices_per_node=NUM_PROCESSES)
-    plans = [plan_of(model, name, cluster) for model, name in PLANS]
+    setting = one_device(arguments.one_device) if arguments.one_device else TWO_PROCESSES
+    kind = setting.cluster.device_type(0).name
     with tempfile.TemporaryDirectory() as folder:
         cache_file = Path(folder, "timings.sqlite")
-        measured, link = measure(plans, cache_file)
+        measured, cluster = measure(setting, cache_file)
         with TimingCache(cache_file) as timings:
-            here = describe_environment(load=NUM_PROCESSES - 1)
-            costs = MeasuredCosts(timings, {"cpu": here}, default_costs())
-    plans = [
-        replace(plan, cluster=replace(cluster, intra_node=link, inter_node=link)) for plan in plans
-    ]
+            here = describe_environment(setting.device, load=setting.load)
+            costs = MeasuredCosts(timings, {kind: here}, default_costs())
+    plans = [replace(plan, cluster=cluster) for plan in setting.all_plans()]
     lines = [
-        line(plan, simulate_plan(plan, graph_of(model), costs), found)
-        for (model, _), plan, found in zip(PLANS, plans, measured, strict=True)
+        line(plan, simulate_plan(plan, setting.graph(model), costs), found)
+        for (model, _), plan, found in zip(setting.plans, plans, measured, strict=True)
     ]
     for each in lines:
         print(json.dumps(each), flush=True)
     ranks = spearmanr([x["predicted_ms"] for x in lines], [x["measured_ms"] for x in lines])
+    link = cluster.intra_node
     summary = {
         "plans": len(lines),
         "median_error": round(statistics.median(abs(float(str(x["error"]))) for x in lines), 1),
         "spearman": round(float(ranks.statistic), 3),
         "message": figures(link.latency_us, link.bandwidth_gb_s),
         "collectives": [figures(g.latency_us, g.bandwidth_gb_s) for g in link.by_group_size],
+        "wait": round(link.wait(cluster.num_devices), 3),
         "load": [round(x, 2) for x in os.getloadavg()],
     }
     print(json.dumps(summary), flush=True)

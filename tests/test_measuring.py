@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks.local_fidelity import keep_typical, one_device
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.run import prepare
@@ -28,10 +29,12 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import mlp, resnet
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.plan import Choice
+from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
 CLUSTER = Cluster.preset("local-cpu")
 DEVICE = CLUSTER.device_type(0)
+COSTS = RooflineCosts()
 FAULTS = """
 import resource, sys, threading, torch
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
@@ -173,3 +176,29 @@ def test_a_first_layer_makes_no_gradient_of_its_input(graph, first: str, share: 
         operator, operator.sizes, Direction.BACKWARD, Training(), DEVICE
     )
     assert row.backward.ns[0] == pytest.approx(share * whole.seconds * 1e9, rel=1e-4)
+
+
+def test_turns_of_an_operator_are_averaged(tmp_path):
+    """Keys are objects of their own: times of one operator were once kept as if of several."""
+    operator = next(op for op in mlp([8, 8], batch=4).operators if op.kind == "linear")
+    sources = [tmp_path / f"{turn}.sqlite" for turn in range(3)]
+    for source, seconds in zip(sources, (1.0, 4.0, 1.0), strict=True):
+        with TimingCache(source) as timings:
+            key = TimingKey(describe_environment(), operator, "float32", Direction.FORWARD)
+            timings.put(key, Measurement(seconds, 0.1, 5))
+    keep_typical(sources, tmp_path / "kept.sqlite")
+    with TimingCache(tmp_path / "kept.sqlite") as kept:
+        (entry,) = kept.entries()
+    assert entry.measurement.median_s == 2.0
+
+
+@pytest.mark.parametrize(("preset", "device"), [("local-cpu", "cpu"), ("dgx-h200", "cuda")])
+def test_plans_of_one_device_can_be_run_and_priced(preset, device):
+    setting = one_device(preset)
+    assert (setting.device, setting.load, len(setting.plans)) == (device, 0, 8)
+    seconds = {}
+    for plan, (model, name) in zip(setting.all_plans(), setting.plans, strict=True):
+        assert prepare(plan, setting.graph(model)).world_size == 1
+        seconds[model, name] = simulate_plan(plan, setting.graph(model), COSTS).step_time
+    assert seconds["gpt", "recompute"] > seconds["gpt", "whole"]
+    assert seconds["gpt", "microbatches, recompute"] > seconds["gpt", "microbatches"]

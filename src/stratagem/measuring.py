@@ -46,7 +46,7 @@ def executor_update(
     """An update of one flat parameter as the executor makes it, for `profiler.profile_updates`."""
     parameter = torch.randn(num_parameters, device=device).to(getattr(torch, training.precision))
     gradient = torch.randn_like(parameter)
-    update = make_optimizer(training)
+    update = make_optimizer(training, device)
     return lambda: update("parameter", parameter, gradient)
 
 
