@@ -78,6 +78,7 @@ class Ascent:
         self.costs, self.theta = flat.costs.copy(), flat.costs.copy()
         self.choice = np.zeros(len(flat.nodes), np.int64)
         self.bound = -np.inf
+        self.pass_seconds = 0.0
         over_least = [
             problem.costs[node].mean() - problem.costs[node].min() for node in flat.nodes
         ]
@@ -100,7 +101,8 @@ class Ascent:
         best = self.messages.copy(), self.prices.copy()
         slope = self._slope()
         for step in range(WIDE_STEPS):
-            if self._is_over(target, deadline) or not self._move(slope, _fade(step), target):
+            until = deadline - (THOROUGH.first + THOROUGH.last) * self.pass_seconds
+            if self._is_over(target, until) or not self._move(slope, _fade(step), target):
                 break
             bound = self._passes(PASSES)
             if bound > self.bound:
@@ -125,7 +127,8 @@ class Ascent:
         share, slope = FIRST_SHARE, self._slope()
         best = self.messages.copy(), self.prices.copy()
         for _ in range(effort.steps):
-            if share < effort.smallest_share or self._is_over(target, deadline):
+            until = deadline - effort.last * self.pass_seconds
+            if share < effort.smallest_share or self._is_over(target, until):
                 break
             self.prices = best[1].copy()
             if not self._move(slope, share, target):
@@ -186,8 +189,10 @@ class Ascent:
         return self.flat.full(self.choice)
 
     def _passes(self, count: int) -> float:
+        begun = time.perf_counter()
         self._price()
         ascend(count, self.flat.starts, self.costs, *self.flat.graph, self.messages, self.theta)
+        self.pass_seconds = (time.perf_counter() - begun) / count
         return self._bound()
 
     def _price(self) -> None:

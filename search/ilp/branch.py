@@ -115,14 +115,14 @@ def tighten(part: Part, incumbent: Incumbent) -> bool:
         incumbent.consider(problem, relaxed.choice)
         if part.bound > incumbent.cutoff:
             return False
+        if incumbent.seconds_left <= 0:
+            return True
         try:
             dropped, left = relaxed.dual.fix(incumbent.cutoff)
         except ContradictionError:
             return False
         for node, kept in left.items():
             relaxed.keep(node, kept)
-        if incumbent.seconds_left <= 0:
-            return True
         if dropped < WORTHWHILE * size:
             if exact or size > MAX_PROGRAM:
                 return True

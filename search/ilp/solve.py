@@ -107,10 +107,11 @@ def solve(
         return Solution(Status.INFEASIBLE, None, np.inf, np.inf, 0, 0, (), phases)
     phases["reduce"] = time.perf_counter() - started
     core, nodes = compact(problem)
+    compacting = time.perf_counter() - started - phases["reduce"]
     incumbent = Incumbent(
         core,
         tolerance,
-        deadline=np.inf if seconds is None else started + seconds,
+        deadline=np.inf if seconds is None else started + seconds - ENDING * compacting,
         integral=whole_costs(instance),
         started=started,
     )
@@ -145,6 +146,10 @@ def whole_costs(instance: Instance) -> bool:
     return all(bool((costs == np.rint(costs)).all()) for costs in every)
 
 
+ENDING = 8
+"""What comes after the deadline (a last choice is relaxed, expanded and checked) takes so many
+times as long as to compact the problem.
+"""
 MARGIN = 1e-6
 """What a bound may be off by, and its square as a share of it, before it is rounded up."""
 PATIENCE = 40
