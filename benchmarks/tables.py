@@ -80,6 +80,19 @@ SECTIONS = {
             "equal": "equal",
         },
     ),
+    "indices": Section(
+        "Indices that count from the front",
+        "How many times as fast kernels are that do not look whether an index is below 0: the "
+        "proposals that a chain decides, of single operators and of classes, and plans scored in "
+        "full. What delta re-simulation saves is less since, because a full simulation gained "
+        "more.",
+        {
+            "case": "model",
+            "one_core": "single moves",
+            "class_moves": "class moves",
+            "full": "in full",
+        },
+    ),
     "folding": Section(
         "Devices played as one",
         "The last backward block of a 24-layer GPT, tensor-parallel in the node and data-parallel "

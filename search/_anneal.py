@@ -25,7 +25,6 @@ from stratagem.search._kernels import (
     Ints,
     excess_of,
     fill_crossings,
-    hash_of_sources,
 )
 from stratagem.search._memory_tree import Tensors, begin_memory, change_memory, restore_memory
 from stratagem.search._moves import Moves, propose_move
@@ -52,7 +51,7 @@ from stratagem.search._plays import (
 from stratagem.search._random import Words, random_float
 from stratagem.simulator import _delta_index, _delta_kernels
 from stratagem.simulator import _kernels as engine
-from stratagem.simulator._delta_index import uncounted
+from stratagem.simulator._compiling import hash_of_sources, uncounted
 
 NOTED, PLAYED, SAME, PROPOSAL, NUM_ITEMS = range(5)
 """Entries of `Arrays.numbers`: tensors that the proposal resized; its step in ns; whether its

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from stratagem.simulator._compiling import kernel
 
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
@@ -19,7 +20,7 @@ ONE = np.uint64(1)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def enumerate_sets(
     predecessors: Words, limit: int
 ) -> tuple[int, Words, Indices, Indices, Indices]:
@@ -112,7 +113,7 @@ def enumerate_sets(
     return count, sets[:count], starts[: count + 1], targets[:links], nodes[:links]
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def pairs_above(
     first: int,
     last: int,
@@ -170,7 +171,7 @@ def pairs_above(
     return current, offsets[: current - first + 1], count
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def relax_stages(
     first: int,
     offsets: Indices,

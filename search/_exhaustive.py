@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from stratagem.search import _kernels, _pipeline
-from stratagem.search._kernels import REPLAY, excess_of, hash_of_sources, score
+from stratagem.search._kernels import REPLAY, excess_of, score
 from stratagem.simulator import _kernels as engine
+from stratagem.simulator._compiling import hash_of_sources, kernel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-@numba.njit()
+@kernel()
 def count_up(choice: Ints, num_choices: Ints, free: Ints, touches: Ints, dirty: Ints) -> bool:
     """Go on to the next plan, the last operator fastest; False after the last one.
 
@@ -39,7 +39,7 @@ def count_up(choice: Ints, num_choices: Ints, free: Ints, touches: Ints, dirty: 
 def _make_try_plans(fingerprint: int):  # type: ignore[no-untyped-def]
     """The kernel that Python calls, cached under `fingerprint`."""
 
-    @numba.njit(cache=True, nogil=True)
+    @kernel(cache=True, nogil=True)
     def try_plans(
         num_plans: int,
         choice: Ints,

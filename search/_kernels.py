@@ -10,18 +10,15 @@ of all sources that they build on.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from pathlib import Path
-from types import ModuleType
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from stratagem.search import _pipeline
 from stratagem.search._pipeline import play_in_queue
 from stratagem.simulator import _kernels as engine
+from stratagem.simulator._compiling import hash_of_sources, kernel
 from stratagem.simulator._kernels import simulate_tasks
 
 Ints = npt.NDArray[np.int64]
@@ -35,13 +32,7 @@ OVER_MEMORY = 4.0
 """Weight of the relative excess over the memory in the score of a plan that does not fit."""
 
 
-def hash_of_sources(*modules: ModuleType) -> int:
-    """A number that changes with the source of any of the modules."""
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
-    return int.from_bytes(hashlib.sha256(sources).digest()[:6])
-
-
-@numba.njit()
+@kernel()
 def play_block(
     block: int,
     use_inner: int,
@@ -98,7 +89,7 @@ def play_block(
     )
 
 
-@numba.njit()
+@kernel()
 def measure_stage(
     stage: int,
     choice: Ints,
@@ -141,7 +132,7 @@ def measure_stage(
             profile[3 + which] = max(profile[3 + which], alive)
 
 
-@numba.njit()
+@kernel()
 def rank_peak(
     rank: int,
     profiles: Ints,
@@ -165,7 +156,7 @@ def rank_peak(
     return state + peak
 
 
-@numba.njit()
+@kernel()
 def excess_of(
     profiles: Ints,
     capacities: Ints,
@@ -185,7 +176,7 @@ def excess_of(
     return excess
 
 
-@numba.njit()
+@kernel()
 def fill_crossings(
     table: Ints, num_items: int, choice: Ints, pool_ns: Ints, crossings: Ints, arrivals: Ints
 ) -> None:
@@ -205,7 +196,7 @@ def fill_crossings(
             ]
 
 
-@numba.njit()
+@kernel()
 def score(
     dirty: Ints,
     choice: Ints,
@@ -245,7 +236,7 @@ def score(
 def _make_score_plan(fingerprint: int):  # type: ignore[no-untyped-def]
     """`score` as an entry from Python, cached under `fingerprint`."""
 
-    @numba.njit(cache=True, nogil=True)
+    @kernel(cache=True, nogil=True)
     def score_plan(*arguments):  # type: ignore[no-untyped-def]
         _ = fingerprint
         return score(*arguments)

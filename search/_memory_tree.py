@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.simulator._delta_index import uncounted
+from stratagem.simulator._compiling import uncounted
 
 Ints = npt.NDArray[np.int64]
 

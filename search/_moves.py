@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.search._random import Words, random_below, random_float
-from stratagem.simulator._delta_index import uncounted
+from stratagem.simulator._compiling import uncounted
 
 Ints = npt.NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.simulator._delta_index import uncounted
+from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._kernels import simulate_tasks
 
 Ints = npt.NDArray[np.int64]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._delta_index import (
     CHANGED,
     CHANGES,
@@ -27,7 +28,6 @@ from stratagem.simulator._delta_index import (
     SET,
     DeltaState,
     record_play,
-    uncounted,
 )
 from stratagem.simulator._delta_kernels import accept, note_changes, play_in_full, propose, reject
 

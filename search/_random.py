@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.simulator._delta_index import uncounted
+from stratagem.simulator._compiling import uncounted
 
 Words = npt.NDArray[np.uint64]
 

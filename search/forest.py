@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-import numba
 import numpy as np
 
+from stratagem.simulator._compiling import kernel
 from stratagem.simulator.resharding import FloatArray, IntArray
 
 Pair = tuple[int, int]
@@ -87,7 +87,7 @@ def minimise_forest(
     )
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def _minimise(
     order: IntArray,
     parent: IntArray,

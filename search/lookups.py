@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
-import numba
 import numpy as np
 
 from stratagem.search.problem import Problem
+from stratagem.simulator._compiling import kernel
 from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.resharding import FloatArray, IntArray
 from stratagem.simulator.rows import BoolArray
@@ -150,7 +150,7 @@ def crossing_lookups(problem: Problem) -> Lookups:
     return Lookups(problem.blocks[0], rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def longest_path(offsets: IntArray, successors: IntArray, durations: FloatArray) -> IntArray:
     """Tasks of a path of greatest length in a graph without cycles.
 
@@ -308,7 +308,7 @@ def _alike(
     )
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def _add(
     total: FloatArray,
     pool: IntArray,

@@ -6,20 +6,12 @@ which alone are cached: a cached kernel does not see that one in another file ha
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._kernels import Ints, pop_task, push_task, slowed_by
-
-uncounted = partial(njit, _nrt=False)
-"""`njit` without reference counts of arrays: for kernels that are given all of their memory.
-
-A replay reads a few numbers of many arrays. Where numba fails to see that counting is of no use,
-which a line more can bring about, it counts at every task, and takes two to four times as long.
-"""
 
 CHUNK_BITS = 5
 """Positions of the played order are kept in chunks of 32; so many bits fit a word of `held`."""

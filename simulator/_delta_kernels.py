@@ -6,11 +6,11 @@ end; they are compiled anew whenever the source of this file or of one that it b
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
+import sys
 from typing import Any
 
 from stratagem.simulator import _delta_index, _kernels
+from stratagem.simulator._compiling import hash_of_sources, uncounted
 from stratagem.simulator._delta_index import (
     BEGIN,
     CALLS,
@@ -74,7 +74,6 @@ from stratagem.simulator._delta_index import (
     refresh_chunk,
     rewrite_window,
     shift_from,
-    uncounted,
 )
 from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks, slowed_by
 
@@ -534,12 +533,6 @@ def fill_slowed(state: DeltaState, num_windows: int, ready: Ints, start: Ints, e
         start[taken] = time
 
 
-_SOURCES = (__file__, _delta_index.__file__, _kernels.__file__)
-_fingerprint = int.from_bytes(
-    hashlib.sha256(b"".join(Path(name).read_bytes() for name in _SOURCES)).digest()[:6]
-)
-
-
 def _entries(fingerprint: int) -> tuple[Any, ...]:
     """The kernels that other code calls; `fingerprint` is part of the keys of numba's cache."""
 
@@ -581,4 +574,6 @@ def _entries(fingerprint: int) -> tuple[Any, ...]:
     return play_changes, propose_changes, accept_changes, reject_changes, fill_times
 
 
-play_changes, propose_changes, accept_changes, reject_changes, fill_times = _entries(_fingerprint)
+play_changes, propose_changes, accept_changes, reject_changes, fill_times = _entries(
+    hash_of_sources(sys.modules[__name__], _delta_index, _kernels)
+)

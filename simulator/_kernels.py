@@ -11,13 +11,14 @@ to 1.9 times as fast again, but would limit a timeline of a million tasks to 2.4
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from stratagem.simulator._compiling import kernel
 
 Ints = NDArray[np.int64]
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def push_task(heap_ready: Ints, heap_task: Ints, hole: int, ready: int, task: int) -> None:
     """Put a task at the leaf ``hole`` and let it rise to its place."""
     while hole > 0:
@@ -32,7 +33,7 @@ def push_task(heap_ready: Ints, heap_task: Ints, hole: int, ready: int, task: in
     heap_task[hole] = task
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def pop_task(heap_ready: Ints, heap_task: Ints, size: int) -> None:
     """Remove the root of a heap of ``size`` entries, which leaves ``size - 1``."""
     last = size - 1
@@ -53,7 +54,7 @@ def pop_task(heap_ready: Ints, heap_task: Ints, size: int) -> None:
     push_task(heap_ready, heap_task, hole, heap_ready[last], heap_task[last])
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def slowed_by(duration: int, wait: int, slowdown: int) -> int:
     """Return how many ns a task loses beside a rival that is busy for ``wait`` ns from its start.
 
@@ -68,7 +69,7 @@ def slowed_by(duration: int, wait: int, slowdown: int) -> int:
     return min(throughout, meanwhile)
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def lost_beside(contention: Ints, free: Ints, held: int, time: int, duration: int) -> int:
     """Return how many ns a task that starts at ``time`` loses beside rivals of its resources."""
     busy = time
@@ -77,7 +78,7 @@ def lost_beside(contention: Ints, free: Ints, held: int, time: int, duration: in
     return slowed_by(duration, busy - time, contention[0])
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def simulate_tasks(
     successor_offsets: Ints,
     successors: Ints,
@@ -166,7 +167,7 @@ def simulate_tasks(
     return makespan if num_ended == num_tasks else -1
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def find_cycle_task(successor_offsets: Ints, successors: Ints, num_predecessors: Ints) -> int:
     """Return a task on a cycle, or -1 if there is no cycle.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from stratagem.simulator._compiling import kernel
 
-@numba.njit(cache=True)
+
+@kernel(cache=True)
 def shortest_paths(
     weights: npt.NDArray[np.float64],
     seconds: npt.NDArray[np.float64],

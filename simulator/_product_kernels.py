@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from stratagem.simulator._compiling import kernel
 
 Floats = NDArray[np.float64]
 
@@ -22,7 +23,7 @@ DEPTH_STEP = 32
 """A tile's loop advances along the reduction by so much."""
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def product_seconds(
     rows: float,
     columns: float,

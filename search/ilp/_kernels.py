@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from stratagem.simulator._compiling import kernel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -16,7 +17,7 @@ NEIGHBOURS = 4
 """Rows kept on either side that a row is compared with."""
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def implied_rows(
     limits: Ints,
     excess: Ints,
@@ -37,7 +38,7 @@ def implied_rows(
         for row in range(first[node], first[node] + width[node]):
             counts[row + 1] += 1
     offsets = np.cumsum(counts)
-    nodes = np.empty(offsets[-1], np.int64)
+    nodes = np.empty(offsets[offsets.size - 1], np.int64)
     fill = offsets[:-1].copy()
     for node in range(len(first)):
         for row in range(first[node], first[node] + width[node]):
@@ -71,7 +72,7 @@ def implied_rows(
     return ~kept
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def worst_differences(table: Floats) -> Floats:
     """`d[k, m]`: how much more strategy m than k may cost on an edge, over all of the neighbour's.
 
@@ -91,7 +92,7 @@ def worst_differences(table: Floats) -> Floats:
     return worst
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def dominated(worst: Floats, nbytes: Ints) -> Bools:
     """Strategies that another one replaces at no more cost and with no more bytes in any row.
 
@@ -114,7 +115,7 @@ def dominated(worst: Floats, nbytes: Ints) -> Bools:
     return found
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def min_plus(costs: Floats, one: Floats, other: Floats) -> tuple[Floats, Ints]:
     """min over k of costs[k] + one[k, a] + other[k, b], and which k it is (the first)."""
     best = np.full((one.shape[1], other.shape[1]), np.inf)
@@ -130,7 +131,7 @@ def min_plus(costs: Floats, one: Floats, other: Floats) -> tuple[Floats, Ints]:
     return best, choice
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def ascend(
     passes: int,
     starts: Ints,
@@ -184,7 +185,7 @@ def ascend(
                 theta[lo:hi] *= 1.0 - share * after
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def dual_bound(
     starts: Ints,
     costs: Floats,
@@ -221,7 +222,7 @@ def dual_bound(
     return total
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def priced_costs(
     starts: Ints,
     costs: Floats,
@@ -243,7 +244,7 @@ def priced_costs(
             priced[starts[node] + k] = total
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def bytes_held(
     choice: Ints,
     first: Ints,
@@ -261,7 +262,7 @@ def bytes_held(
             used[first[node] + row] += nbytes[line + row]
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def consistent_choice(
     starts: Ints,
     theta: Floats,

@@ -3,9 +3,10 @@ numba's cache does not see changes of a kernel in another file."""
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from stratagem.simulator._compiling import kernel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -28,7 +29,7 @@ ROOM, MOST_OVER = 0.02, 0.25
 the most."""
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def edge_to(node: int, other: int, adjacency: Ints, neighbours: Ints) -> int:
     """The directed edge from a node to a neighbour."""
     for e in range(adjacency[node], adjacency[node + 1]):
@@ -37,7 +38,7 @@ def edge_to(node: int, other: int, adjacency: Ints, neighbours: Ints) -> int:
     return -1
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def grow_tree(
     root: int,
     size: int,
@@ -82,7 +83,7 @@ def grow_tree(
     return count
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def edge_costs_of(
     node: int, k: int, graph: Graph, inside: Bools, above: Ints, choice: Ints
 ) -> float:
@@ -96,7 +97,7 @@ def edge_costs_of(
     return total
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def cost_of(costs: Floats, graph: Graph, inside: Bools, above: Ints, choice: Ints) -> float:
     """Costs of all nodes and edges under a choice; no node is inside a tree."""
     starts, total = graph[0], 0.0
@@ -106,7 +107,7 @@ def cost_of(costs: Floats, graph: Graph, inside: Bools, above: Ints, choice: Int
     return total
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def tree_cost(
     count: int,
     order: Ints,
@@ -125,7 +126,7 @@ def tree_cost(
     return total
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def price_windows(
     count: int, order: Ints, costs: Floats, starts: Ints, held: Held, prices: Floats, value: Floats
 ) -> None:
@@ -141,7 +142,7 @@ def price_windows(
                 value[lo + k] += prices[first[node] + row] * nbytes[line + row]
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def price_spans(
     count: int, order: Ints, costs: Floats, starts: Ints, spans: Spans, sums: Floats, value: Floats
 ) -> None:
@@ -157,7 +158,7 @@ def price_spans(
                 value[lo + k] += price * nbytes[place[span] + k]
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def fill_values(
     count: int,
     order: Ints,
@@ -195,7 +196,7 @@ def fill_values(
             value[starts[parent] + column] += least
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def draw_size(num_nodes: int) -> int:
     """How large a tree may grow: now and then as large as it will."""
     if np.random.random() < WHOLE:
@@ -203,7 +204,7 @@ def draw_size(num_nodes: int) -> int:
     return int(2.0 ** (1.0 + LARGEST * np.random.random()))
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def change_held(node: int, k: int, sign: int, held: Held, used: Ints) -> None:
     """Add to or take from the bytes in use what a node holds under strategy k."""
     first, width, window, nbytes = held
@@ -212,7 +213,7 @@ def change_held(node: int, k: int, sign: int, held: Held, used: Ints) -> None:
         used[first[node] + row] += sign * nbytes[line + row]
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def penalty_of(node: int, k: int, held: Held, used: Ints, limits: Ints, weights: Floats) -> float:
     """Penalty of the bytes over the limits in a node's rows if it takes k and held nothing."""
     first, width, window, nbytes = held
@@ -225,7 +226,7 @@ def penalty_of(node: int, k: int, held: Held, used: Ints, limits: Ints, weights:
     return total
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def total_penalty(used: Ints, limits: Ints, weights: Floats) -> float:
     """Penalty of all bytes over the limits."""
     total = 0.0
@@ -235,7 +236,7 @@ def total_penalty(used: Ints, limits: Ints, weights: Floats) -> float:
     return total
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def search_trees(
     moves: int,
     seed: int,
@@ -327,7 +328,7 @@ def search_trees(
     return best_cost
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def choose_down(
     count: int,
     order: Ints,
@@ -364,7 +365,7 @@ def choose_down(
                     used[begin[span] : end[span]] += change
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def search_priced(
     moves: int,
     seed: int,

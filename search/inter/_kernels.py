@@ -6,9 +6,10 @@ are floats, because they weigh times.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from stratagem.simulator._compiling import kernel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -53,7 +54,7 @@ UNLIMITED = 1 << 40
 """Microbatches that fit where none holds anything."""
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def _forward_costs(
     columns: Ints,
     cuts: Ints,
@@ -102,7 +103,7 @@ one before; when the last two operators with parameters ended, the earlier first
 syncs are that they still wait for."""
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def _backward(
     columns: Ints,
     synced: int,
@@ -146,7 +147,7 @@ def _backward(
     return chain, link, side, chain, last, earlier, waiting, later, sync
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def _link_end(clock: Clock) -> int:
     """When the link is through with the syncs that wait."""
     _, link, _, _, _, earlier, waiting, later, sync = clock
@@ -157,7 +158,7 @@ def _link_end(clock: Clock) -> int:
     return link
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def range_costs(
     columns: Ints,
     cuts: Ints,
@@ -242,7 +243,7 @@ def range_costs(
             first = 0 if whole else first - 1
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def offer(
     costs: Ints,
     sends: Ints,
@@ -305,7 +306,7 @@ def offer(
     return True
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def least_rest(
     options: Ints, counts: Ints, table_sizes: Ints, least_sum: Floats, least_work: Floats
 ) -> None:
@@ -325,7 +326,7 @@ def least_rest(
                     least_work[b] = min(least_work[b], least_work[a] + work)
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def _insert(front: Floats, links: Ints, count: int, new: Floats, option: int, after: int) -> int:
     """Add (sum, largest) to a Pareto front unless it is beaten; −1 if there is no room."""
     for k in range(count):
@@ -345,7 +346,7 @@ def _insert(front: Floats, links: Ints, count: int, new: Floats, option: int, af
     return kept + 1
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def best_chains(
     options: Ints,
     counts: Ints,
@@ -448,7 +449,7 @@ def best_chains(
     return size
 
 
-@numba.njit(cache=True)
+@kernel(cache=True)
 def least_over(over: Ints, table_of: Ints, sizes: Ints, count: int) -> tuple[int, Ints]:
     """The chain of `count` stages whose worst stage is over the memory by least.
 

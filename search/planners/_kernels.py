@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from stratagem.simulator._compiling import kernel
 
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
@@ -14,7 +15,7 @@ Longs = npt.NDArray[np.int64]
 ZERO, ONE = np.uint64(0), np.uint64(1)
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def split_nets(sets: Words, nets: Words, cost: Floats) -> tuple[Words, Floats]:
     """Nets that each set splits (as words of bits), and what these cost together."""
     num_sets, num_words = sets.shape
@@ -33,7 +34,7 @@ def split_nets(sets: Words, nets: Words, cost: Floats) -> tuple[Words, Floats]:
     return split, total
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def stage_loads(
     first: int,
     offsets: Indices,
@@ -94,7 +95,7 @@ def stage_loads(
             cost[pair, 0] = load
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def replica_seconds(
     first: int,
     offsets: Indices,
@@ -139,7 +140,7 @@ def replica_seconds(
                     )
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def shift_block(
     block: int,
     new: int,
@@ -198,7 +199,7 @@ def shift_block(
             touching[net, new] += 1
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def anneal_assignment(
     work: Floats,
     size: Floats,

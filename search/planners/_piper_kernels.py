@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from stratagem.simulator._compiling import kernel
 
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
@@ -17,7 +18,7 @@ NEAR = 1e-12
 """Times that differ by less, relatively, are equal: sums in another order differ by as much."""
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def choose_ways(
     time: Floats, held: Floats, limit: float, bound: float, effort: int, pick: Indices
 ) -> float:
@@ -192,7 +193,7 @@ def choose_ways(
     return -found if branches > effort else found
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def stage_ways(
     inner: Words,
     outer: Words,
@@ -254,7 +255,7 @@ def stage_ways(
     return count
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def stage_table(
     inner: int,
     outer: Indices,
@@ -390,7 +391,7 @@ def stage_table(
     return proved
 
 
-@njit(cache=True)
+@kernel(cache=True)
 def relax_replicas(
     inner: int,
     outer: Indices,

@@ -1,0 +1,76 @@
+"""Kernels count from the front of arrays only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from numba import njit
+
+from stratagem.simulator._compiling import kernel, uncounted
+
+OUTSIDE = """
+import numpy as np
+from stratagem.simulator._compiling import kernel
+look_up = kernel()(lambda array, index: array[index])
+assert look_up(np.arange(3), 2) == 2
+for index in (-1, 3):
+    try:
+        look_up(np.arange(3), index)
+    except IndexError:
+        print("IndexError")
+"""
+
+
+def read(array, index):
+    return array[index]
+
+
+def read_pair(array, row, column):
+    return array[row, column]
+
+
+def read_end(array):
+    return array[-1]
+
+
+def write(array, index, value):
+    array[index] = value
+
+
+@pytest.mark.parametrize("compiled", [kernel, uncounted])
+def test_an_index_below_zero_is_before_the_array(compiled):
+    """What lies there is the array of which this is a view; numba's own index is the last."""
+    numbers = np.arange(10)
+    assert njit()(read)(numbers[4:8], -1) == 7
+    assert compiled()(read)(numbers[4:8], -1) == 3
+    assert njit()(read_pair)(numbers.reshape(5, 2)[2:4], -1, 1) == 7
+    assert compiled()(read_pair)(numbers.reshape(5, 2)[2:4], -1, 1) == 3
+    compiled()(write)(numbers[4:8], -2, 20)
+    assert numbers.tolist() == [0, 1, 20, *range(3, 10)]
+
+
+def test_indices_from_the_front_are_what_they_were():
+    """Of any width, constant ones from the end too, and slices."""
+    table = np.arange(12).reshape(3, 4)
+    for index in (0, 2, np.int32(1), np.uint8(2)):
+        assert np.array_equal(kernel()(read)(table, index), table[index])
+        assert kernel()(read_pair)(table, index, index) == table[index, index]
+    assert kernel()(read_end)(table[0]) == 3
+    kernel()(write)(table, 1, 5)
+    assert (table[1] == 5).all()
+
+
+def test_bounds_can_be_checked():
+    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["IndexError", "IndexError"]
