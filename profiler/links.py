@@ -366,11 +366,8 @@ def _timing(
         peers.barrier()
         rounds.append([once() for _ in range(repeats)])
     counts = peers.rank == 0 if kind is Collective.SEND else peers.rank < size
-    mine = torch.tensor(rounds, dtype=torch.float64, device=peers.device)
-    if not counts:
-        mine.fill_(math.inf)
-    everyone = tuple(range(peers.world_size))
-    least: list[list[float]] = (-peers.all_reduce(-mine, everyone, "max")).tolist()
+    mine = np.array(rounds) if counts else np.full((ROUNDS, repeats), math.inf)
+    least: list[list[float]] = (-_over_ranks(peers, -mine, "max")).tolist()
     messages = 2 if kind is Collective.SEND else 1
     means = [max(statistics.fmean(each) / messages, LEAST_SECONDS) for each in least]
     seconds = statistics.median(means)
@@ -411,7 +408,6 @@ def _wait(peers: Peers, size: int, work: Callable[[], object]) -> float:
     All begin at once and have the same to do; who is last is another one each time.
     """
     works = peers.rank < size
-    everyone = tuple(range(peers.world_size))
 
     def seconds(count: int) -> float:
         peers.barrier()
@@ -421,16 +417,19 @@ def _wait(peers: Peers, size: int, work: Callable[[], object]) -> float:
         _finish(peers.device)
         return (time.perf_counter_ns() - start) * 1e-9 if works else 0.0
 
-    def over_ranks(values: Sequence[float], op: Literal["sum", "max"]) -> Array:
-        mine = torch.tensor(values, dtype=torch.float64, device=peers.device)
-        return np.array(peers.all_reduce(mine, everyone, op).tolist())
-
     seconds(1)
-    (once,) = over_ranks([seconds(4) / 4], "max")
+    (once,) = _over_ranks(peers, np.array([seconds(4) / 4]), "max")
     count = max(1, round(WORK_SECONDS / once))
-    mine = [seconds(count) for _ in range(WORK_REPEATS)]
-    mean = over_ranks(mine, "sum") / size
-    return float(np.mean(over_ranks(mine, "max") / mean - 1))
+    mine = np.array([seconds(count) for _ in range(WORK_REPEATS)])
+    mean = _over_ranks(peers, mine, "sum") / size
+    return float(np.mean(_over_ranks(peers, mine, "max") / mean - 1))
+
+
+def _over_ranks(peers: Peers, values: Array, op: Literal["sum", "max"]) -> Array:
+    """Sum or maximum of every rank's values."""
+    mine = torch.tensor(values, dtype=torch.float64, device=peers.device)
+    everyone = tuple(range(peers.world_size))
+    return np.array(peers.all_reduce(mine, everyone, op).tolist())
 
 
 def _finish(device: torch.device) -> None:

@@ -3,8 +3,8 @@
 numba takes an index of −1 for the last entry, as Python does, so it compares every signed index
 with zero and adds the size of the axis where it is below. Kernels of the simulator and of the
 search are made of look-ups and never count from the end; without the comparison, and with the
-registers that the sizes held, they are up to twice as fast (`python -m benchmarks.indices`). So
-types of indices are made unsigned before code is generated. As in C, an index below 0 is out of
+registers that the sizes held, they are 1.2 to 1.8 times as fast (`python -m benchmarks.indices`).
+So types of indices are made unsigned before code is generated. As in C, an index below 0 is out of
 bounds then: ``NUMBA_BOUNDSCHECK=1`` makes it an `IndexError`.
 """
 

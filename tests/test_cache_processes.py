@@ -103,9 +103,8 @@ def write(writer, first, pipe):
             )
             os.write(pipe, b"%d\\n" % size)
 
-stored, killed, turn = [], 0, -1
-while turn + 1 < rounds or len(stored) < enough:  # A slow machine stores little in a round.
-    turn += 1
+stored, killed, turn = [], 0, 0
+while turn < rounds or len(stored) < enough:  # A slow machine stores little in a round.
     ends = [os.pipe() for _ in range(3)]
     firsts = [2 + (3 * turn + i) * 10**6 for i in range(3)]
     children = [start(write, i, firsts[i], ends[i][1]) for i in range(3)]
@@ -136,7 +135,8 @@ while turn + 1 < rounds or len(stored) < enough:  # A slow machine stores little
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
-print(json.dumps({"rounds": turn + 1, "killed": killed, "stored": len(stored)}))
+    turn += 1
+print(json.dumps({"rounds": turn, "killed": killed, "stored": len(stored)}))
 """
 )
 

@@ -99,10 +99,11 @@ class Ascent:
         """
         self.bound = self._passes(FIRST_PASSES)
         best = self.messages.copy(), self.prices.copy()
-        slope = self._slope()
+        slope, to_refine = self._slope(), THOROUGH.first + THOROUGH.last
         for step in range(WIDE_STEPS):
-            until = deadline - (THOROUGH.first + THOROUGH.last) * self.pass_seconds
-            if self._is_over(target, until) or not self._move(slope, _fade(step), target):
+            if self._is_over(target, deadline, to_refine):
+                break
+            if not self._move(slope, _fade(step), target):
                 break
             bound = self._passes(PASSES)
             if bound > self.bound:
@@ -127,8 +128,7 @@ class Ascent:
         share, slope = FIRST_SHARE, self._slope()
         best = self.messages.copy(), self.prices.copy()
         for _ in range(effort.steps):
-            until = deadline - effort.last * self.pass_seconds
-            if share < effort.smallest_share or self._is_over(target, until):
+            if share < effort.smallest_share or self._is_over(target, deadline, effort.last):
                 break
             self.prices = best[1].copy()
             if not self._move(slope, share, target):
@@ -144,8 +144,10 @@ class Ascent:
         self.bound = self._passes(effort.last)
         self._slope()
 
-    def _is_over(self, target: float, deadline: float) -> bool:
-        return self.bound > target or time.perf_counter() > deadline
+    def _is_over(self, target: float, deadline: float, passes: int) -> bool:
+        """Whether the target is passed, or only time for so many passes is left."""
+        needed = passes * self.pass_seconds
+        return self.bound > target or time.perf_counter() > deadline - needed
 
     def _is_much(self, bound: float, target: float) -> bool:
         return bound > self.bound + 1e-3 * (self._goal(target) - self.bound)
