@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 from scipy import sparse
@@ -120,14 +121,14 @@ def lower_bound(
     number = 0
     if relaxation.is_full and not relaxation.may_fit():
         relaxation.seconds = np.inf
-    while number < rounds and np.isfinite(relaxation.seconds):
+
+    def is_done() -> bool:
+        best = min(relaxation.score * (1.0 - tolerance), target)
+        return relaxation.seconds >= best or relaxation.has_converged
+
+    while number < rounds and not is_done():
         number += 1
         relaxation.round()
-        best = min(relaxation.score, target)
-        if relaxation.seconds >= best * (1.0 - tolerance) or relaxation.seconds >= target:
-            break
-        if relaxation.has_converged:
-            break
     return Bound(
         seconds=relaxation.seconds,
         choice=relaxation.choice,
@@ -193,9 +194,7 @@ class _Multipliers:
             return (1.0 - step) * a + step * b
 
         def padded(ours: list[float], theirs: list[float]) -> list[float]:
-            count = max(len(ours), len(theirs))
-            both = [(v[k] if k < len(v) else 0.0 for k in range(count)) for v in (ours, theirs)]
-            return [mean(a, b) for a, b in zip(*both, strict=True)]
+            return [mean(a, b) for a, b in zip_longest(ours, theirs, fillvalue=0.0)]
 
         return _Multipliers(
             {k: mean(self.block.get(k, 0.0), other.block.get(k, 0.0)) for k in sorted(keys)},
@@ -547,9 +546,10 @@ def _scaled(
 
 
 def _sure_crossings(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
-    """What surely crosses between stages: of tensors that may arrive together, the first."""
+    """What surely crosses between stages: each way, of tensors that may go together the first."""
     rows = problem.crossings
-    first = np.flatnonzero(rows[:, 6] == np.arange(len(rows)))
+    _, first = np.unique(rows[:, [6, 0]], axis=0, return_index=True)
+    first.sort()
     return crossing_lookups(problem).some(first), rows[first, 0], rows[first, 1]
 
 

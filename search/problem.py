@@ -73,7 +73,7 @@ class Problem:
     training: Training
     choices: tuple[tuple[Choice, ...], ...]
     stage_of: IntArray
-    moves: Moves
+    tables: tuple[CostTable, ...]
     capacities: IntArray
     blocks: tuple[IntArray, ...]
     bucket_bytes: int
@@ -88,6 +88,11 @@ class Problem:
     stage_blocks: tuple[StageBlocks, ...]
     macro_work: IntArray
     table: IntArray
+
+    @cached_property
+    def moves(self) -> Moves:
+        """What chains draw their proposals from."""
+        return make_moves(self.tables, self.choices)
 
     @cached_property
     def arrays(self) -> Arrays:
@@ -236,7 +241,7 @@ def make_problem(
         training=training,
         choices=choices,
         stage_of=np.array([stage_of[op.name] for op in small.operators], dtype=np.int64),
-        moves=make_moves(tables, choices),
+        tables=tuple(tables),
         capacities=capacities,
         bucket_bytes=options.bucket_bytes,
         inputs_first=options.inputs_first,

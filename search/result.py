@@ -92,6 +92,7 @@ class Fate(enum.Enum):
 
     PRUNED = "pruned: its bound is above the best plan"
     FORBIDDEN = "left out: the constraints do not allow it"
+    FULL = "left out: no plan of it fits"
     RANKED = "ranked: known strategies were simulated on it"
     BOUNDED = "bounded: its lower bound was sharpened, no plan searched"
     ANNEALED = "searched"

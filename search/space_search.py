@@ -9,6 +9,7 @@ from stratagem.search.baselines import Situation, rank
 from stratagem.search.bound import Bound
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import BoundConstraints
+from stratagem.search.holding import HoldingBounds
 from stratagem.search.result import Fate, SkeletonRecord
 from stratagem.search.space import Options, Skeleton, distinct_stages
 from stratagem.search.strategies import Choices, known_strategies, with_recompute
@@ -23,6 +24,7 @@ class Entry:
     `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
     `simulation` the best one's. The choices of the first start are among those searched. `met` is
     its sharpened bound with the best plan met, and what it says of policies that recompute more.
+    `fullness` is what share of its memory some rank takes at least, where that is surely too much.
     """
 
     skeleton: Skeleton
@@ -32,6 +34,7 @@ class Entry:
     simulation: Simulation | None = None
     why: str = ""
     met: tuple[Bound, float] | None = None
+    fullness: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -96,10 +99,11 @@ class Space:
             )
         self.entries: list[Entry] = []
         self._computing = ComputingBounds(situation, options)
+        self._holding = HoldingBounds(situation, constraints.constraints.headroom)
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:
-        """Take skeletons in, bounded by what they compute."""
+        """Take skeletons in, bounded by what they hold and compute; what cannot fit is pruned."""
         known = {entry.skeleton for entry in self.entries}
         for number, skeleton in enumerate(skeletons):
             tick(number)
@@ -108,12 +112,14 @@ class Space:
                 entry = Entry(replace(skeleton, recompute=policy), float("inf"))
                 if entry.skeleton in known:
                     continue
-                if fine:
-                    entry.bound = self.computing_bound(entry.skeleton)
-                else:
+                if not fine:
                     entry.fate = Fate.FORBIDDEN
+                elif (excess := self._holding.excess(entry.skeleton)) is not None:
+                    entry.fate, entry.fullness, entry.why = Fate.FULL, excess.share, str(excess)
+                else:
+                    entry.bound = self.computing_bound(entry.skeleton)
                 self.entries.append(entry)
-        self.entries.sort(key=lambda entry: entry.bound)
+        self.entries.sort(key=lambda entry: (entry.bound, entry.fullness))
 
     def allows(self, skeleton: Skeleton) -> bool:
         """Whether the constraints allow plans on a skeleton."""
@@ -139,6 +145,9 @@ class Space:
             bound = self.computing_bound(skeleton)
             entry = Entry(skeleton, bound, Fate.RANKED, [choices], simulation)
             self.entries.append(entry)
+        if entry.fate is Fate.FULL and simulation.fits:
+            # The plan's own choices are none of the space's: they recompute more, for example.
+            entry.bound, entry.fate, entry.why = self.computing_bound(skeleton), Fate.OPEN, ""
         entry.fate = Fate.RANKED if entry.fate is Fate.OPEN else entry.fate
         return entry
 
@@ -153,6 +162,8 @@ class Space:
 
         A policy that recomputes more is tried where those before it leave nothing that fits, with
         the two strategies that came closest to fitting and the one that needs the least memory.
+        Skeletons of which no plan fits are tried while none is known that does, those that lack
+        least first.
 
         Args:
             offer: takes every simulation; whether the constraints allow it.
@@ -164,9 +175,11 @@ class Space:
         ranked: list[Entry] = []
         for entry in self.entries:
             base = replace(entry.skeleton, recompute=self.policies[0])
-            if entry.fate is not Fate.OPEN or base in fitting:
+            if entry.fate not in (Fate.OPEN, Fate.FULL) or base in fitting:
                 continue
-            if entry.bound >= best():
+            if entry.fate is Fate.FULL and best() < float("inf"):
+                continue
+            if entry.fate is Fate.OPEN and entry.bound >= best():
                 entry.fate = Fate.PRUNED
                 continue
             if len(ranked) >= most:

@@ -1,0 +1,179 @@
+"""The quickest proof that nothing fits: what a rank holds at least, however it is sharded.
+
+Choices cut tensors over the devices of a stage's mesh at most, so of whatever all of them hold
+together one device holds at least its share. That is known of a stage without any choices: its
+parameters with gradients and optimizer state, and, of every microbatch in flight, the results that
+some backward pass needs (see `lifetimes`, which says when they live under given choices).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stratagem.search.baselines import Situation
+from stratagem.search.computing import SPLIT_BACKWARD
+from stratagem.search.inter.schedules import microbatches_held
+from stratagem.search.space import Skeleton
+from stratagem.simulator.footprint import operator_footprint
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.parameters import use_of
+from stratagem.simulator.placement import REPLICATE
+from stratagem.simulator.plan import Choice
+from stratagem.simulator.saved import saved_slots, saves_output
+from stratagem.simulator.segments import recomputed_operators
+from stratagem.simulator.table import format_bytes
+
+WHOLE = Choice((REPLICATE,))
+"""On a mesh of one device every tensor is whole."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The `stages` of a rank hold at least so many bytes a device, of so many that it has."""
+
+    stages: tuple[int, ...]
+    least: int
+    capacity: int
+
+    @property
+    def share(self) -> float:
+        """What share of the memory that is."""
+        return self.least / self.capacity
+
+    def __str__(self) -> str:
+        which = " and ".join(map(str, self.stages))
+        what = f"stages {which} hold" if len(self.stages) > 1 else f"stage {which} holds"
+        return (
+            f"{what} at least {format_bytes(self.least)} a device, however sharded, of "
+            f"{format_bytes(self.capacity)}"
+        )
+
+
+class HoldingBounds:
+    """Bounds the memory of a skeleton's ranks from below, without any choices.
+
+    A rank that begins a backward pass holds the state of its stages and the activations of all
+    microbatches in flight, k of them, those of each in the smallest of its stages at least:
+
+        peak ≥ (Σ_{s of r} stateₛ + k · min_{s of r} activationsₛ) / devices of the rank
+
+    Example:
+        >>> from stratagem.search.space import skeletons
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> graph = gpt(num_layers=96, hidden=12288, num_heads=96, batch=8)
+        >>> bounds = HoldingBounds(Situation(graph, cluster, Training(), default_costs()))
+        >>> print(bounds.excess(next(skeletons(graph, cluster))))
+        stage 0 holds at least 397 GiB a device, however sharded, of 78 GiB
+
+    Args:
+        situation: model, cluster and training.
+        headroom: share of the memory that must stay free.
+    """
+
+    def __init__(self, situation: Situation, headroom: float = 0.0) -> None:
+        self._situation, self._headroom = situation, headroom
+        self._graphs: dict[int, tuple[OperatorGraph, dict[str, str]]] = {}
+        self._recomputed: dict[tuple[int, str], frozenset[str]] = {}
+        self._stages: dict[Any, tuple[int, int]] = {}
+        self._capacities: dict[int, tuple[DeviceMesh, int]] = {}
+
+    def excess(self, skeleton: Skeleton) -> Holding | None:
+        """The rank of a skeleton that is over its memory by most; None if perhaps none is."""
+        fullest = max(self.holdings(skeleton), key=lambda holding: holding.share)
+        return fullest if fullest.least > fullest.capacity else None
+
+    def holdings(self, skeleton: Skeleton) -> list[Holding]:
+        """What each rank of a skeleton holds at least."""
+        stages = len(skeleton.stages)
+        flights = microbatches_held(skeleton.schedule, stages, skeleton.num_microbatches)[::-1]
+        if skeleton.schedule in SPLIT_BACKWARD:
+            # Some of those held there only wait for the gradients of parameters.
+            flights = [min(flights[s], stages - s) for s in range(stages)]
+        ranks: dict[frozenset[int], list[int]] = {}
+        for stage, mesh in enumerate(skeleton.meshes):
+            ranks.setdefault(frozenset(mesh.devices), []).append(stage)
+        found: list[Holding] = []
+        for devices, mine in ranks.items():
+            held = [self._held(skeleton, stage) for stage in mine]
+            state, activations = sum(each[0] for each in held), min(each[1] for each in held)
+            least = (state + flights[mine[0]] * activations) // len(devices)
+            found.append(Holding(tuple(mine), least, self._capacity(skeleton.meshes[mine[0]])))
+        return found
+
+    def _capacity(self, mesh: DeviceMesh) -> int:
+        if id(mesh) not in self._capacities:
+            whole = mesh.memory_bytes(self._situation.cluster)
+            self._capacities[id(mesh)] = mesh, int(whole * (1.0 - self._headroom))
+        return self._capacities[id(mesh)][1]
+
+    def _held(self, skeleton: Skeleton, stage: int) -> tuple[int, int]:
+        """Bytes of a stage's state, and of what it holds of a microbatch, on all its devices."""
+        names, parts = skeleton.stages[stage], skeleton.num_microbatches
+        policy = skeleton.policies[stage]
+        key = (self._situation.memory.number(names), parts, policy)
+        if key not in self._stages:
+            graph, owner = self._graph(parts)
+            if (parts, policy) not in self._recomputed:
+                self._recomputed[parts, policy] = recomputed_operators(graph, policy)
+            again = self._recomputed[parts, policy]
+            self._stages[key] = self._count(graph, owner, names, again)
+        return self._stages[key]
+
+    def _graph(self, parts: int) -> tuple[OperatorGraph, dict[str, str]]:
+        """The model at the batch of a microbatch, and the first user of each parameter."""
+        if parts not in self._graphs:
+            graph = self._situation.graph.microbatch(parts)
+            self._graphs[parts] = graph, dict(graph.owners)
+        return self._graphs[parts]
+
+    def _count(
+        self,
+        graph: OperatorGraph,
+        owner: dict[str, str],
+        names: tuple[str, ...],
+        again: frozenset[str],
+    ) -> tuple[int, int]:
+        inside = {graph.index[name] for name in names}
+        state = held = 0
+        for i in inside:
+            operator = graph.operators[i]
+            uses = tuple(use_of(graph, owner, operator, w, inside) for w in operator.weights)
+            whole = operator_footprint(
+                operator, WHOLE, operator.sizes, uses, (1,), self._situation.training
+            )
+            state += whole.parameters + whole.gradients + whole.optimizer
+            held += 0 if operator.name in again else whole.own
+            for output, nbytes in enumerate(whole.outputs):
+                held += nbytes * _is_held(graph, i, output, inside, again)
+        return state, held
+
+
+def _is_held(
+    graph: OperatorGraph, i: int, output: int, inside: set[int], again: frozenset[str]
+) -> bool:
+    """Whether a stage holds a result, or a converted copy of it, until its backward pass.
+
+    What is recomputed is held where another segment reads it; and so is what recomputing begins
+    with.
+    """
+    reads = [edge for edge in graph.readers[i] if edge.output == output]
+    name = graph.operators[i].name
+    if name in again and all(graph.segments[e.consumer] == graph.segments[i] for e in reads):
+        return False
+    if graph.needs_gradient[i] and saves_output(graph.operators[i]):
+        return True
+    return any(
+        graph.operators[edge.consumer].name in again
+        or (
+            graph.needs_gradient[edge.consumer]
+            and edge.slot in saved_slots(graph.operators[edge.consumer])
+        )
+        for edge in reads
+        if edge.consumer in inside
+    )

@@ -1,0 +1,174 @@
+"""What ranks hold at least is never more than a plan's peak, and proves that nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search import _kernels
+from stratagem.search.anneal import arguments_of
+from stratagem.search.baselines import Situation
+from stratagem.search.constraints import Constraints
+from stratagem.search.holding import HoldingBounds
+from stratagem.search.problem import Problem, make_problem
+from stratagem.search.result import Budget, Fate
+from stratagem.search.search import search
+from stratagem.search.space import SCHEDULES, Options, Skeleton, all_skeletons, skeletons
+from stratagem.search.space_search import Space
+from stratagem.search.strategies import data_parallel, with_recompute
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.models import gpt, mlp, moe, nmt, resnet
+from stratagem.simulator.segments import RECOMPUTE_POLICIES
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+
+
+def tiny_gpt(batch: int = 16) -> OperatorGraph:
+    return gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=batch)
+
+
+MODELS: dict[str, Callable[[], OperatorGraph]] = {
+    "mlp": lambda: mlp([64, 48, 32, 64], batch=32),
+    "gpt": tiny_gpt,
+    "gpt, unfused": lambda: gpt(
+        num_layers=2, hidden=32, num_heads=4, vocabulary=64, sequence=16, batch=8,
+        attention="unfused", dropout=0.1,
+    ),
+    "moe": lambda: moe(num_layers=2, hidden=32, experts=4, batch=16),
+    "resnet": lambda: resnet(18, batch=8, image=32),
+    "nmt": lambda: nmt(hidden=64, vocabulary=96, sequence=3, batch=16),
+}  # fmt: skip
+
+
+def situation(
+    graph: OperatorGraph, cluster: Cluster = CLUSTER, training: Training | None = None
+) -> Situation:
+    return Situation(graph, cluster, training or Training(), default_costs())
+
+
+def peaks(problem: Problem, choice: np.ndarray) -> list[int]:
+    """What each rank holds at most under some choices, as every score has it."""
+    stages = problem.num_stages
+    profiles = np.zeros((stages, 6), dtype=np.int64)
+    _kernels.score_plan(
+        np.full(stages, _kernels.REPLAY, dtype=np.int64),
+        choice,
+        np.zeros((6, stages), dtype=np.int64),
+        profiles,
+        *arguments_of(problem),
+    )
+    return [
+        _kernels.rank_peak.py_func(rank, profiles, *problem.ranks)
+        for rank in range(problem.capacities.size)
+    ]
+
+
+def with_memory(gib: float) -> Cluster:
+    """A node whose devices have so much memory, all of it free."""
+    device = replace(CLUSTER.device_types[0], memory_gib=gib, reserved_gib=0.0)
+    return replace(CLUSTER, device_types=(device,))
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_no_plan_holds_less(data: st.DataObject) -> None:
+    graph = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]()
+    schedule = data.draw(st.sampled_from(SCHEDULES))
+    listed = list(skeletons(graph, CLUSTER, schedule=schedule))
+    policy = data.draw(st.sampled_from(RECOMPUTE_POLICIES))
+    skeleton = replace(data.draw(st.sampled_from(listed)), recompute=policy)
+    training = Training(
+        data.draw(st.sampled_from(["float32", "bfloat16"])),
+        gradient_precision=data.draw(st.sampled_from(["", "float32"])),
+        fused_loss=data.draw(st.booleans()),
+        bucketed_gradients=data.draw(st.booleans()),
+    )
+    here = situation(graph, training=training)
+    options = Options(chunks=(1, 2), fuse=True, regather=data.draw(st.booleans()))
+    problem = make_problem(
+        graph, skeleton, CLUSTER, training, here.costs, (0, 1, 2, 3), here.memory, options
+    )
+    holdings = HoldingBounds(here).holdings(skeleton)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    sizes = [len(choices) for choices in problem.choices]
+    for _ in range(3):
+        for peak, holding in zip(peaks(problem, rng.integers(0, sizes)), holdings, strict=True):
+            assert holding.least <= peak, (str(skeleton), holding)
+
+
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+def test_one_device_holds_hardly_more(policy: str) -> None:
+    """Nothing is sharded there, so only what passes need for a moment is missing."""
+    graph = gpt(num_layers=8, hidden=256, num_heads=4, vocabulary=512, sequence=128, batch=8)
+    alone = replace(CLUSTER, devices_per_node=1)
+    here = situation(graph, alone)
+    skeleton = replace(next(skeletons(graph, alone)), recompute=policy)
+    problem = make_problem(
+        graph, skeleton, alone, here.training, here.costs, (0,), here.memory, Options()
+    )
+    peak = peaks(problem, np.zeros(len(problem.choices), dtype=np.int64))[0]
+    least = HoldingBounds(here).holdings(skeleton)[0].least
+    assert 0.75 * peak < least <= peak
+
+
+def test_what_must_stay_free_counts() -> None:
+    here = situation(tiny_gpt())
+    skeleton = next(skeletons(here.graph, CLUSTER))
+    holding = HoldingBounds(here, headroom=0.5).holdings(skeleton)[0]
+    assert holding.capacity == int(skeleton.meshes[0].memory_bytes(CLUSTER) * 0.5)
+
+
+def space_of(here: Situation, **wishes: object) -> Space:
+    bound = Constraints(**wishes).bind(here.graph)  # type: ignore[arg-type]
+    space = Space(here, Options(), (0, 2, 3), bound)
+    space.add(all_skeletons(here.graph, here.cluster, ("1f1b",)), lambda _: None)
+    return space
+
+
+def test_skeletons_that_cannot_fit_say_what_lacks() -> None:
+    graph = gpt(num_layers=4, hidden=512, num_heads=8, vocabulary=512, sequence=512, batch=256)
+    entries = space_of(situation(graph, with_memory(0.5))).entries
+    full = [entry for entry in entries if entry.fate is Fate.FULL]
+    assert 0 < len(full) < len(entries)
+    for entry in full:
+        assert entry.bound == np.inf
+        assert entry.fullness > 1
+        assert "however sharded, of 512 MiB" in entry.why
+    assert [e.fullness for e in full] == sorted(e.fullness for e in full)
+
+
+def test_a_plan_whose_own_choices_fit_opens_its_skeleton_again() -> None:
+    """Skeletons recompute by their policy; a plan that was given may recompute without one."""
+    graph = gpt(num_layers=8, hidden=128, num_heads=4, vocabulary=64, sequence=256, batch=64)
+    here = situation(graph, with_memory(0.2))
+    space = space_of(here)
+    entry = next(
+        e for e in space.entries if e.fate is Fate.FULL and e.skeleton.recompute == "none"
+        and e.skeleton.num_ranks == 1 and e.skeleton.num_microbatches == 1
+    )  # fmt: skip
+    skeleton: Skeleton = entry.skeleton
+    small = graph.microbatch(skeleton.num_microbatches)
+    plain = data_parallel(small, skeleton.meshes[0].shape, zero=3)
+    own = with_recompute(small, plain, "full")
+    simulation = here.simulate(here.plan(skeleton, own, name="given", options=Options()))
+    assert simulation.fits
+    assert space.take(skeleton, own, simulation) is entry
+    assert entry.fate is Fate.RANKED
+    assert 0 < entry.bound <= simulation.step_time
+
+
+def test_a_search_where_nothing_fits_names_the_plan_nearest_to_fitting() -> None:
+    graph = gpt(num_layers=2, hidden=512, num_heads=8, vocabulary=512, sequence=128, batch=16)
+    result = search(graph, with_memory(0.01), budget=Budget(200), baselines=())
+    assert not result.simulation.fits
+    assert result.bound is None
+    assert all(record.fate is not Fate.OPEN for record in result.space)
+    assert any("however sharded" in record.why for record in result.space)
