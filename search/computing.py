@@ -46,9 +46,10 @@ class ComputingBounds:
     """Bounds steps of a skeleton from below without pricing any communication.
 
     A rank computes all microbatches of its stages, one after the other, and each operator at
-    least as long as under its fastest choice, twice forward if the skeleton recomputes it. Before
-    a rank's first block, the first microbatch goes through the stages before; behind its last
-    one, where backward is not split, gradients of the last one go back through them:
+    least as long as under its fastest choice, twice forward if the skeleton recomputes it. Its
+    first block is a forward pass of its first stage, since all others wait for that, and before
+    it the microbatch goes through the stages before; its last block is a backward pass of that
+    stage, where backward is not split, and behind it gradients go back through them:
 
         step ≥ max over ranks r of  M · Σ_{s of r} (Fₛ + Bₛ) + Σ_{s before r's first} (Fₛ + Bₛ)
 
@@ -80,15 +81,11 @@ class ComputingBounds:
     def seconds(self, skeleton: Skeleton) -> float:
         """No plan of the skeleton takes less than so many seconds a step."""
         times = [self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)]
-        ranks: dict[frozenset[int], list[int]] = {}
-        for stage, mesh in enumerate(skeleton.meshes):
-            ranks.setdefault(frozenset(mesh.devices), []).append(stage)
         found = 0.0
-        for mine in ranks.values():
-            before = sum(times[: min(mine)])
+        for mine in skeleton.ranks:
             # Gradients of parameters that are made apart need not come before those of inputs.
-            back = before if len(mine) == 1 and skeleton.schedule not in SPLIT_BACKWARD else 0.0
-            found = max(found, skeleton.num_microbatches * sum(times[s] for s in mine) + back)
+            fill = 0.0 if skeleton.schedule in SPLIT_BACKWARD else sum(times[: mine[0]])
+            found = max(found, skeleton.num_microbatches * sum(times[s] for s in mine) + fill)
         return found
 
     def _stage(self, names: tuple[str, ...], k: int, skeleton: Skeleton) -> float:

@@ -95,15 +95,12 @@ class HoldingBounds:
         if skeleton.schedule in SPLIT_BACKWARD:
             # Some of those held there only wait for the gradients of parameters.
             flights = [min(flights[s], stages - s) for s in range(stages)]
-        ranks: dict[frozenset[int], list[int]] = {}
-        for stage, mesh in enumerate(skeleton.meshes):
-            ranks.setdefault(frozenset(mesh.devices), []).append(stage)
         found: list[Holding] = []
-        for devices, mine in ranks.items():
-            held = [self._held(skeleton, stage) for stage in mine]
+        for mine in skeleton.ranks:
+            mesh, held = skeleton.meshes[mine[0]], [self._held(skeleton, s) for s in mine]
             state, activations = sum(each[0] for each in held), min(each[1] for each in held)
-            least = (state + flights[mine[0]] * activations) // len(devices)
-            found.append(Holding(tuple(mine), least, self._capacity(skeleton.meshes[mine[0]])))
+            least = (state + flights[mine[0]] * activations) // mesh.num_devices
+            found.append(Holding(mine, least, self._capacity(mesh)))
         return found
 
     def _capacity(self, mesh: DeviceMesh) -> int:

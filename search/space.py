@@ -133,7 +133,15 @@ class Skeleton:
     @property
     def num_ranks(self) -> int:
         """Number of different sets of devices that stages run on."""
-        return len({frozenset(mesh.devices) for mesh in self.meshes})
+        return len(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each set of devices, in order."""
+        found: dict[frozenset[int], list[int]] = {}
+        for stage, mesh in enumerate(self.meshes):
+            found.setdefault(frozenset(mesh.devices), []).append(stage)
+        return tuple(tuple(stages) for stages in found.values())
 
     def staged(self, choices: Mapping[str, Choice]) -> tuple[Stage, ...]:
         """The stages of a plan that makes some choices, by operator."""
