@@ -50,11 +50,10 @@ ENUMERATED = 100_000
 """Skeletons with so many plans at most are enumerated."""
 SURVEYED = 0.4
 """Of the seconds of a budget, how many may pass before chains begin."""
-CERTIFIED_OPERATORS, FEW_CERTIFIED, MOST_CERTIFIED = 3_000, 24, 200
-"""Bounds are sharpened on so many skeletons times operators, within limits, unless told."""
-LEAST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 4, 3_000_000_000, 40_000
-"""After so many skeletons it ends where the tables are large: the sum over operators of pairs of
-choices, and as many more as an operator takes beside them, is limited, unless told."""
+MOST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 100, 10_000_000_000, 40_000
+"""Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
+large: the sum over operators of pairs of choices, and as many more as an operator takes beside
+them, is limited then."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 
@@ -128,8 +127,7 @@ class Course:
         best_ranked = self._open([*refined, *best_ranked[most_refined:]])[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else [self._entry_of(start)]
-        weakest = min(max(CERTIFIED_OPERATORS // operators, FEW_CERTIFIED), MOST_CERTIFIED)
-        work = float(CERTIFIED_WORK)
+        weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
@@ -304,24 +302,34 @@ class Course:
         self.space.share_bound(entry, known.shared_bound)
 
     def _sharpen(self, entry: Entry, problem: Problem) -> tuple[Bound, float]:
-        """A skeleton's bound, and what it says of policies that recompute more (0: nothing)."""
-        rounds, target = BOUND_ROUNDS, self.best_time
+        """A skeleton's bound, and what it says of policies that recompute more (0: nothing).
+
+        Without memory a bound takes half the time and holds for those policies, too. As a rule it
+        excludes the skeleton, and nothing else is needed.
+        """
+        space, target = self.space, self.best_time
         first = np.zeros(len(problem.choices), dtype=np.int64)
         if entry.starts:
             first = problem.encode(entry.starts[0])
-        bound = lower_bound(problem, first, rounds=rounds, target=target)
+        shared = 0.0
+        if np.isfinite(target) or space.has_stronger(entry, target):
+            bound = self._lower_bound(problem, first, memory=False)
+            entry.bound = max(entry.bound, bound.seconds)
+            if entry.skeleton.recompute == space.policies[0]:
+                shared = bound.seconds
+                space.share_bound(entry, shared)
+            if bound.seconds >= target:
+                return bound, shared
+        bound = self._lower_bound(problem, first, memory=True)
         entry.bound = max(entry.bound, bound.seconds)
         if not np.isfinite(bound.seconds):
             entry.why = "no plan of it fits the memory"
-        if entry.skeleton.recompute != self.space.policies[0] or len(self.space.policies) == 1:
-            return bound, 0.0
-        shared = bound.seconds
-        if bound.is_full:
-            shared = lower_bound(
-                problem, first, rounds=rounds, target=target, memory=False
-            ).seconds
-        self.space.share_bound(entry, shared)
         return bound, shared
+
+    def _lower_bound(self, problem: Problem, first: IntArray, *, memory: bool) -> Bound:
+        return lower_bound(
+            problem, first, rounds=BOUND_ROUNDS, target=self.best_time, memory=memory
+        )
 
     def _programmed(self, program: IntraProgram) -> list[IntArray]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
@@ -374,9 +382,13 @@ class Course:
         return self._time_is_up()
 
     def _certify(self, most: int, work_left: float, stop: Callable[[], bool]) -> int:
-        """Sharpen the bounds that limit the certificate, weakest first; how many are left."""
+        """Sharpen the bounds that limit the certificate; how many are left.
+
+        Those on meshes of fewer axes, whose tables are small, come first: better plans are met
+        there, which exclude some of the others. Of equal ones the weakest come first.
+        """
         for number in range(most):
-            if work_left <= 0 and number >= LEAST_CERTIFIED:
+            if work_left <= 0:
                 return 0
             weak = [
                 entry
@@ -388,7 +400,7 @@ class Course:
             if stop():
                 return most - number
             self.report("sharpening bounds", 0.3 + 0.1 * number / most)
-            work_left -= self._bound_entry(min(weak, key=lambda e: e.bound))
+            work_left -= self._bound_entry(min(weak, key=lambda e: (_num_axes(e), e.bound)))
         return 0
 
     def _bound_entry(self, entry: Entry) -> float:
@@ -399,7 +411,7 @@ class Course:
         entry.fate = Fate.BOUNDED
         if not self._enumerate(entry, problem):
             entry.met = self._sharpen(entry, problem)
-            if entry.bound < self.best_time and np.isfinite(entry.met[0].score):
+            if entry.met[0].score < self.best_time and entry.bound < self.best_time:
                 simulation = self._simulate(problem, entry.met[0].choice)
                 if self.offer(simulation):
                     entry.know(simulation)
@@ -498,6 +510,11 @@ class Course:
         if len(problem.choices) * widest**2 > LARGE_TABLES:
             s.memory.edges.clear()
         return problem
+
+
+def _num_axes(entry: Entry) -> int:
+    """How many axes of more than one device the widest mesh of a skeleton has."""
+    return max(sum(ways > 1 for ways in mesh.shape) for mesh in entry.skeleton.meshes)
 
 
 def _limits(wishes: Constraints, space: Space) -> Limits:
