@@ -8,6 +8,7 @@ some backward pass needs (see `lifetimes`, which says when they live under given
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from stratagem.search.baselines import Situation
 from stratagem.search.computing import SPLIT_BACKWARD
 from stratagem.search.inter.schedules import microbatches_held
 from stratagem.search.space import Skeleton
-from stratagem.simulator.footprint import operator_footprint
+from stratagem.simulator.footprint import Footprint, operator_footprint
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.parameters import use_of
@@ -78,8 +79,7 @@ class HoldingBounds:
 
     def __init__(self, situation: Situation, headroom: float = 0.0) -> None:
         self._situation, self._headroom = situation, headroom
-        self._graphs: dict[int, tuple[OperatorGraph, dict[str, str]]] = {}
-        self._recomputed: dict[tuple[int, str], frozenset[str]] = {}
+        self._models: dict[int, _Model] = {}
         self._stages: dict[Any, tuple[int, int]] = {}
         self._capacities: dict[int, tuple[DeviceMesh, int]] = {}
 
@@ -115,40 +115,50 @@ class HoldingBounds:
         policy = skeleton.policies[stage]
         key = (self._situation.memory.number(names), parts, policy)
         if key not in self._stages:
-            graph, owner = self._graph(parts)
-            if (parts, policy) not in self._recomputed:
-                self._recomputed[parts, policy] = recomputed_operators(graph, policy)
-            again = self._recomputed[parts, policy]
-            self._stages[key] = self._count(graph, owner, names, again)
+            if parts not in self._models:
+                self._models[parts] = _Model(self._situation, parts)
+            self._stages[key] = self._models[parts].held(names, policy)
         return self._stages[key]
 
-    def _graph(self, parts: int) -> tuple[OperatorGraph, dict[str, str]]:
-        """The model at the batch of a microbatch, and the first user of each parameter."""
-        if parts not in self._graphs:
-            graph = self._situation.graph.microbatch(parts)
-            self._graphs[parts] = graph, dict(graph.owners)
-        return self._graphs[parts]
 
-    def _count(
-        self,
-        graph: OperatorGraph,
-        owner: dict[str, str],
-        names: tuple[str, ...],
-        again: frozenset[str],
-    ) -> tuple[int, int]:
-        inside = {graph.index[name] for name in names}
+class _Model:
+    """The model at the batch of a microbatch, with the bytes of whole operators."""
+
+    def __init__(self, situation: Situation, parts: int) -> None:
+        self.graph = situation.graph.microbatch(parts)
+        self._training, self._owner = situation.training, self.graph.owners
+        self._kind = [situation.memory.number(op.signature) for op in self.graph.operators]
+        self._again: dict[str, frozenset[str]] = {}
+        self._whole: dict[Any, Footprint] = {}
+
+    def held(self, names: Sequence[str], policy: str) -> tuple[int, int]:
+        """Bytes of the state of operators, and of what they hold of a microbatch."""
+        graph = self.graph
+        if policy not in self._again:
+            self._again[policy] = recomputed_operators(graph, policy)
+        again, inside = self._again[policy], {graph.index[name] for name in names}
         state = held = 0
         for i in inside:
-            operator = graph.operators[i]
-            uses = tuple(use_of(graph, owner, operator, w, inside) for w in operator.weights)
-            whole = operator_footprint(
-                operator, WHOLE, operator.sizes, uses, (1,), self._situation.training
-            )
+            whole = self._footprint(i, inside)
             state += whole.parameters + whole.gradients + whole.optimizer
-            held += 0 if operator.name in again else whole.own
+            held += 0 if graph.operators[i].name in again else whole.own
             for output, nbytes in enumerate(whole.outputs):
-                held += nbytes * _is_held(graph, i, output, inside, again)
+                if nbytes and _is_held(graph, i, output, inside, again):
+                    held += nbytes
         return state, held
+
+    def _footprint(self, i: int, inside: set[int]) -> Footprint:
+        operator = self.graph.operators[i]
+        uses = tuple(
+            use_of(self.graph, self._owner, operator, weight, inside)
+            for weight in operator.weights
+        )
+        key = self._kind[i], uses
+        if key not in self._whole:
+            self._whole[key] = operator_footprint(
+                operator, WHOLE, operator.sizes, uses, (1,), self._training
+            )
+        return self._whole[key]
 
 
 def _is_held(

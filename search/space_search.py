@@ -227,7 +227,7 @@ class Space:
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
     def has_stronger(self, entry: Entry, best: float) -> bool:
-        """Whether a policy that recomputes more than an entry's, the first, may still be better."""
+        """Whether a policy that recomputes more than an entry's, the first, may be better."""
         return entry.skeleton.recompute == self.policies[0] and any(
             other is not entry and other.bound < best for other in self._alike(entry)
         )
