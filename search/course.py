@@ -277,6 +277,9 @@ class Course:
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
         bound, shared = entry.met or self._sharpen(entry, problem)
+        if entry.bound >= self.best_time:
+            entry.fate = Fate.PRUNED
+            return
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
@@ -302,29 +305,33 @@ class Course:
         self.space.share_bound(entry, known.shared_bound)
 
     def _sharpen(self, entry: Entry, problem: Problem) -> tuple[Bound, float]:
-        """A skeleton's bound, and what it says of policies that recompute more (0: nothing).
-
-        Without memory a bound takes half the time and holds for those policies, too. As a rule it
-        excludes the skeleton, and nothing else is needed.
-        """
-        space, target = self.space, self.best_time
-        first = np.zeros(len(problem.choices), dtype=np.int64)
-        if entry.starts:
-            first = problem.encode(entry.starts[0])
-        shared = 0.0
-        if np.isfinite(target) or space.has_stronger(entry, target):
-            bound = self._lower_bound(problem, first, memory=False)
-            entry.bound = max(entry.bound, bound.seconds)
-            if entry.skeleton.recompute == space.policies[0]:
-                shared = bound.seconds
-                space.share_bound(entry, shared)
-            if bound.seconds >= target:
-                return bound, shared
-        bound = self._lower_bound(problem, first, memory=True)
+        """A skeleton's bound, and what it says of policies that recompute more (0: nothing)."""
+        shared = self._without_memory(entry, problem)
+        bound = self._lower_bound(problem, self._first(entry, problem), memory=True)
         entry.bound = max(entry.bound, bound.seconds)
         if not np.isfinite(bound.seconds):
             entry.why = "no plan of it fits the memory"
         return bound, shared
+
+    def _without_memory(self, entry: Entry, problem: Problem) -> float:
+        """Bound a skeleton whatever its memory; what that says of policies that recompute more.
+
+        This takes half the time, and as a rule it excludes the skeleton.
+        """
+        if np.isinf(self.best_time):
+            return 0.0
+        seconds = self._lower_bound(problem, self._first(entry, problem), memory=False).seconds
+        entry.bound = max(entry.bound, seconds)
+        if entry.skeleton.recompute != self.space.policies[0]:
+            return 0.0
+        self.space.share_bound(entry, seconds)
+        return seconds
+
+    def _first(self, entry: Entry, problem: Problem) -> IntArray:
+        """The best strategy known on a skeleton, by which its bound begins."""
+        if entry.starts:
+            return problem.encode(entry.starts[0])
+        return np.zeros(len(problem.choices), dtype=np.int64)
 
     def _lower_bound(self, problem: Problem, first: IntArray, *, memory: bool) -> Bound:
         return lower_bound(
@@ -404,10 +411,24 @@ class Course:
         return 0
 
     def _bound_entry(self, entry: Entry) -> float:
-        """Sharpen the bound of a skeleton, or enumerate it; how much work that was."""
+        """Sharpen the bound of a skeleton, or enumerate it; how much work that was.
+
+        Gathering inputs again only adds tasks and doubles choices, so without memory it is left
+        out first.
+        """
+        work = 0.0
+        if self.space.options.regather and np.isfinite(self.best_time):
+            lean = self._problem(entry, replace(self.space.options, regather=False))
+            if lean is None:
+                return work
+            work += _work(lean)
+            self._without_memory(entry, lean)
+            if entry.bound >= self.best_time:
+                entry.fate = Fate.BOUNDED
+                return work
         problem = self._problem(entry)
         if problem is None:
-            return 0.0
+            return work
         entry.fate = Fate.BOUNDED
         if not self._enumerate(entry, problem):
             entry.met = self._sharpen(entry, problem)
@@ -415,9 +436,7 @@ class Course:
                 simulation = self._simulate(problem, entry.met[0].choice)
                 if self.offer(simulation):
                     entry.know(simulation)
-        return float(
-            len(problem.choices) * (max(map(len, problem.choices)) ** 2 + WORK_OF_CHOICES)
-        )
+        return work + _work(problem)
 
     def _enumerate(self, entry: Entry, problem: Problem) -> bool:
         """Score every plan of a skeleton that has few; whether it has."""
@@ -478,8 +497,11 @@ class Course:
         )
         return self.space.situation.simulate(plan)
 
-    def _problem(self, entry: Entry) -> Problem | None:
-        """The choices of a skeleton and their prices; None, and why, where none is allowed."""
+    def _problem(self, entry: Entry, options: Options | None = None) -> Problem | None:
+        """The choices of a skeleton and their prices; None, and why, where none is allowed.
+
+        `options` are the search's, or others.
+        """
         s = self.space.situation
         include: Choices = entry.starts[0] if entry.starts else {}
 
@@ -499,7 +521,7 @@ class Course:
 
         try:
             problem, left_out = roomy_problem(
-                s, entry.skeleton, self.space.options, make, ENUMERATED
+                s, entry.skeleton, options or self.space.options, make, ENUMERATED
             )
         except NoChoiceError as error:
             entry.fate, entry.why = Fate.FORBIDDEN, str(error)
@@ -510,6 +532,12 @@ class Course:
         if len(problem.choices) * widest**2 > LARGE_TABLES:
             s.memory.edges.clear()
         return problem
+
+
+def _work(problem: Problem) -> float:
+    """What bounding a problem takes (see `CERTIFIED_WORK`)."""
+    widest = max(map(len, problem.choices))
+    return float(len(problem.choices) * (widest**2 + WORK_OF_CHOICES))
 
 
 def _num_axes(entry: Entry) -> int:

@@ -226,21 +226,12 @@ class Space:
         made = known_strategies(small, shape, zero_stages=zeros, model_zero_stages=zeros[:2])
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
-    def has_stronger(self, entry: Entry, best: float) -> bool:
-        """Whether a policy that recomputes more than an entry's, the first, may be better."""
-        return entry.skeleton.recompute == self.policies[0] and any(
-            other is not entry and other.bound < best for other in self._alike(entry)
-        )
-
     def share_bound(self, entry: Entry, seconds: float) -> None:
         """Take a bound of an entry as one of its skeleton under every policy."""
-        for other in self._alike(entry):
-            other.bound = max(other.bound, seconds)
-
-    def _alike(self, entry: Entry) -> list[Entry]:
-        """The entries of one skeleton under every policy."""
         base = replace(entry.skeleton, recompute=self.policies[0])
-        return [e for e in self.entries if replace(e.skeleton, recompute=base.recompute) == base]
+        for other in self.entries:
+            if replace(other.skeleton, recompute=self.policies[0]) == base:
+                other.bound = max(other.bound, seconds)
 
     def bound(self, best: float) -> float:
         """What no plan of the space is under; what a bound excludes by now is pruned."""
