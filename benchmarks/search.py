@@ -1,6 +1,6 @@
 """How fast does the search plan large models, how good are its plans, and how far from the best?
 
-    python -m benchmarks.search [--case NAME] [--evaluations 400000] [--every-baseline]
+    python -m benchmarks.search [--case NAME] [--evaluations N] [--every-baseline]
 
 Cases, at the sizes and batches of the papers that trained them:
 
@@ -57,11 +57,12 @@ DATA_PARALLEL = ("data parallel", "ZeRO-2", "ZeRO-3")
 
 @dataclass(frozen=True)
 class Case:
-    """A model, where and how it is trained."""
+    """A model, where and how it is trained, and evaluations to spend unless told."""
 
     build: Callable[[], OperatorGraph]
     cluster: Callable[[], Cluster]
     training: Training
+    evaluations: int = 400_000
 
 
 def _a100s(num_nodes: int) -> Callable[[], Cluster]:
@@ -120,6 +121,7 @@ CASES: dict[str, Case] = {
         ),
         _a100s(128),
         Training("bfloat16"),
+        evaluations=100_000,
     ),
     "moe-70b": Case(
         lambda: moe(
@@ -231,7 +233,7 @@ def main() -> None:
     """Print one line a case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=list(CASES), help="this one only")
-    parser.add_argument("--evaluations", type=int, default=400_000)
+    parser.add_argument("--evaluations", type=int, help="instead of the case's own")
     parser.add_argument(
         "--every-baseline",
         action="store_true",
@@ -240,14 +242,14 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help="search in this very process")
     given = parser.parse_args()
     for name in [given.case] if given.case else CASES:
+        case = CASES[name]
+        evaluations = case.evaluations if given.evaluations is None else given.evaluations
         if given.inside:
-            line = measure(
-                name, CASES[name], given.evaluations, every_baseline=given.every_baseline
-            )
+            line = measure(name, case, evaluations, every_baseline=given.every_baseline)
             print(json.dumps(line, ensure_ascii=False), flush=True)
             continue
         command = [sys.executable, "-m", "benchmarks.search", "--inside", "--case", name]
-        command += ["--evaluations", str(given.evaluations)]
+        command += ["--evaluations", str(evaluations)]
         subprocess.run(command + ["--every-baseline"] * given.every_baseline, check=True)
 
 

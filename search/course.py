@@ -50,7 +50,7 @@ ENUMERATED = 100_000
 """Skeletons with so many plans at most are enumerated."""
 SURVEYED = 0.4
 """Of the seconds of a budget, how many may pass before chains begin."""
-MOST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 100, 10_000_000_000, 40_000
+MOST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 200, 20_000_000_000, 40_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
 large: the sum over operators of pairs of choices, and as many more as an operator takes beside
 them, is limited then."""
