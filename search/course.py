@@ -250,13 +250,23 @@ class Course:
         return self._certify(weakest, work, stop)
 
     def _promising(self, listed: Sequence[Entry]) -> list[Entry]:
-        """Skeletons worth searching: first where best plan known and bound together are least."""
+        """Skeletons worth searching: first where best plan known and bound together are least.
+
+        Where all of these are excluded, those that were not sharpened are left, the weakest first.
+        """
         bounded = [e for e in self.space.entries if e.fate is Fate.BOUNDED and e.met is not None]
         if not bounded:
             return list(listed)
         order = sorted(bounded, key=lambda e: e.promise)
-        left = [e for e in [*order, *listed] if e.bound < self.best_time]
-        return [e for e in self._open(left) if e.fate is not Fate.ENUMERATED]
+        others = sorted(
+            (e for e in self.space.entries if e.fate is Fate.OPEN), key=lambda e: e.bound
+        )
+        for group in ([*order, *listed], others):
+            left = [e for e in group if e.bound < self.best_time]
+            found = [e for e in self._open(left) if e.fate is not Fate.ENUMERATED]
+            if found:
+                return found
+        return []
 
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
         """Bound, integer program, chains and windows on one skeleton."""

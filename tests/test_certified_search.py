@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.search.baselines import Situation
+from stratagem.search.bound import Bound
 from stratagem.search.checkpoint import Checkpoint, Searched
 from stratagem.search.constraints import Constraints, most_tensor_ways
 from stratagem.search.course import Course, Progress
@@ -18,7 +20,8 @@ from stratagem.search.problem import Problem
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.sizes import search_sizes
-from stratagem.search.space_search import Entry
+from stratagem.search.space import Options, all_skeletons
+from stratagem.search.space_search import Entry, Space
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
@@ -26,6 +29,7 @@ from stratagem.simulator.mesh import MeshAxis
 from stratagem.simulator.models import gpt, llama, mlp
 from stratagem.simulator.placement import REPLICATE, Shard
 from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
@@ -352,3 +356,19 @@ def test_graphs_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first < 1.5
     assert second < 3.0 - first
     assert [budget.evaluations for budget in given] == [5 * 10**8] * 2
+
+
+def test_what_was_not_sharpened_is_searched_where_all_else_is_excluded() -> None:
+    """A search ended without an evaluation, and said that the space holds one plan only."""
+    graph = tiny_gpt()
+    here = Situation(graph, CLUSTER, Training(), default_costs())
+    space = Space(here, Options(recompute=("none",)), (0, 2), Constraints().bind(graph))
+    space.add(all_skeletons(graph, CLUSTER, ("1f1b",)), lambda _: None)
+    course = Course(space, Budget(10), 0, 1, lambda _: None, Checkpoint(None, "any"))
+    course.best = quick(graph).simulation
+    sharpened, *others = space.entries
+    sharpened.fate, sharpened.bound = Fate.BOUNDED, course.best_time
+    sharpened.met = Bound(sharpened.bound, np.zeros(1, dtype=np.int64), 1.0, 0, (), False), 0.0
+    for number, entry in enumerate(others):
+        entry.bound = course.best_time * (0.5 if number == 2 else 1.5)
+    assert course._promising([sharpened]) == [others[2]]
