@@ -303,18 +303,33 @@ def backward_of(model: nn.Module, batch: Mapping[str, Tensor], num_microbatches:
     return total
 
 
+def exact_gradients(case: Case, num_microbatches: int) -> dict[str, Tensor]:
+    """The gradients of a step in float64."""
+    model = copy.deepcopy(case.model).double()
+    batch = {k: x.double() if x.is_floating_point() else x for k, x in case.batch.items()}
+    backward_of(model, batch, num_microbatches)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def assert_equal_to_torch(case: Case, plan: Plan, tolerance: float = TOLERANCE) -> None:
-    """Loss, all gradients and all buffers of a step are those of one process of torch."""
+    """Loss, all gradients and all buffers of a step are those of one process of torch.
+
+    Both round, and where they round apart, as gradients of convolutions do on some processors,
+    the truth is torch in float64.
+    """
     result = execute(
         plan, case.graph, model_state(case.model), case.batch, gradients=True, timeout=60
     )
     model = copy.deepcopy(case.model)
-    loss = backward_of(model, case.batch, plan.num_microbatches if case.by_microbatch else 1)
+    parts = plan.num_microbatches if case.by_microbatch else 1
+    loss = backward_of(model, case.batch, parts)
     assert result.losses[0] == pytest.approx(loss, rel=TOLERANCE)
     assert result.gradients is not None
     truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     errors = gradient_errors(result.gradients, truths)
     assert errors.keys() == dict(model.named_parameters()).keys()
+    if max(errors.values()) >= tolerance:
+        errors = gradient_errors(result.gradients, exact_gradients(case, parts))
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] < tolerance, f"{worst}: {errors[worst]}"
     for name, buffer in model.named_buffers():
