@@ -6,40 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.search.baselines import Situation
+from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.cost_table import TableBuilder, price_key
-from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.rules import rule_of
-from stratagem.simulator.segments import recomputed_operators
 
 SPLIT_BACKWARD = ("zb-h1",)
 """Schedules that make gradients of parameters apart from those of inputs."""
-
-
-class _Model:
-    """The model at the batch of a microbatch: a number per operator, equal for equal ones."""
-
-    def __init__(self, graph: OperatorGraph, situation: Situation) -> None:
-        self.graph = graph
-        number = situation.memory.number
-        self.kinds = [
-            (
-                number(operator.signature),
-                bool(trainable_weights(graph, operator)),
-                tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs),
-            )
-            for operator in graph.operators
-        ]
-        self._recomputed: dict[str, frozenset[str]] = {}
-
-    def recomputed(self, policy: str) -> frozenset[str]:
-        """Names of the operators that a policy recomputes."""
-        if policy not in self._recomputed:
-            self._recomputed[policy] = frozenset(recomputed_operators(self.graph, policy))
-        return self._recomputed[policy]
 
 
 class ComputingBounds:
@@ -74,7 +49,7 @@ class ComputingBounds:
         self._known: dict[Any, float] = {}
         self._priced: dict[Any, float] = {}
         self._builders: list[TableBuilder] = []
-        self._models: dict[int, _Model] = {}
+        self.models = MicrobatchModels(situation)
         self._stages: dict[Any, float] = {}
         self._alike: dict[int, tuple[DeviceMesh, int]] = {}
 
@@ -95,9 +70,7 @@ class ComputingBounds:
         key = (s.memory.number(names), alike, parts, policy)
         if key in self._stages:
             return self._stages[key]
-        if parts not in self._models:
-            self._models[parts] = _Model(s.graph.microbatch(parts), s)
-        model = self._models[parts]
+        model = self.models[parts]
         again = model.recomputed(policy)
         builder: TableBuilder | None = None
         total = 0.0
@@ -122,7 +95,9 @@ class ComputingBounds:
             self._alike[id(mesh)] = mesh, self._situation.memory.number(key)
         return self._alike[id(mesh)][1]
 
-    def _fastest(self, builder: TableBuilder, model: _Model, i: int, recompute: bool) -> float:
+    def _fastest(
+        self, builder: TableBuilder, model: MicrobatchModel, i: int, recompute: bool
+    ) -> float:
         graph, kind = model.graph, model.kinds[i]
         operator, shape = graph.operators[i], builder.mesh.shape
         inside = bool(rule_of(operator).inner(operator, operator.sizes))

@@ -314,9 +314,15 @@ class Course:
         entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
         self.space.share_bound(entry, known.shared_bound)
 
-    def _sharpen(self, entry: Entry, problem: Problem) -> tuple[Bound, float]:
-        """A skeleton's bound, and what it says of policies that recompute more (0: nothing)."""
-        shared = self._without_memory(entry, problem)
+    def _sharpen(
+        self, entry: Entry, problem: Problem, shared: float | None = None
+    ) -> tuple[Bound, float]:
+        """A skeleton's bound, and what it says of policies that recompute more (0: nothing).
+
+        The latter is `shared`, where that is known already.
+        """
+        if shared is None:
+            shared = self._without_memory(entry, problem)
         bound = self._lower_bound(problem, self._first(entry, problem), memory=True)
         entry.bound = max(entry.bound, bound.seconds)
         if not np.isfinite(bound.seconds):
@@ -426,13 +432,13 @@ class Course:
         Gathering inputs again only adds tasks and doubles choices, so without memory it is left
         out first.
         """
-        work = 0.0
+        work, shared = 0.0, None
         if self.space.options.regather and np.isfinite(self.best_time):
             lean = self._problem(entry, replace(self.space.options, regather=False))
             if lean is None:
                 return work
             work += _work(lean)
-            self._without_memory(entry, lean)
+            shared = self._without_memory(entry, lean)
             if entry.bound >= self.best_time:
                 entry.fate = Fate.BOUNDED
                 return work
@@ -441,7 +447,7 @@ class Course:
             return work
         entry.fate = Fate.BOUNDED
         if not self._enumerate(entry, problem):
-            entry.met = self._sharpen(entry, problem)
+            entry.met = self._sharpen(entry, problem, shared)
             if entry.met[0].score < self.best_time and entry.bound < self.best_time:
                 simulation = self._simulate(problem, entry.met[0].choice)
                 if self.offer(simulation):

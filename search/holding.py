@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.search.baselines import Situation
 from stratagem.search.computing import SPLIT_BACKWARD
 from stratagem.search.inter.schedules import microbatches_held
+from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
 from stratagem.search.space import Skeleton
 from stratagem.simulator.footprint import Footprint, operator_footprint
 from stratagem.simulator.graph import OperatorGraph
@@ -23,7 +23,6 @@ from stratagem.simulator.parameters import use_of
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.saved import saved_slots, saves_output
-from stratagem.simulator.segments import recomputed_operators
 from stratagem.simulator.table import format_bytes
 
 WHOLE = Choice((REPLICATE,))
@@ -61,6 +60,7 @@ class HoldingBounds:
         peak ≥ (Σ_{s of r} stateₛ + k · min_{s of r} activationsₛ) / devices of the rank
 
     Example:
+        >>> from stratagem.search.baselines import Situation
         >>> from stratagem.search.space import skeletons
         >>> from stratagem.simulator.cluster import Cluster
         >>> from stratagem.simulator.kernel_costs import default_costs
@@ -68,18 +68,19 @@ class HoldingBounds:
         >>> from stratagem.simulator.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> graph = gpt(num_layers=96, hidden=12288, num_heads=96, batch=8)
-        >>> bounds = HoldingBounds(Situation(graph, cluster, Training(), default_costs()))
+        >>> situation = Situation(graph, cluster, Training(), default_costs())
+        >>> bounds = HoldingBounds(MicrobatchModels(situation))
         >>> print(bounds.excess(next(skeletons(graph, cluster))))
         stage 0 holds at least 397 GiB a device, however sharded, of 78 GiB
 
     Args:
-        situation: model, cluster and training.
+        models: of the situation, at each number of microbatches.
         headroom: share of the memory that must stay free.
     """
 
-    def __init__(self, situation: Situation, headroom: float = 0.0) -> None:
-        self._situation, self._headroom = situation, headroom
-        self._models: dict[int, _Model] = {}
+    def __init__(self, models: MicrobatchModels, headroom: float = 0.0) -> None:
+        self._models, self._headroom = models, headroom
+        self._whole: dict[Any, Footprint] = {}
         self._stages: dict[Any, tuple[int, int]] = {}
         self._capacities: dict[int, tuple[DeviceMesh, int]] = {}
 
@@ -105,7 +106,7 @@ class HoldingBounds:
 
     def _capacity(self, mesh: DeviceMesh) -> int:
         if id(mesh) not in self._capacities:
-            whole = mesh.memory_bytes(self._situation.cluster)
+            whole = mesh.memory_bytes(self._models.situation.cluster)
             self._capacities[id(mesh)] = mesh, int(whole * (1.0 - self._headroom))
         return self._capacities[id(mesh)][1]
 
@@ -113,33 +114,17 @@ class HoldingBounds:
         """Bytes of a stage's state, and of what it holds of a microbatch, on all its devices."""
         names, parts = skeleton.stages[stage], skeleton.num_microbatches
         policy = skeleton.policies[stage]
-        key = (self._situation.memory.number(names), parts, policy)
+        key = (self._models.situation.memory.number(names), parts, policy)
         if key not in self._stages:
-            if parts not in self._models:
-                self._models[parts] = _Model(self._situation, parts)
-            self._stages[key] = self._models[parts].held(names, policy)
+            self._stages[key] = self._count(self._models[parts], names, policy)
         return self._stages[key]
 
-
-class _Model:
-    """The model at the batch of a microbatch, with the bytes of whole operators."""
-
-    def __init__(self, situation: Situation, parts: int) -> None:
-        self.graph = situation.graph.microbatch(parts)
-        self._training, self._owner = situation.training, self.graph.owners
-        self._kind = [situation.memory.number(op.signature) for op in self.graph.operators]
-        self._again: dict[str, frozenset[str]] = {}
-        self._whole: dict[Any, Footprint] = {}
-
-    def held(self, names: Sequence[str], policy: str) -> tuple[int, int]:
-        """Bytes of the state of operators, and of what they hold of a microbatch."""
-        graph = self.graph
-        if policy not in self._again:
-            self._again[policy] = recomputed_operators(graph, policy)
-        again, inside = self._again[policy], {graph.index[name] for name in names}
+    def _count(self, model: MicrobatchModel, names: Sequence[str], policy: str) -> tuple[int, int]:
+        graph = model.graph
+        again, inside = model.recomputed(policy), {graph.index[name] for name in names}
         state = held = 0
         for i in inside:
-            whole = self._footprint(i, inside)
+            whole = self._footprint(model, i, inside)
             state += whole.parameters + whole.gradients + whole.optimizer
             held += 0 if graph.operators[i].name in again else whole.own
             for output, nbytes in enumerate(whole.outputs):
@@ -147,16 +132,17 @@ class _Model:
                     held += nbytes
         return state, held
 
-    def _footprint(self, i: int, inside: set[int]) -> Footprint:
-        operator = self.graph.operators[i]
+    def _footprint(self, model: MicrobatchModel, i: int, inside: set[int]) -> Footprint:
+        """The bytes of a whole operator, once for equal ones."""
+        graph, operator = model.graph, model.graph.operators[i]
         uses = tuple(
-            use_of(self.graph, self._owner, operator, weight, inside)
-            for weight in operator.weights
+            use_of(graph, graph.owners, operator, weight, inside) for weight in operator.weights
         )
-        key = self._kind[i], uses
+        key = model.kinds[i], uses
         if key not in self._whole:
+            training = self._models.situation.training
             self._whole[key] = operator_footprint(
-                operator, WHOLE, operator.sizes, uses, (1,), self._training
+                operator, WHOLE, operator.sizes, uses, (1,), training
             )
         return self._whole[key]
 

@@ -99,7 +99,7 @@ class Space:
             )
         self.entries: list[Entry] = []
         self._computing = ComputingBounds(situation, options)
-        self._holding = HoldingBounds(situation, constraints.constraints.headroom)
+        self._holding = HoldingBounds(self._computing.models, constraints.constraints.headroom)
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:

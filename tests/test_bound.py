@@ -121,8 +121,7 @@ def test_no_plan_of_a_pipeline_is_under_the_bound(
     sizes = [len(choices) for choices in problem.choices]
     rng = np.random.default_rng(rounds)
     bound = lower_bound(problem, rng.integers(0, sizes), rounds=rounds, tolerance=0.0)
-    start = bound.choice
-    chain = Chain(problem, start, 400, rounds)
+    chain = Chain(problem, bound.choice, 400, rounds)
     chain.advance(400)
     assert bound.seconds <= min(bound.score, chain.scores[1]) * (1 + 1e-9)
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search import _kernels
-from stratagem.search.anneal import arguments_of
+from stratagem.search.anneal import Chain
 from stratagem.search.baselines import Situation
 from stratagem.search.constraints import Constraints
 from stratagem.search.holding import HoldingBounds
-from stratagem.search.problem import Problem, make_problem
+from stratagem.search.microbatch_models import MicrobatchModels
+from stratagem.search.problem import make_problem
 from stratagem.search.result import Budget, Fate
 from stratagem.search.search import search
 from stratagem.search.space import SCHEDULES, Options, Skeleton, all_skeletons, skeletons
@@ -31,8 +31,8 @@ from stratagem.simulator.training import Training
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
 
-def tiny_gpt(batch: int = 16) -> OperatorGraph:
-    return gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=batch)
+def tiny_gpt() -> OperatorGraph:
+    return gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 
 
 MODELS: dict[str, Callable[[], OperatorGraph]] = {
@@ -52,23 +52,6 @@ def situation(
     graph: OperatorGraph, cluster: Cluster = CLUSTER, training: Training | None = None
 ) -> Situation:
     return Situation(graph, cluster, training or Training(), default_costs())
-
-
-def peaks(problem: Problem, choice: np.ndarray) -> list[int]:
-    """What each rank holds at most under some choices, as every score has it."""
-    stages = problem.num_stages
-    profiles = np.zeros((stages, 6), dtype=np.int64)
-    _kernels.score_plan(
-        np.full(stages, _kernels.REPLAY, dtype=np.int64),
-        choice,
-        np.zeros((6, stages), dtype=np.int64),
-        profiles,
-        *arguments_of(problem),
-    )
-    return [
-        _kernels.rank_peak.py_func(rank, profiles, *problem.ranks)
-        for rank in range(problem.capacities.size)
-    ]
 
 
 def with_memory(gib: float) -> Cluster:
@@ -96,11 +79,13 @@ def test_no_plan_holds_less(data: st.DataObject) -> None:
     problem = make_problem(
         graph, skeleton, CLUSTER, training, here.costs, (0, 1, 2, 3), here.memory, options
     )
-    holdings = HoldingBounds(here).holdings(skeleton)
+    holdings = HoldingBounds(MicrobatchModels(here)).holdings(skeleton)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
     sizes = [len(choices) for choices in problem.choices]
     for _ in range(3):
-        for peak, holding in zip(peaks(problem, rng.integers(0, sizes)), holdings, strict=True):
+        for peak, holding in zip(
+            Chain(problem, rng.integers(0, sizes), 1, 0).peaks(), holdings, strict=True
+        ):
             assert holding.least <= peak, (str(skeleton), holding)
 
 
@@ -114,21 +99,20 @@ def test_one_device_holds_hardly_more(policy: str) -> None:
     problem = make_problem(
         graph, skeleton, alone, here.training, here.costs, (0,), here.memory, Options()
     )
-    peak = peaks(problem, np.zeros(len(problem.choices), dtype=np.int64))[0]
-    least = HoldingBounds(here).holdings(skeleton)[0].least
+    peak = Chain(problem, np.zeros(len(problem.choices), dtype=np.int64), 1, 0).peaks()[0]
+    least = HoldingBounds(MicrobatchModels(here)).holdings(skeleton)[0].least
     assert 0.75 * peak < least <= peak
 
 
 def test_what_must_stay_free_counts() -> None:
     here = situation(tiny_gpt())
     skeleton = next(skeletons(here.graph, CLUSTER))
-    holding = HoldingBounds(here, headroom=0.5).holdings(skeleton)[0]
+    holding = HoldingBounds(MicrobatchModels(here), headroom=0.5).holdings(skeleton)[0]
     assert holding.capacity == int(skeleton.meshes[0].memory_bytes(CLUSTER) * 0.5)
 
 
-def space_of(here: Situation, **wishes: object) -> Space:
-    bound = Constraints(**wishes).bind(here.graph)  # type: ignore[arg-type]
-    space = Space(here, Options(), (0, 2, 3), bound)
+def space_of(here: Situation) -> Space:
+    space = Space(here, Options(), (0, 2, 3), Constraints().bind(here.graph))
     space.add(all_skeletons(here.graph, here.cluster, ("1f1b",)), lambda _: None)
     return space
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search import _kernels
-from stratagem.search.anneal import Chain, arguments_of
+from stratagem.search.anneal import Chain
 from stratagem.search.baselines import Situation
 from stratagem.search.bound import lower_bound
 from stratagem.search.partition import by_stage, layer_units
@@ -51,23 +50,6 @@ def problem_of(graph: OperatorGraph, skeleton: Skeleton, options: Options = REGA
     )
 
 
-def peaks(problem: Problem, choice: np.ndarray) -> list[int]:
-    """What each rank holds at most under some choices, as every score has it."""
-    stages = problem.num_stages
-    profiles = np.zeros((stages, 6), dtype=np.int64)
-    _kernels.score_plan(
-        np.full(stages, _kernels.REPLAY, dtype=np.int64),
-        choice,
-        np.zeros((6, stages), dtype=np.int64),
-        profiles,
-        *arguments_of(problem),
-    )
-    return [
-        _kernels.rank_peak.py_func(rank, profiles, *problem.ranks)
-        for rank in range(problem.capacities.size)
-    ]
-
-
 @settings(max_examples=25, deadline=None)
 @given(which=st.integers(0, 30), seed=st.integers(0, 2**16), share=st.floats(0.3, 1.5))
 def test_no_plan_is_over_the_memory_where_all_are_said_to_fit(
@@ -78,7 +60,7 @@ def test_no_plan_is_over_the_memory_where_all_are_said_to_fit(
     problem = problem_of(graph, listed[which % len(listed)])
     rng = np.random.default_rng(seed)
     sizes = [len(choices) for choices in problem.choices]
-    met = [peaks(problem, rng.integers(0, sizes)) for _ in range(4)]
+    met = [Chain(problem, rng.integers(0, sizes), 1, 0).peaks() for _ in range(4)]
     # A memory about as large as the largest plan met: some then fit always, others do not.
     problem.capacities[:] = int(share * max(max(each) for each in met))
     if always_fits(problem):
@@ -91,7 +73,7 @@ def test_the_largest_plan_is_the_one_that_replicates_where_nothing_is_converted(
     graph = mlp([64, 64], batch=32)
     skeleton = next(skeletons(graph, CLUSTER))
     problem = problem_of(graph, skeleton, Options())
-    whole = peaks(problem, np.zeros(len(problem.choices), dtype=np.int64))
+    whole = Chain(problem, np.zeros(len(problem.choices), dtype=np.int64), 1, 0).peaks()
     problem.capacities[:] = max(whole) - 1
     assert not always_fits(problem)
 

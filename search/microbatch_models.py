@@ -1,0 +1,45 @@
+"""The model at the batch of each number of microbatches, with what quick bounds ask of it."""
+
+from __future__ import annotations
+
+from stratagem.search.baselines import Situation
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.segments import recomputed_operators
+
+
+class MicrobatchModel:
+    """The model at the batch of a microbatch: a kind per operator, equal for equal ones."""
+
+    def __init__(self, graph: OperatorGraph, situation: Situation) -> None:
+        self.graph = graph
+        number = situation.memory.number
+        self.kinds = [
+            (
+                number(operator.signature),
+                bool(trainable_weights(graph, operator)),
+                tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs),
+            )
+            for operator in graph.operators
+        ]
+        self._recomputed: dict[str, frozenset[str]] = {}
+
+    def recomputed(self, policy: str) -> frozenset[str]:
+        """Names of the operators that a policy recomputes."""
+        if policy not in self._recomputed:
+            self._recomputed[policy] = frozenset(recomputed_operators(self.graph, policy))
+        return self._recomputed[policy]
+
+
+class MicrobatchModels:
+    """The models of a situation by the number of microbatches, each made once."""
+
+    def __init__(self, situation: Situation) -> None:
+        self.situation = situation
+        self._models: dict[int, MicrobatchModel] = {}
+
+    def __getitem__(self, num_microbatches: int) -> MicrobatchModel:
+        if num_microbatches not in self._models:
+            graph = self.situation.graph.microbatch(num_microbatches)
+            self._models[num_microbatches] = MicrobatchModel(graph, self.situation)
+        return self._models[num_microbatches]
