@@ -33,10 +33,12 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, resnet
 from stratagem.simulator.training import Training
 
-REPEATS = 5
-NUM_EVALUATIONS = 20_000
+REPEATS = 40
+"""Short ones: the best of them falls into a moment in which the machine does nothing else."""
+NUM_EVALUATIONS = 4000
 """Decided by each chain in one repeat."""
-NUM_FULL = 100
+NUM_EARLY = WIDE_EVALUATIONS // REPEATS
+NUM_FULL = 10
 """Plans scored in full in one repeat."""
 TOTAL = 10**9
 """Evaluations of the course that chains follow: longer than they run."""
@@ -121,7 +123,7 @@ def measure(
         calls: dict[str, tuple[Callable[[], object], int]] = {
             "late": (lambda: chains[0].advance(NUM_EVALUATIONS), NUM_EVALUATIONS),
             "all": (advance_all, cores * NUM_EVALUATIONS),
-            "early": (lambda: early.advance(WIDE_EVALUATIONS // 10), WIDE_EVALUATIONS // 10),
+            "early": (lambda: early.advance(NUM_EARLY), NUM_EARLY),
             "full": (lambda: [early.score() for _ in range(NUM_FULL)], NUM_FULL),
         }
         for _ in range(REPEATS):

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stratagem.search import _kernels, _memory_tree, _moves, _pipeline, _plays, _random
+from stratagem.search import (
+    _kernels,
+    _longest_path,
+    _memory_tree,
+    _moves,
+    _pipeline,
+    _plays,
+    _random,
+)
 from stratagem.search._kernels import (
     OVER_MEMORY,
     Floats,
@@ -45,6 +53,7 @@ from stratagem.search._plays import (
     Plays,
     copy_ints,
     gather_changes,
+    note_path_of,
     play_changes_of,
     settle_play,
 )
@@ -127,6 +136,7 @@ def score_anew(arrays: Arrays, choice: Ints) -> float:
     for k in range(plays.which.shape[0]):
         entry = plays.which[k, KIND] * num_items + plays.which[k, STAGE]
         pipeline.proposed[entry] = plays.books[k, NS]
+        note_path_of(plays, k)
     fill_crossings(
         pipeline.proposed,
         num_items,
@@ -224,6 +234,7 @@ def settle(arrays: Arrays, choice: Ints, count: int, is_accepted: bool) -> None:
 _SOURCES = (
     sys.modules[__name__],
     _kernels,
+    _longest_path,
     _memory_tree,
     _moves,
     _pipeline,

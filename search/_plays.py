@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from stratagem.search._longest_path import note_longest_path
 from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._delta_index import (
     CHANGED,
@@ -37,13 +38,16 @@ CATCH_UP = 8
 """Proposals after which a block that was played in full is indexed for replays again."""
 FEW = 4
 """Changes of so many operators are worth an index."""
+PATH_AGE = 32
+"""After so many accepted proposals the longest path of a block is looked for again."""
 
 STAGE, KIND, BLOCK, INNER = range(4)
 """Columns of `Plays.which`."""
-FOUND, NS, STALE, CALM, IS_PENDING = range(5)
+FOUND, NS, STALE, CALM, IS_PENDING, PATH, NEW_PATH, AGE = range(8)
 """Columns of `Plays.books`: changed tasks, makespan, whether the index is out of date, proposals
-since it is, whether a proposal is pending."""
-NUM_BOOKS = 5
+since it is, whether a proposal is pending; ns of the noted path, as accepted and as proposed, and
+proposals that were accepted since it was noted."""
+NUM_BOOKS = 8
 TASK, BASE, FIRST, STRIDE, SECOND, SECOND_STRIDE = range(6)
 """Columns of `Plays.touches`."""
 NOW, NEW = 0, 1
@@ -67,6 +71,7 @@ class Plays(NamedTuple):
         touches: [*, 6], see `TASK`, ...: such a task and its look-up.
         task, rows, latest, held, numbers, free, heap_ready, heap_task: see `DeltaState`.
         seen: [T], the last proposal that changed a task.
+        on_path: [T], whether a task lies on the path that is noted (see `_longest_path`).
         changes: [3, T], of each play's changed tasks the task, its duration, its set.
         books: [P, 5], see `FOUND`, ...
         loads: [P, 2, R], ns for which each resource is held.
@@ -92,6 +97,7 @@ class Plays(NamedTuple):
     heap_ready: Ints
     heap_task: Ints
     seen: Ints
+    on_path: Ints
     changes: Ints
     books: Ints
     loads: Ints
@@ -147,11 +153,11 @@ def gather_changes(
 ) -> int:
     """Note what the changed operators change in play k; return a lower bound of its makespan.
 
-    No resource can be through before it has done all its work. Without a change the bound is the
-    makespan itself.
+    No resource can be through before it has done all its work, and no path before all its tasks
+    have run. Without a change the bound is the makespan itself.
     """
     begin = plays.tasks[k]
-    found = 0
+    found, path = 0, int(plays.books[k, PATH])
     loads = plays.loads[k, NEW]
     copy_ints(plays.loads[k, NOW], loads)
     for index in range(count):
@@ -169,6 +175,7 @@ def gather_changes(
                 continue
             add_load(loads, played[PLAYED_SET], -played[PLAYED_DURATION])
             add_load(loads, resources, ns)
+            path += plays.on_path[begin + each] * (ns - played[PLAYED_DURATION])
             plays.changes[0, begin + found] = each
             plays.changes[1, begin + found] = ns
             plays.changes[2, begin + found] = resources
@@ -176,7 +183,8 @@ def gather_changes(
     plays.books[k, FOUND] = found
     if found == 0:
         return int(plays.books[k, NS])
-    bound = 0
+    plays.books[k, NEW_PATH] = path
+    bound = path
     for resource in range(loads.size):
         bound = max(bound, loads[resource])
     return bound
@@ -204,6 +212,15 @@ def play_changes_of(plays: Plays, k: int, count: int) -> int:
     return int(state.numbers[PROPOSED])
 
 
+@uncounted()
+def note_path_of(plays: Plays, k: int) -> None:
+    """Look for the longest path of play k as accepted."""
+    books = plays.books[k]
+    on_path = plays.on_path[plays.tasks[k] : plays.tasks[k + 1]]
+    books[PATH] = note_longest_path(state_of(plays, k), on_path)
+    books[AGE] = 0
+
+
 @uncounted(inline="always")
 def settle_play(plays: Plays, k: int, is_accepted: bool) -> None:
     """Make what was played the state of play k, or forget it.
@@ -219,16 +236,19 @@ def settle_play(plays: Plays, k: int, is_accepted: bool) -> None:
         reject(state)
         return
     numbers, task = state.numbers, state.task
-    books[NS] = numbers[PROPOSED]
+    books[NS], books[PATH] = numbers[PROPOSED], books[NEW_PATH]
     copy_ints(plays.loads[k, NEW], plays.loads[k, NOW])
     if numbers[PENDING] == REPLAY:
         accept(state)
-        return
-    for index in range(numbers[CHANGES]):
-        each = state.rows[CHANGED, index]
-        task[each, PLAYED_DURATION] = task[each, DURATION]
-        task[each, PLAYED_SET] = task[each, SET]
-    numbers[PENDING] = NONE
-    numbers[MAKESPAN] = numbers[PROPOSED]
-    books[STALE] = 1
-    books[CALM] = 0
+    else:
+        for index in range(numbers[CHANGES]):
+            each = state.rows[CHANGED, index]
+            task[each, PLAYED_DURATION] = task[each, DURATION]
+            task[each, PLAYED_SET] = task[each, SET]
+        numbers[PENDING] = NONE
+        numbers[MAKESPAN] = numbers[PROPOSED]
+        books[STALE] = 1
+        books[CALM] = 0
+    books[AGE] += 1
+    if books[AGE] >= PATH_AGE:
+        note_path_of(plays, k)

@@ -27,6 +27,7 @@ from stratagem.search._plays import (
 from stratagem.simulator._delta_index import DURATION, DURATIONS, SET, SETS
 from stratagem.simulator._delta_kernels import play_changes
 from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks
+from stratagem.simulator.contraction import contract
 from stratagem.simulator.delta import allocate_delta
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.pipeline import MacroGraph
@@ -52,7 +53,7 @@ def own_arrays(shared: Arrays) -> Arrays:
 
 _OF_PLAYS = (
     *("task", "rows", "latest", "held", "numbers", "free", "heap_ready", "heap_task"),
-    *("seen", "changes", "books", "loads"),
+    *("seen", "on_path", "changes", "books", "loads"),
 )
 _OF_TENSORS = ("nbytes", "sums", "tops", "profiles", "undo")
 _OF_PIPELINE = ("bounds", "end", "because", "free", "holder", "now", "table", "proposed")
@@ -121,16 +122,17 @@ def _plays(problem: Problem) -> Plays:
     blocks = [
         problem.stage_blocks[stage].of_kind(kind) for stage, kind in problem.plays[:, :2].tolist()
     ]
-    states = [
-        allocate_delta(_idle(problem.stage_blocks[stage], block))
-        for stage, (block, _) in zip(problem.plays[:, 0].tolist(), blocks, strict=True)
-    ]
-    pools = pool_starts(problem.stage_blocks)
+    stages, pools = problem.plays[:, 0].tolist(), pool_starts(problem.stage_blocks)
     num_operators = len(problem.choices)
-    touched = [
-        _touches(block, last, pools[stage], num_operators)
-        for (block, last), stage in zip(blocks, problem.plays[:, 0].tolist(), strict=True)
-    ]
+    contracted: dict[tuple[int, bool], tuple[TaskGraph, IntArray]] = {}
+    states, touched = [], []
+    for stage, (block, last) in zip(stages, blocks, strict=True):
+        key = id(block), last
+        if key not in contracted:
+            contracted[key] = _contracted(problem.stage_blocks[stage], block, last)
+        graph, kept = contracted[key]
+        states.append(allocate_delta(graph))
+        touched.append(_touches(block, last, kept, pools[stage], num_operators))
     before = np.cumsum([0, *(rows.shape[0] for _, rows in touched)])[:-1]
     num_tasks = [state.rows.shape[1] for state in states]
     total, num_plays = sum(num_tasks), len(states)
@@ -157,35 +159,49 @@ def _plays(problem: Problem) -> Plays:
         heap_ready=np.zeros(total, dtype=np.int64),
         heap_task=np.zeros(total, dtype=np.int64),
         seen=np.zeros(total, dtype=np.int64),
+        on_path=np.zeros(total, dtype=np.int64),
         changes=np.zeros((3, total), dtype=np.int64),
         books=np.zeros((num_plays, NUM_BOOKS), dtype=np.int64),
         loads=np.zeros((num_plays, 2, NUM_RESOURCES), dtype=np.int64),
     )
 
 
-def _idle(blocks: StageBlocks, block: Block) -> TaskGraph:
-    """A block with nothing to do; `begin_play` looks everything up."""
+def _bases(block: Block, last: bool) -> IntArray:
+    """Where the look-up of each task begins in the last of its blocks or in the others; or 0."""
+    return block.base if last else block.inner_base
+
+
+def _contracted(blocks: StageBlocks, block: Block, last: bool) -> tuple[TaskGraph, IntArray]:
+    """A block with nothing to do, without tasks that never have, and the ids of those that stay.
+
+    `begin_plays` looks everything up.
+    """
     idle = blocks.task_graph(block, np.zeros(len(block.operators), dtype=np.int64), last=True)
     nothing = np.zeros(idle.num_tasks, dtype=np.int64)
-    return replace(idle, durations=nothing, resource_sets=nothing)
+    idle = replace(idle, durations=nothing, resource_sets=nothing)
+    return contract(idle, _bases(block, last) == 0)
 
 
-def _touches(block: Block, last: bool, pool: int, num_operators: int) -> tuple[IntArray, IntArray]:
+def _touches(
+    block: Block, last: bool, kept: IntArray, pool: int, num_operators: int
+) -> tuple[IntArray, IntArray]:
     """By operator, the tasks whose look-up it takes part in: where they begin, and columns."""
-    base = block.base if last else block.inner_base
+    base = _bases(block, last)[kept]
+    first, stride = block.first[kept], block.stride[kept]
+    second, second_stride = block.second[kept], block.second_stride[kept]
     busy = np.flatnonzero(base > 0)
-    second = np.flatnonzero((base > 0) & (block.second_stride > 0) & (block.second != block.first))
-    tasks = np.concatenate([busy, second])
-    owners = np.concatenate([block.first[busy], block.second[second]])
+    both = np.flatnonzero((base > 0) & (second_stride > 0) & (second != first))
+    tasks = np.concatenate([busy, both])
+    owners = np.concatenate([first[busy], second[both]])
     order = np.argsort(owners, kind="stable")
     tasks = tasks[order]
     columns = (
         tasks,
         base[tasks] + pool,
-        block.first[tasks],
-        block.stride[tasks],
-        block.second[tasks],
-        block.second_stride[tasks],
+        first[tasks],
+        stride[tasks],
+        second[tasks],
+        second_stride[tasks],
     )
     starts = np.searchsorted(owners[order], np.arange(num_operators + 1))
     return starts.astype(np.int64), np.stack(columns, axis=1).astype(np.int64)

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.search import _pipeline
+from stratagem.search import _pipeline, _plays
 from stratagem.search.anneal import Chain, course_of, run_chains
 from stratagem.search.baselines import Situation
 from stratagem.search.chain_arrays import own_arrays
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import Options, Skeleton, skeletons
+from stratagem.simulator import _delta_index
 from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.engine import simulate
@@ -181,6 +182,55 @@ def test_orders_and_bounds_hold_for_any_durations(name: str) -> None:
             assert _pipeline.play_in_order(pipeline) == makespan
             _pipeline.note_longest_path(pipeline)
             assert _pipeline.bound_of(pipeline) == makespan
+
+
+def path_of(plays: _plays.Plays, k: int) -> tuple[int, int]:
+    """ns of the path that is noted of a block, which must be one; and of the longest there is."""
+    state = _plays.state_of.py_func(plays, k)
+    task, links = state.task, state.links.tolist()
+    ns = task[:-1, _delta_index.PLAYED_DURATION].tolist()
+    starts = task[:, _delta_index.PREDECESSORS].tolist()
+    noted = set(np.flatnonzero(plays.on_path[plays.tasks[k] : plays.tasks[k + 1]]).tolist())
+    ends: dict[int, int] = {}
+    path: list[int] = []
+    for each in state.rows[_delta_index.ORDER].tolist():
+        before = links[starts[each] : starts[each + 1]]
+        ends[each] = ns[each] + max((ends[task] for task in before), default=0)
+        if each in noted:
+            assert not path or path[-1] in before
+            path.append(each)
+    return sum(ns[each] for each in noted), max(ends.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
+    p = CASES[name].problem()
+    chain = Chain(p, random_choice(p, 3), 2000, 0)
+    plays, stage_of = chain._arrays.plays, chain._arrays.moves.stage_of
+    for k in range(plays.which.shape[0]):
+        noted, longest = path_of(plays, k)
+        assert plays.books[k, _plays.PATH] == noted == longest
+    chain._course[:, 2:] = 0.1
+    chain.advance(2000)
+    for k in range(plays.which.shape[0]):
+        assert plays.books[k, _plays.PATH] == path_of(plays, k)[0]
+    rng = np.random.default_rng(0)
+    tight = 0
+    for proposal in range(10_000, 10_200):
+        stage = rng.integers(0, p.num_stages)
+        changed = rng.permutation(np.flatnonzero(stage_of == stage))[: rng.integers(1, 4)]
+        choice = chain.choice.copy()
+        choice[changed] = random_choice(p, proposal)[changed]
+        for k in range(plays.starts[stage], plays.starts[stage + 1]):
+            least = _plays.gather_changes(plays, k, choice, changed, changed.size, proposal)
+            if plays.books[k, _plays.FOUND]:
+                ns = _plays.play_changes_of(plays, k, changed.size)
+                _plays.settle_play(plays, k, False)
+                assert least <= ns
+                tight += least > 0.5 * ns
+    movable = any(len(options) > 1 for options in p.choices)
+    assert (tight > 50) == movable
+    assert chain.score() == chain.scores[0]
 
 
 def test_chains_do_not_depend_on_how_their_proposals_are_dealt_out() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.simulator import _kernels
+from stratagem.simulator.contraction import contract
 from stratagem.simulator.engine import Times, allocate, simulate
 from stratagem.simulator.oracle import simulate_plain, simulate_simpy
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
@@ -283,6 +284,37 @@ def test_no_makespan_is_below_what_can_be_proved(seed):
     assert makespan >= max(critical_path(graph), largest_load(graph))
     alone = dataclasses.replace(graph, resource_sets=np.zeros_like(graph.resource_sets))
     assert simulate(alone).makespan == critical_path(graph)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_without_tasks_that_are_never_busy_the_rest_is_played_the_same(seed):
+    graph = random_graph(seed)
+    rng = np.random.default_rng(seed)
+    idle = (graph.durations == 0) & (rng.random(graph.num_tasks) < rng.choice([0.5, 1.0]))
+    contracted, kept = contract(graph, idle)
+    assert contracted.successors.size <= graph.successors.size
+    assert (np.delete(idle, kept)).all()
+    for engine in (simulate, simulate_plain):
+        before, after = engine(graph), engine(contracted)
+        for name in ("ready", "start", "end"):
+            assert getattr(before, name)[kept].tolist() == getattr(after, name).tolist()
+        assert before.makespan == after.makespan
+
+
+def test_of_a_graph_without_work_one_task_is_left():
+    graph = build_task_graph(
+        [0, 0, 0], [(0, 1), (1, 2)], resource_sets=[(), (), ()], num_resources=1
+    )
+    contracted, kept = contract(graph, np.ones(3, dtype=bool))
+    assert contracted.num_tasks == 1
+    assert contracted.successors.size == 0
+    assert kept.tolist() == [0]
+
+
+def test_a_busy_task_cannot_be_taken_out():
+    graph = build_task_graph([0, 7], [(0, 1)], resource_sets=[(), (0,)], num_resources=1)
+    with pytest.raises(ValueError, match="task 1 takes 7 ns"):
+        contract(graph, np.ones(2, dtype=bool))
 
 
 @settings(max_examples=100, deadline=None)
