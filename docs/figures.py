@@ -139,7 +139,7 @@ def draw_search(result: sg.SearchResult) -> Figure:
     axes.axvline(result.bound * 1e3, color="#cf4f4a", linestyle="--", label=label)
     axes.set_yticks([-place for place in range(len(rows))], [row[0] for row in rows])
     axes.set_xlabel("predicted step, ms")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.97))
     axes.spines[["top", "right"]].set_visible(False)
     plt.close(figure)
     return figure

@@ -64,6 +64,8 @@ they would take gigabytes."""
 
 LARGE_PROGRAM = 400_000
 """Operators times choices above which no integer program over a whole skeleton is tried."""
+MOST_REGIONS = 8
+"""Regions that such a program solves anew: its solution is a start for chains."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,12 @@ class Course:
         if len(choices) * max(map(len, choices)) > LARGE_PROGRAM:
             return []
         solution = program.solve(
-            program.sum_weights(), memory=True, alike=True, max_parts=MOST_PARTS, tolerance=1e-3
+            program.sum_weights(),
+            memory=True,
+            alike=True,
+            max_parts=MOST_PARTS,
+            max_regions=MOST_REGIONS,
+            tolerance=1e-3,
         )
         return [solution.choice] if solution.choice is not None else []
 

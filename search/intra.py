@@ -96,6 +96,7 @@ class IntraProgram:
         memory: bool = False,
         alike: bool = False,
         max_parts: int | None = None,
+        max_regions: int | None = None,
         tolerance: float = 1e-6,
     ) -> Solution:
         """Choose for all operators, or for those of a `window` beside choices that are `fixed`.
@@ -108,7 +109,8 @@ class IntraProgram:
             memory: whether what is kept from forward to backward, and state, must fit.
             alike: whether operators of repeated layers choose alike, which makes large models
                 small; the optimum among such choices.
-            max_parts: limit of the branch and bound (see `ilp.solve`).
+            max_parts, max_regions: limits of the branch and bound, and of the search for better
+                solutions (see `ilp.solve`).
             tolerance: relative gap that is good enough.
 
         Returns:
@@ -136,6 +138,7 @@ class IntraProgram:
             instance,
             tolerance=tolerance,
             max_parts=max_parts,
+            max_regions=max_regions,
             tied=self._classes() if alike else (),
         )
         if found.choice is not None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stratagem.search.ilp.branch import Branching, Part, ascended
 from stratagem.search.ilp.eliminate import simplify
 from stratagem.search.ilp.explain import explain_infeasible
+from stratagem.search.ilp.improve import Improver
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use, limits
 from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
@@ -332,6 +333,18 @@ def test_settling_what_nodes_hold_loses_no_better_solution() -> None:
         Branching(incumbent).run(parts)
         assert incumbent.cost == best
     assert num_split >= 20
+
+
+def test_a_limit_of_regions_ends_the_search_for_better_solutions() -> None:
+    instance = crowded(1, 30)
+    limited = [solve(instance, max_parts=2, max_regions=regions) for regions in (0, 1, 4)]
+    objectives = [solution.objective for solution in limited]
+    assert objectives == sorted(objectives, reverse=True)
+    assert objectives[0] > objectives[-1] >= solve(instance).objective
+    _, incumbent, part = begun(instance, cost=objectives[0], choice=limited[0].choice)
+    improver = Improver(part.problem, {}, incumbent, seed=0)
+    improver.run(40, math.inf, max_regions=3)
+    assert improver.num_regions == 3
 
 
 def hoarders(seed: int, num_nodes: int) -> Instance:

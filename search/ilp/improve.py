@@ -41,18 +41,23 @@ class Improver:
         self.left = problem.original()
         self.nodes = problem.alive
         self.size = min(FIRST_REGION, float(len(self.nodes)))
+        self.num_regions = 0
 
-    def run(self, patience: int, deadline: float) -> None:
+    def run(self, patience: int, deadline: float, max_regions: float = np.inf) -> None:
         """Solve regions until `patience` of them in a row gave nothing, or the clock says so.
 
-        A solution that is better by a lot ends it too: it lets the whole problem shrink.
+        A solution that is better by a lot ends it too: it lets the whole problem shrink. And so
+        does solving `max_regions` of them.
         """
         failures, first = 0, self.incumbent.cost
         while failures < patience and time.perf_counter() < deadline:
             if self.incumbent.cost < first - SHRINKING * abs(first):
                 return
+            if self.num_regions >= max_regions:
+                return
             before = self.incumbent.cost
             self._solve_region()
+            self.num_regions += 1
             failures = 0 if self.incumbent.cost < before else failures + 1
             if failures and self.size >= len(self.nodes):
                 return

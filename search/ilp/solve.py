@@ -71,6 +71,7 @@ def solve(
     seed: int = 0,
     tied: Sequence[Sequence[int]] = (),
     max_parts: int | None = None,
+    max_regions: int | None = None,
 ) -> Solution:
     """Choose a strategy for each node at least cost.
 
@@ -92,6 +93,8 @@ def solve(
         tied: Groups of nodes that must choose alike, such as identical layers.
         max_parts: Problems that branch and bound relaxes at most: a limit that, unlike a time,
             gives the same result on every machine.
+        max_regions: Regions that are solved anew at most, for better solutions: a limit of the
+            same kind.
 
     Raises:
         ValueError: tied nodes differ in strategies, or the tolerance is negative.
@@ -116,7 +119,7 @@ def solve(
         started=started,
     )
     branching = Branching(incumbent)
-    bound, fractional = _search(branching, copy(core), seed, max_parts)
+    bound, fractional = _search(branching, copy(core), seed, max_parts, max_regions)
     phases["search"] = time.perf_counter() - started - phases["reduce"]
     choice = None
     if incumbent.choice is not None:
@@ -168,7 +171,11 @@ PROVABLE = 200_000
 
 
 def _search(
-    branching: Branching, problem: Problem, seed: int, max_parts: int | None
+    branching: Branching,
+    problem: Problem,
+    seed: int,
+    max_parts: int | None,
+    max_regions: int | None,
 ) -> tuple[float, int]:
     """First solutions by trees or a dive, then the proof, with better ones by regions."""
     incumbent = branching.incumbent
@@ -195,12 +202,16 @@ def _search(
             if branching.run(parts, FIRST_PARTS) >= incumbent.cutoff:
                 return incumbent.proved, fractional
             parts = []
-    if not _improve(part, incumbent, seed, started):
+    if not _improve(
+        part, incumbent, seed, started, np.inf if max_regions is None else max_regions
+    ):
         return incumbent.proved, fractional
     return branching.run(parts, max_parts), fractional
 
 
-def _improve(part: Part, incumbent: Incumbent, seed: int, started: float) -> bool:
+def _improve(
+    part: Part, incumbent: Incumbent, seed: int, started: float, max_regions: float
+) -> bool:
     """Look for solutions in regions of a part, tightened with them; False where that settles it.
 
     The part is left without a relaxation, since it may have changed.
@@ -211,8 +222,10 @@ def _improve(part: Part, incumbent: Incumbent, seed: int, started: float) -> boo
             incumbent.deadline if large else started + IMPROVING * (incumbent.deadline - started)
         )
         before = incumbent.cost
-        Improver(part.problem, part.prices, incumbent, seed).run(PATIENCE, until)
-        if incumbent.cost == before or time.perf_counter() > until:
+        improver = Improver(part.problem, part.prices, incumbent, seed)
+        improver.run(PATIENCE, until, max_regions)
+        max_regions -= improver.num_regions
+        if incumbent.cost == before or time.perf_counter() > until or max_regions <= 0:
             part.relaxed = None
             return True
         if not tighten(part, incumbent):
