@@ -38,6 +38,7 @@ REPEATS = 40
 NUM_EVALUATIONS = 4000
 """Decided by each chain in one repeat."""
 NUM_EARLY = WIDE_EVALUATIONS // REPEATS
+"""The same of the chain in its first phase, which all repeats fill."""
 NUM_FULL = 10
 """Plans scored in full in one repeat."""
 TOTAL = 10**9

@@ -130,7 +130,7 @@ def change_of(
     touched = np.isin(block.first, operators) & (block.stride > 0)
     touched |= np.isin(block.second, operators) & (block.second_stride > 0)
     tasks = np.flatnonzero(touched)
-    base = (block.base if last else block.inner_base)[tasks]
+    base = block.bases(last)[tasks]
     where = base + choices[block.first[tasks]] * block.stride[tasks]
     where += choices[block.second[tasks]] * block.second_stride[tasks]
     where[base == 0] = 0

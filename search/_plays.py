@@ -14,23 +14,24 @@ import numpy.typing as npt
 from stratagem.search._longest_path import note_longest_path
 from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._delta_index import (
-    CHANGED,
-    CHANGES,
-    DURATION,
     FULL,
-    MAKESPAN,
-    NONE,
     NUM_ROWS,
     PENDING,
     PLAYED_DURATION,
     PLAYED_SET,
     PROPOSED,
     REPLAY,
-    SET,
     DeltaState,
     record_play,
 )
-from stratagem.simulator._delta_kernels import accept, note_changes, play_in_full, propose, reject
+from stratagem.simulator._delta_kernels import (
+    accept,
+    keep_changes,
+    note_changes,
+    play_in_full,
+    propose,
+    reject,
+)
 
 Ints = npt.NDArray[np.int64]
 
@@ -73,7 +74,7 @@ class Plays(NamedTuple):
         seen: [T], the last proposal that changed a task.
         on_path: [T], whether a task lies on the path that is noted (see `_longest_path`).
         changes: [3, T], of each play's changed tasks the task, its duration, its set.
-        books: [P, 5], see `FOUND`, ...
+        books: [P, 8], see `FOUND`, ...
         loads: [P, 2, R], ns for which each resource is held.
     """
 
@@ -235,18 +236,12 @@ def settle_play(plays: Plays, k: int, is_accepted: bool) -> None:
     if not is_accepted:
         reject(state)
         return
-    numbers, task = state.numbers, state.task
-    books[NS], books[PATH] = numbers[PROPOSED], books[NEW_PATH]
+    books[NS], books[PATH] = state.numbers[PROPOSED], books[NEW_PATH]
     copy_ints(plays.loads[k, NEW], plays.loads[k, NOW])
-    if numbers[PENDING] == REPLAY:
+    if state.numbers[PENDING] == REPLAY:
         accept(state)
     else:
-        for index in range(numbers[CHANGES]):
-            each = state.rows[CHANGED, index]
-            task[each, PLAYED_DURATION] = task[each, DURATION]
-            task[each, PLAYED_SET] = task[each, SET]
-        numbers[PENDING] = NONE
-        numbers[MAKESPAN] = numbers[PROPOSED]
+        keep_changes(state)
         books[STALE] = 1
         books[CALM] = 0
     books[AGE] += 1

@@ -124,10 +124,10 @@ def _plays(problem: Problem) -> Plays:
     ]
     stages, pools = problem.plays[:, 0].tolist(), pool_starts(problem.stage_blocks)
     num_operators = len(problem.choices)
-    contracted: dict[tuple[int, bool], tuple[TaskGraph, IntArray]] = {}
+    contracted: dict[int, tuple[TaskGraph, IntArray]] = {}
     states, touched = [], []
     for stage, (block, last) in zip(stages, blocks, strict=True):
-        key = id(block), last
+        key = id(block.bases(last))  # equal stages share these
         if key not in contracted:
             contracted[key] = _contracted(problem.stage_blocks[stage], block, last)
         graph, kept = contracted[key]
@@ -166,27 +166,20 @@ def _plays(problem: Problem) -> Plays:
     )
 
 
-def _bases(block: Block, last: bool) -> IntArray:
-    """Where the look-up of each task begins in the last of its blocks or in the others; or 0."""
-    return block.base if last else block.inner_base
-
-
 def _contracted(blocks: StageBlocks, block: Block, last: bool) -> tuple[TaskGraph, IntArray]:
-    """A block with nothing to do, without tasks that never have, and the ids of those that stay.
+    """A block without tasks that never have anything to do, and the ids of those that stay.
 
-    `begin_plays` looks everything up.
+    Under the first choices; `begin_plays` looks everything up.
     """
-    idle = blocks.task_graph(block, np.zeros(len(block.operators), dtype=np.int64), last=True)
-    nothing = np.zeros(idle.num_tasks, dtype=np.int64)
-    idle = replace(idle, durations=nothing, resource_sets=nothing)
-    return contract(idle, _bases(block, last) == 0)
+    graph = blocks.task_graph(block, np.zeros(len(block.operators), dtype=np.int64), last=last)
+    return contract(graph, block.bases(last) == 0)
 
 
 def _touches(
     block: Block, last: bool, kept: IntArray, pool: int, num_operators: int
 ) -> tuple[IntArray, IntArray]:
     """By operator, the tasks whose look-up it takes part in: where they begin, and columns."""
-    base = _bases(block, last)[kept]
+    base = block.bases(last)[kept]
     first, stride = block.first[kept], block.stride[kept]
     second, second_stride = block.second[kept], block.second_stride[kept]
     busy = np.flatnonzero(base > 0)

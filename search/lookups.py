@@ -111,7 +111,7 @@ class BlockLookups:
 
     @cached_property
     def _base(self) -> IntArray:
-        return self.block.base if self.last else self.block.inner_base
+        return self.block.bases(self.last)
 
     def lookups(self, resource: int = PLAIN) -> Lookups:
         """Durations in ns of `tasks`; with a resource, 0 for those that do not occupy it."""

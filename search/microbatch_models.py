@@ -27,12 +27,25 @@ class MicrobatchModel:
     def recomputed(self, policy: str) -> frozenset[str]:
         """Names of the operators that a policy recomputes."""
         if policy not in self._recomputed:
-            self._recomputed[policy] = frozenset(recomputed_operators(self.graph, policy))
+            self._recomputed[policy] = recomputed_operators(self.graph, policy)
         return self._recomputed[policy]
 
 
 class MicrobatchModels:
-    """The models of a situation by the number of microbatches, each made once."""
+    """The models of a situation by the number of microbatches, each made once.
+
+    Example:
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> models = MicrobatchModels(
+        ...     Situation(mlp([64, 64], batch=32), cluster, Training(), default_costs())
+        ... )
+        >>> models[4] is models[4], sorted(models[4].recomputed("none"))
+        (True, [])
+    """
 
     def __init__(self, situation: Situation) -> None:
         self.situation = situation

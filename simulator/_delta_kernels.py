@@ -458,7 +458,7 @@ def reject(state: DeltaState) -> None:
 @uncounted()
 def accept(state: DeltaState) -> None:
     """See `accept_changes`."""
-    numbers, task, rows = state.numbers, state.task, state.rows
+    numbers, rows = state.numbers, state.rows
     shift = 0
     for index in range(numbers[WINDOWS]):
         numbers[DRIFT] += abs(rows[SHIFT, index] - shift)
@@ -475,6 +475,13 @@ def accept(state: DeltaState) -> None:
         for chunk in range(begin >> CHUNK_BITS, (stop - 1 >> CHUNK_BITS) + 1):
             refresh_chunk(state.latest, numbers, state.rows, chunk)
         shift = rows[SHIFT, index]
+    keep_changes(state)
+
+
+@uncounted()
+def keep_changes(state: DeltaState) -> None:
+    """Make what was proposed what was played, but for the index."""
+    numbers, task = state.numbers, state.task
     for index in range(numbers[CHANGES]):
         each = state.rows[CHANGED, index]
         task[each, PLAYED_DURATION] = task[each, DURATION]

@@ -162,6 +162,10 @@ class Block:
         operators = self.operators
         return tuple(label.format(operators[i], operators[j]) for label, i, j in ends)
 
+    def bases(self, last: bool) -> IntArray:
+        """Where the look-up of each task begins, with the updates of a step or without; or 0."""
+        return self.base if last else self.inner_base
+
     def moved(self, by: int) -> Block:
         """The same block for equal operators that stand `by` places further on in the graph."""
         if by == 0:
@@ -246,7 +250,7 @@ class StageBlocks:
         self, block: Block, choices: IntArray, tasks: IntArray | slice, *, last: bool
     ) -> tuple[IntArray, IntArray]:
         """Durations in ns and resource sets of some tasks of a block under `choices`."""
-        base = (block.base if last else block.inner_base)[tasks]
+        base = block.bases(last)[tasks]
         where = base + choices[block.first[tasks]] * block.stride[tasks]
         where += choices[block.second[tasks]] * block.second_stride[tasks]
         where[base == 0] = 0

@@ -303,12 +303,17 @@ def backward_of(model: nn.Module, batch: Mapping[str, Tensor], num_microbatches:
     return total
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a backward left, by the names of parameters."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def exact_gradients(case: Case, num_microbatches: int) -> dict[str, Tensor]:
     """The gradients of a step in float64."""
     model = copy.deepcopy(case.model).double()
     batch = {k: x.double() if x.is_floating_point() else x for k, x in case.batch.items()}
     backward_of(model, batch, num_microbatches)
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 def assert_equal_to_torch(case: Case, plan: Plan, tolerance: float = TOLERANCE) -> None:
@@ -325,8 +330,7 @@ def assert_equal_to_torch(case: Case, plan: Plan, tolerance: float = TOLERANCE) 
     loss = backward_of(model, case.batch, parts)
     assert result.losses[0] == pytest.approx(loss, rel=TOLERANCE)
     assert result.gradients is not None
-    truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    errors = gradient_errors(result.gradients, truths)
+    errors = gradient_errors(result.gradients, gradients_of(model))
     assert errors.keys() == dict(model.named_parameters()).keys()
     if max(errors.values()) >= tolerance:
         errors = gradient_errors(result.gradients, exact_gradients(case, parts))

@@ -24,7 +24,7 @@ from stratagem.executor.where import Place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
-from tests.plans import Case, make_plan, random_plan, sharding, whole
+from tests.plans import Case, gradients_of, make_plan, random_plan, sharding, whole
 from tests.test_models_executed import MODELS, case_of
 from tests.test_precision import distance
 
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_the_model_in_float32(model: str) -> None:
     truth = exact(**case.batch)
     truth.backward()
     assert loss == pytest.approx(float(truth.detach()), rel=8 * ROUNDING)
-    truths = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    truths = gradients_of(exact)
     length = max(float(each.norm()) for each in truths.values())
     for name, each in truths.items():
         if float(each.norm()) > 1e-3 * length:

@@ -36,6 +36,7 @@ from tests.plans import (
     backward_of,
     cnn_case,
     gpt_case,
+    gradients_of,
     make_case,
     make_plan,
     megatron,
@@ -82,7 +83,7 @@ def assert_equals_torch(case: Case, plan: Plan) -> None:
     loss = backward_of(model, case.batch, plan.num_microbatches if case.by_microbatch else 1)
     assert result.losses[0] == pytest.approx(loss, rel=TOLERANCE)
     assert result.gradients is not None
-    truths = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    truths = gradients_of(model)
     errors = gradient_errors(result.gradients, truths)
     assert errors.keys() == truths.keys()
     assert max(errors.values()) < TOLERANCE

@@ -15,7 +15,7 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.program import Program
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.training import Training
-from tests.plans import Case, make_plan, random_plan, sharding, whole
+from tests.plans import Case, gradients_of, make_plan, random_plan, sharding, whole
 from tests.test_models_executed import MODELS, case_of
 
 HALF = Training(precision="bfloat16", learning_rate=1e-2)
@@ -38,7 +38,7 @@ def test_gradients_are_those_of_a_model_in_bfloat16(model: str) -> None:
     loss.backward()
     assert result.losses[0] == pytest.approx(float(loss.detach()), rel=8 * ROUNDING)
     assert result.gradients is not None
-    truths = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    truths = gradients_of(exact)
     length = max(float(each.norm()) for each in truths.values())
     for name, truth in truths.items():
         if float(truth.norm()) > 1e-3 * length:

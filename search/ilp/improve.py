@@ -46,8 +46,8 @@ class Improver:
     def run(self, patience: int, deadline: float, max_regions: float = np.inf) -> None:
         """Solve regions until `patience` of them in a row gave nothing, or the clock says so.
 
-        A solution that is better by a lot ends it too: it lets the whole problem shrink. And so
-        does solving `max_regions` of them.
+        A solution that is better by a lot ends it too: it lets the whole problem shrink. So does
+        solving `max_regions` of them.
         """
         failures, first = 0, self.incumbent.cost
         while failures < patience and time.perf_counter() < deadline:

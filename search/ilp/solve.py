@@ -202,20 +202,19 @@ def _search(
             if branching.run(parts, FIRST_PARTS) >= incumbent.cutoff:
                 return incumbent.proved, fractional
             parts = []
-    if not _improve(
-        part, incumbent, seed, started, np.inf if max_regions is None else max_regions
-    ):
+    if not _improve(part, incumbent, seed, started, max_regions):
         return incumbent.proved, fractional
     return branching.run(parts, max_parts), fractional
 
 
 def _improve(
-    part: Part, incumbent: Incumbent, seed: int, started: float, max_regions: float
+    part: Part, incumbent: Incumbent, seed: int, started: float, max_regions: int | None
 ) -> bool:
     """Look for solutions in regions of a part, tightened with them; False where that settles it.
 
     The part is left without a relaxation, since it may have changed.
     """
+    left = np.inf if max_regions is None else max_regions
     while True:
         large = num_entries(part.problem) > PROVABLE
         until = (
@@ -223,9 +222,9 @@ def _improve(
         )
         before = incumbent.cost
         improver = Improver(part.problem, part.prices, incumbent, seed)
-        improver.run(PATIENCE, until, max_regions)
-        max_regions -= improver.num_regions
-        if incumbent.cost == before or time.perf_counter() > until or max_regions <= 0:
+        improver.run(PATIENCE, until, left)
+        left -= improver.num_regions
+        if incumbent.cost == before or time.perf_counter() > until or left <= 0:
             part.relaxed = None
             return True
         if not tighten(part, incumbent):
