@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import loky
 import numpy as np
 
 from stratagem.search.anneal import WIDE_EVALUATIONS, Chain
@@ -111,7 +111,7 @@ def measure(
     graph, cluster, skeleton = make()
     training = Training(precision="bfloat16")
     problem = make_problem(graph, skeleton, cluster, training, default_costs(), ZERO_STAGES)
-    cores = len(os.sched_getaffinity(0))
+    cores = loky.cpu_count()
     chains = [settled(problem, seed) for seed in range(cores)]
     early = Chain(problem, chains[0].choice, TOTAL, 0)
     early.score()

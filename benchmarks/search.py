@@ -24,7 +24,8 @@ kernels compiled before; `evals_per_s`, evaluations of the chains by the time th
 `plan_ms`, `baselines_ms` by name and `unfit`, which of them do not fit; `bound_ms`, `gap` to it,
 a share of the step; `fits`; `data_parallel`, by how much its fastest kind takes longer (with or
 without ZeRO, fitting or not); `best_baseline`, by how much the best that fits does; `plan` in
-words; `stop`; `peak_mb` of the process, 10⁶ bytes. Each case is searched in a process of its own.
+words; `stop`; `peak_mb` of the process and those that it starts, 10⁶ bytes. Each case is searched
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import loky
+
 from stratagem.search import course
 from stratagem.search.anneal import Chain, run_chains
 from stratagem.search.methods import METHODS
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
 from stratagem.search.space import Options
+from stratagem.search.workers import MOST
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import OperatorGraph
@@ -179,13 +183,21 @@ def measure(name: str, case: Case, evaluations: int, *, every_baseline: bool) ->
             schedule=("1f1b", "interleaved"),
             options=Options(inputs_first=True, regather=True),
         )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "case": name,
         **told(result),
         "evals_per_s": round(clock.rate),
-        "peak_mb": peak // 10**6,
+        "peak_mb": peak_bytes() // 10**6,
     }
+
+
+def peak_bytes() -> int:
+    """At most so much memory this process and the workers that it had took at once."""
+    here, largest = (
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return 1024 * (here + min(MOST, loky.cpu_count() - 1) * largest)
 
 
 def told(result: SearchResult) -> dict[str, object]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import loky
 import numpy as np
 import numpy.typing as npt
 
@@ -157,7 +157,7 @@ def run_chains(
             f"{len(chains)} chains of several problems cannot exchange choices: run those of each "
             "problem on their own, or leave out exchange_every"
         )
-    threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
+    threads = loky.cpu_count() if num_threads is None else num_threads
     if threads < 1:
         raise ValueError(f"num_threads is {threads}; it must be at least 1")
     length = min(ROUND, exchange_every) if exchange_every else ROUND

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from stratagem.search.partition import balanced_stages
 from stratagem.search.space import VIRTUAL_STAGES, Options, Skeleton
@@ -114,16 +115,44 @@ def baseline_plans(
         >>> "data parallel" in baseline_plans(situation)
         True
     """
-    found: dict[str, Simulation] = {}
-    for name, plans in _families(situation, schedule, pipelines):
-        simulated = simulate_family(situation, plans)
-        if simulated:
-            found[name] = min(simulated, key=rank)
-    for name, method in (methods or {}).items():
-        simulated = [situation.simulate(plan) for plan in method(situation)]
-        if simulated:
-            found[name] = min(simulated, key=rank)
-    return found
+    names = baseline_names(situation, schedule, methods or {}, pipelines=pipelines)
+    found = {name: baseline(situation, name, schedule, methods) for name in names}
+    return {name: simulation for name, simulation in found.items() if simulation is not None}
+
+
+def baseline_names(
+    situation: Situation,
+    schedule: str = "1f1b",
+    methods: Iterable[str] = (),
+    *,
+    pipelines: bool = True,
+) -> tuple[str, ...]:
+    """The names of the strategies of `baseline_plans`, those that cannot be built among them."""
+    return tuple(dict.fromkeys([*_families(situation, schedule, pipelines), *methods]))
+
+
+def baseline(
+    situation: Situation,
+    name: str,
+    schedule: str = "1f1b",
+    methods: Mapping[str, Method] | None = None,
+) -> Simulation | None:
+    """The best plan of one of the strategies of `baseline_plans`; None where it cannot be built.
+
+    Example:
+        >>> from stratagem.simulator.kernel_costs import default_costs
+        >>> from stratagem.simulator.models import mlp
+        >>> situation = Situation(
+        ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
+        ... )
+        >>> baseline(situation, "ZeRO-3").plan.name
+        'ZeRO-3'
+    """
+    if methods and name in methods:
+        simulated = [situation.simulate(plan) for plan in methods[name](situation)]
+    else:
+        simulated = simulate_family(situation, _families(situation, schedule, True)[name]())
+    return min(simulated, key=rank) if simulated else None
 
 
 def simulate_family(situation: Situation, plans: Sequence[Plan]) -> list[Simulation]:
@@ -151,7 +180,9 @@ def rank(simulation: Simulation) -> tuple[float, float]:
 
 def _families(
     situation: Situation, schedule: str, pipelines: bool
-) -> Iterator[tuple[str, list[Plan]]]:
+) -> dict[str, Callable[[], list[Plan]]]:
+    """What makes the plans of each known strategy, by its name."""
+
     def sample(zero: int) -> Strategy:
         return lambda graph, shape: data_parallel(graph, shape, zero=zero)
 
@@ -160,22 +191,25 @@ def _families(
             graph, shape, len(shape) - 1, sequence_parallel=sequence
         )
 
+    def whole(
+        name: str, meshes: Iterable[DeviceMesh], strategy: Strategy
+    ) -> Callable[[], list[Plan]]:
+        return lambda: [_plan(name, situation, [mesh], strategy, 1, "1f1b") for mesh in meshes]
+
     one = [_flat_mesh(range(situation.cluster.num_devices), situation.cluster)]
-    stages = {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}
-    for zero, name in stages.items():
-        yield name, [_plan(name, situation, [mesh], sample(zero), 1, "1f1b") for mesh in one]
+    found: dict[str, Callable[[], list[Plan]]] = {}
+    for zero, name in {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}.items():
+        found[name] = whole(name, one, sample(zero))
     if expert_dims(situation.graph):
-        name = "expert parallel"
-        yield name, [_plan(name, situation, [mesh], expert_parallel, 1, "1f1b") for mesh in one]
+        found["expert parallel"] = whole("expert parallel", one, expert_parallel)
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
-        meshes = _tensor_meshes(situation)
-        yield name, [_plan(name, situation, [m], tensor(sequence), 1, "1f1b") for m in meshes]
-    if not pipelines:
-        return
-    names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
-    names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}
-    for schedule, name in names.items():
-        yield name, pipeline_plans(situation, schedule, name)
+        found[name] = whole(name, _tensor_meshes(situation), tensor(sequence))
+    if pipelines:
+        names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
+        names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}
+        for schedule, name in names.items():
+            found[name] = partial(pipeline_plans, situation, schedule, name)
+    return found
 
 
 def pipeline_plans(situation: Situation, schedule: str, name: str) -> list[Plan]:

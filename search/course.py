@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 
+import loky
 import numpy as np
 
 from stratagem.search.anneal import Chain, run_chains
-from stratagem.search.baselines import rank
-from stratagem.search.bound import Bound, lower_bound
+from stratagem.search.baselines import baseline, baseline_names, rank
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
 from stratagem.search.constraints import Constraints
-from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
+from stratagem.search.inter.drafts import Candidate
 from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
-from stratagem.search.problem import NoChoiceError, Problem, make_problem
+from stratagem.search.methods import METHODS
+from stratagem.search.problem import NoChoiceError, Problem
 from stratagem.search.refine import Refiner
 from stratagem.search.result import (
     NOTHING_FITS_NOTE,
@@ -29,11 +32,11 @@ from stratagem.search.result import (
     TracePoint,
     front_of,
 )
-from stratagem.search.room import roomy_problem
-from stratagem.search.space import Options, Skeleton
+from stratagem.search.sharpening import Known, Sharpened, Sharpener
+from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
-from stratagem.search.strategies import Choices
 from stratagem.search.windows import improve_by_windows
+from stratagem.search.workers import Part, Workers
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
@@ -44,23 +47,18 @@ MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
 """Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
-BOUND_ROUNDS = 12
-"""Cutting planes of a skeleton's bound."""
-ENUMERATED = 100_000
-"""Skeletons with so many plans at most are enumerated."""
 SURVEYED = 0.4
 """Of the seconds of a budget, how many may pass before chains begin."""
-MOST_CERTIFIED, CERTIFIED_WORK, WORK_OF_CHOICES = 200, 20_000_000_000, 40_000
+MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
-large: the sum over operators of pairs of choices, and as many more as an operator takes beside
-them, is limited then."""
+large: the sum of their work is limited then (see `sharpening.Sharpened`)."""
+ROUND = 8
+"""Skeletons that are sharpened at the same time, on any number of cores."""
+SHARED_OPERATORS = 100
+"""Models of fewer operators are searched faster than other processes start."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 
-
-LARGE_TABLES = 20_000_000
-"""Operators times pairs of choices above which prices of edges are not kept for other skeletons:
-they would take gigabytes."""
 
 LARGE_PROGRAM = 400_000
 """Operators times choices above which no integer program over a whole skeleton is tried."""
@@ -100,6 +98,15 @@ class Course:
         self.trace: list[TracePoint] = []
         self.evaluations = 0
         self.notes: dict[str, str] = {}
+        self.baselines: dict[str, Simulation] = {}
+        self._sharpener = Sharpener(
+            space.situation,
+            space.options,
+            space.zero_stages,
+            space.constraints,
+            space.policies[0],
+            seed,
+        )
 
     # -- the course ----------------------------------------------------------------------------
 
@@ -107,14 +114,36 @@ class Course:
         self,
         listed: Iterable[Skeleton],
         schedules: Sequence[str],
+        baselines: Sequence[str],
         start: Plan | None,
         num_skeletons: int,
         num_bounded: int | None,
     ) -> StopReason:
-        """Bound, rank, survey, search and certify."""
+        """Simulate baselines; bound, rank, survey, search and certify skeletons."""
+        cores = loky.cpu_count() if self.num_threads is None else self.num_threads
+        large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
+        remake = Sharpener, self._sharpener.arguments
+        with Workers(self._sharpener, *remake, cores - 1 if large else 0) as self._workers:
+            try:
+                return self._go(listed, schedules, baselines, start, num_skeletons, num_bounded)
+            finally:
+                if self._workers.failure:
+                    self.notes["other processes"] = f"not used: {self._workers.failure}"
+
+    def _go(
+        self,
+        listed: Iterable[Skeleton],
+        schedules: Sequence[str],
+        baselines: Sequence[str],
+        start: Plan | None,
+        num_skeletons: int,
+        num_bounded: int | None,
+    ) -> StopReason:
         space = self.space
-        space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-4)))
-        planned = self._plan_stages(schedules, num_skeletons)
+        with self._simulated_baselines(schedules[0], baselines):
+            space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-4)))
+            stages = self._plan_stages(schedules, num_skeletons)
+        planned = self._take_stages(stages)
         operators = len(space.situation.graph.operators)
         most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
         ranked = space.rank(
@@ -150,7 +179,34 @@ class Course:
             return StopReason.EVALUATIONS
         return StopReason.ONE_PLAN if fits else StopReason.NOTHING_FITS
 
-    def _plan_stages(self, schedules: Sequence[str], most: int) -> list[Entry]:
+    @contextmanager
+    def _simulated_baselines(self, schedule: str, methods: Sequence[str]) -> Iterator[None]:
+        """Simulate baselines, by others while this process does what is inside if there are any.
+
+        They are taken after that. Where it is interrupted, those are that were simulated by then.
+        """
+        self.report("simulating baselines", 0.0)
+        names = baseline_names(self.space.situation, schedule, methods)
+        parts = {
+            name: self._workers.part(_propose, name, schedule, tuple(methods)) for name in names
+        }
+        if self._workers.is_alone:
+            self._take_baselines(parts)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._take_baselines({name: p for name, p in parts.items() if p.future.done()})
+            raise
+        self._take_baselines(parts)
+
+    def _take_baselines(self, parts: Mapping[str, Part[Plan | None]]) -> None:
+        for name, part in parts.items():
+            plan = None if name in self.baselines else part.result()
+            if plan is not None:
+                self.baselines[name] = self.space.situation.simulate(plan)
+                self.offer(self.baselines[name])
+
+    def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.1)
         wishes = self.space.constraints.constraints
@@ -169,8 +225,12 @@ class Course:
             self.notes[f"inter-operator program: {reason}"] = str(count)
         if found.shortage is not None:
             self.notes[NOTHING_FITS_NOTE] = str(found.shortage)
+        return found.plans
+
+    def _take_stages(self, plans: Sequence[Candidate]) -> list[Entry]:
+        """Those of these that the constraints allow, simulated."""
         s, options = self.space.situation, self.space.options
-        simulated = [(s.simulate(c.plan(s, options=options)), c) for c in found.plans]
+        simulated = [(s.simulate(c.plan(s, options=options)), c) for c in plans]
         allowed = [(s, c) for s, c in simulated if self.offer(s)]
         return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
 
@@ -243,12 +303,10 @@ class Course:
         def stop() -> bool:
             return time.monotonic() > until
 
-        for number, entry in enumerate(listed):
-            if stop():
-                return weakest
-            self.report("surveying skeletons", 0.25 + 0.05 * number / len(listed))
-            if entry.bound < self.best_time:
-                self._bound_entry(entry)
+        self.report("surveying skeletons", 0.25)
+        worth = [entry for entry in listed if entry.bound < self.best_time]
+        if len(self._bound_entries(worth, stop)) < len(worth):
+            return weakest
         return self._certify(weakest, work, stop)
 
     def _promising(self, listed: Sequence[Entry]) -> list[Entry]:
@@ -284,14 +342,21 @@ class Course:
             self._recall(entry, known)
             return
         problem = self._problem(entry)
-        if problem is None or self._enumerate(entry, problem):
+        if problem is None:
+            return
+        counted = self._sharpener.enumerate(problem)
+        if counted is not None:
+            self._learn(entry, counted)
             return
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
-        bound, shared = entry.met or self._sharpen(entry, problem)
-        if entry.bound >= self.best_time:
+        if entry.met is None:
+            sharpen = self._sharpener.sharpen_problem
+            self._learn(entry, sharpen(problem, self._known(entry), self.best_time))
+        if entry.bound >= self.best_time or entry.met is None:
             entry.fate = Fate.PRUNED
             return
+        bound, shared = entry.met
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
@@ -315,46 +380,6 @@ class Course:
         self.evaluations += known.evaluations
         entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
         self.space.share_bound(entry, known.shared_bound)
-
-    def _sharpen(
-        self, entry: Entry, problem: Problem, shared: float | None = None
-    ) -> tuple[Bound, float]:
-        """A skeleton's bound, and what it says of policies that recompute more (0: nothing).
-
-        The latter is `shared`, where that is known already.
-        """
-        if shared is None:
-            shared = self._without_memory(entry, problem)
-        bound = self._lower_bound(problem, self._first(entry, problem), memory=True)
-        entry.bound = max(entry.bound, bound.seconds)
-        if not np.isfinite(bound.seconds):
-            entry.why = "no plan of it fits the memory"
-        return bound, shared
-
-    def _without_memory(self, entry: Entry, problem: Problem) -> float:
-        """Bound a skeleton whatever its memory; what that says of policies that recompute more.
-
-        This takes half the time, and as a rule it excludes the skeleton.
-        """
-        if np.isinf(self.best_time):
-            return 0.0
-        seconds = self._lower_bound(problem, self._first(entry, problem), memory=False).seconds
-        entry.bound = max(entry.bound, seconds)
-        if entry.skeleton.recompute != self.space.policies[0]:
-            return 0.0
-        self.space.share_bound(entry, seconds)
-        return seconds
-
-    def _first(self, entry: Entry, problem: Problem) -> IntArray:
-        """The best strategy known on a skeleton, by which its bound begins."""
-        if entry.starts:
-            return problem.encode(entry.starts[0])
-        return np.zeros(len(problem.choices), dtype=np.int64)
-
-    def _lower_bound(self, problem: Problem, first: IntArray, *, memory: bool) -> Bound:
-        return lower_bound(
-            problem, first, rounds=BOUND_ROUNDS, target=self.best_time, memory=memory
-        )
 
     def _programmed(self, program: IntraProgram) -> list[IntArray]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
@@ -415,11 +440,12 @@ class Course:
         """Sharpen the bounds that limit the certificate; how many are left.
 
         Those on meshes of fewer axes, whose tables are small, come first: better plans are met
-        there, which exclude some of the others. Of equal ones the weakest come first.
+        there, which exclude some of the others. Of equal ones the weakest come first. What is
+        sharpened at the same time differs in more than its policy: the bound of one policy often
+        excludes those that recompute more.
         """
-        for number in range(most):
-            if work_left <= 0:
-                return 0
+        left = most
+        while left and work_left > 0:
             weak = [
                 entry
                 for entry in self.space.entries
@@ -427,49 +453,53 @@ class Course:
             ]
             if not weak:
                 return 0
-            if stop():
-                return most - number
-            self.report("sharpening bounds", 0.3 + 0.1 * number / most)
-            work_left -= self._bound_entry(min(weak, key=lambda e: (_num_axes(e), e.bound)))
+            weak.sort(key=lambda e: (_num_axes(e), e.bound))
+            apart = {replace(e.skeleton, recompute="none"): e for e in reversed(weak)}
+            listed = list(islice(reversed(apart.values()), min(ROUND, left)))
+            self.report("sharpening bounds", 0.4 - 0.1 * left / most)
+            done = self._bound_entries(listed, stop)
+            left, work_left = left - len(done), work_left - sum(done)
+            if len(done) < len(listed):
+                return left
         return 0
 
-    def _bound_entry(self, entry: Entry) -> float:
-        """Sharpen the bound of a skeleton, or enumerate it; how much work that was.
+    def _bound_entries(self, entries: Sequence[Entry], stop: Callable[[], bool]) -> list[float]:
+        """Sharpen bounds of skeletons, or enumerate them, until it is time to stop.
 
-        Gathering inputs again only adds tasks and doubles choices, so without memory it is left
-        out first.
+        Returns:
+            How much work each was that was done.
         """
-        work, shared = 0.0, None
-        if self.space.options.regather and np.isfinite(self.best_time):
-            lean = self._problem(entry, replace(self.space.options, regather=False))
-            if lean is None:
-                return work
-            work += _work(lean)
-            shared = self._without_memory(entry, lean)
-            if entry.bound >= self.best_time:
-                entry.fate = Fate.BOUNDED
-                return work
-        problem = self._problem(entry)
-        if problem is None:
-            return work
-        entry.fate = Fate.BOUNDED
-        if not self._enumerate(entry, problem):
-            entry.met = self._sharpen(entry, problem, shared)
-            if entry.met[0].score < self.best_time and entry.bound < self.best_time:
-                simulation = self._simulate(problem, entry.met[0].choice)
-                if self.offer(simulation):
-                    entry.know(simulation)
-        return work + _work(problem)
+        best = self.best_time
+        parts = [
+            self._workers.part(Sharpener.sharpen, self._known(entry), best) for entry in entries
+        ]
+        done: list[float] = []
+        for entry, part in zip(entries, parts, strict=True):
+            if stop():
+                self._workers.drop()
+                break
+            found = part.result()
+            self._learn(entry, found)
+            done.append(found.work)
+        return done
 
-    def _enumerate(self, entry: Entry, problem: Problem) -> bool:
-        """Score every plan of a skeleton that has few; whether it has."""
-        if problem.num_plans > ENUMERATED:
-            return False
-        optimum = exhaustive(problem, limit=ENUMERATED)
-        self.offer(self._simulate(problem, optimum.choice))
-        entry.bound = max(entry.bound, optimum.score if optimum.fits else float("inf"))
-        entry.fate = Fate.ENUMERATED
-        return True
+    def _known(self, entry: Entry) -> Known:
+        return Known(entry.skeleton, entry.bound, entry.starts[0] if entry.starts else {})
+
+    def _learn(self, entry: Entry, found: Sharpened) -> None:
+        """Take what became of a skeleton."""
+        entry.bound, entry.fate = max(entry.bound, found.bound), found.fate
+        entry.why = found.why or entry.why
+        if found.left_out:
+            self.notes[f"left out on {entry.skeleton}"] = found.left_out
+        if found.shared:
+            self.space.share_bound(entry, found.shared)
+        if found.met is not None:
+            entry.met = found.met, found.shared
+        if found.plan is not None:
+            simulation = self.space.situation.simulate(found.plan)
+            if self.offer(simulation):
+                entry.know(simulation)
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -512,55 +542,27 @@ class Course:
         return limit is not None and time.monotonic() - self.started > limit
 
     def _simulate(self, problem: Problem, choice: IntArray) -> Simulation:
-        plan = problem.plan(
-            choice,
-            name="searched",
-            seed=self.seed,
-            fingerprint=self.space.situation.graph.fingerprint,
-        )
-        return self.space.situation.simulate(plan)
+        return self.space.situation.simulate(self._sharpener.plan(problem, choice))
 
-    def _problem(self, entry: Entry, options: Options | None = None) -> Problem | None:
-        """The choices of a skeleton and their prices; None, and why, where none is allowed.
-
-        `options` are the search's, or others.
-        """
-        s = self.space.situation
-        include: Choices = entry.starts[0] if entry.starts else {}
-
-        def make(options: Options) -> Problem:
-            return make_problem(
-                s.graph,
-                entry.skeleton,
-                s.cluster,
-                s.training,
-                s.costs,
-                self.space.zero_stages,
-                s.memory,
-                options,
-                include=include,
-                constraints=self.space.constraints,
-            )
-
+    def _problem(self, entry: Entry) -> Problem | None:
+        """The choices of a skeleton and their prices; None, and why, where none is allowed."""
         try:
-            problem, left_out = roomy_problem(
-                s, entry.skeleton, options or self.space.options, make, ENUMERATED
-            )
+            problem, left_out = self._sharpener.problem(self._known(entry))
         except NoChoiceError as error:
             entry.fate, entry.why = Fate.FORBIDDEN, str(error)
             return None
         if left_out:
             self.notes[f"left out on {entry.skeleton}"] = left_out
-        widest = max(map(len, problem.choices))
-        if len(problem.choices) * widest**2 > LARGE_TABLES:
-            s.memory.edges.clear()
         return problem
 
 
-def _work(problem: Problem) -> float:
-    """What bounding a problem takes (see `CERTIFIED_WORK`)."""
-    widest = max(map(len, problem.choices))
-    return float(len(problem.choices) * (widest**2 + WORK_OF_CHOICES))
+def _propose(
+    sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]
+) -> Plan | None:
+    """The best plan of a baseline."""
+    listed = {method: METHODS[method] for method in methods}
+    found = baseline(sharpener.situation, name, schedule, listed)
+    return found.plan if found is not None else None
 
 
 def _num_axes(entry: Entry) -> int:

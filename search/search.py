@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from stratagem.search.baselines import Method, Situation, baseline_plans, rank
+from stratagem.search.baselines import Situation, baseline_plans, rank
 from stratagem.search.checkpoint import Checkpoint, digest
 from stratagem.search.collecting import seldom_collected
 from stratagem.search.constraints import Constraints
@@ -30,7 +30,6 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan, Prediction
-from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.substitutions import Rewritten
 from stratagem.simulator.training import Training
 
@@ -100,8 +99,9 @@ def search(
             of `QUICK_METHODS` when left out.
         start: a plan for this model and cluster to go on from; its skeleton is searched too.
         checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
-        num_threads: how many chains run at once; the cores of the process when left out. The plan
-            does not depend on it.
+        num_threads: how many chains run at once, and processes for the other parts of searches of
+            large models; the cores that this process may use when left out. The plan does not
+            depend on it.
         num_rewritten: how many graphs that compute the same are searched as well, those that
             algebraic substitutions make best of (see `rewriting`); evaluations and seconds of the
             budget are shared.
@@ -236,7 +236,8 @@ def _search_graph(
     zeros = tuple(zero_stages)
     if wishes.zero_stages is not None:
         zeros = wishes.zero_stages
-    methods = {name: _method(name) for name in baselines}
+    for name in baselines:
+        _check_method(name)
     run = Course(
         Space(situation, options, zeros, wishes.bind(graph)),
         budget,
@@ -252,15 +253,10 @@ def _search_graph(
             ),
         ),
     )  # fmt: skip
-    found: dict[str, Simulation] = {}
     bound: float | None = None
     try:
-        run.report("simulating baselines", 0.0)
-        found = baseline_plans(situation, schedules[0], methods)
-        for simulation in found.values():
-            run.offer(simulation)
         every = all_skeletons(graph, cluster, schedules)
-        reason = run.go(every, schedules, start, num_skeletons, num_bounded)
+        reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
         bound = run.space.bound(run.best_time)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
@@ -281,7 +277,7 @@ def _search_graph(
         graph=graph,
         plan=plan,
         simulation=replace(best, plan=plan),
-        baselines=found,
+        baselines=run.baselines,
         bound=bound if best.fits else None,
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.front),
@@ -293,10 +289,9 @@ def _search_graph(
     )
 
 
-def _method(name: str) -> Method:
+def _check_method(name: str) -> None:
     if name not in METHODS:
         raise unknown("method to compare with called", name, METHODS)
-    return METHODS[name]
 
 
 def _no_plan(run: Course, wishes: Constraints) -> str:

@@ -19,8 +19,9 @@ from stratagem.search.course import Course, Progress
 from stratagem.search.problem import Problem
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
+from stratagem.search.sharpening import Known, Sharpener
 from stratagem.search.sizes import search_sizes
-from stratagem.search.space import Options, all_skeletons
+from stratagem.search.space import Options, Skeleton, all_skeletons
 from stratagem.search.space_search import Entry, Space
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
@@ -220,21 +221,20 @@ def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyP
     plan = found.baselines["ZeRO-3"].plan
     mesh = replace(plan.stages[0].mesh, axes=(MeshAxis("device", 4),))
     plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh),))
-    problems: dict[int, list[Problem]] = {}
+    problems: dict[Skeleton, list[Problem]] = {}
     searched: list[int] = []
-    make, search_entry = Course._problem, Course._search_entry
+    make, search_entry = Sharpener.problem, Course._search_entry
 
-    def made(self: Course, entry: Entry) -> Problem | None:
-        problem = make(self, entry)
-        if problem is not None:
-            problems.setdefault(id(entry), []).append(problem)
-        return problem
+    def made(self: Sharpener, known: Known, options: Options | None = None) -> tuple[Problem, str]:
+        problem, left_out = make(self, known, options)
+        problems.setdefault(known.skeleton, []).append(problem)
+        return problem, left_out
 
     def search_it(self: Course, entry: Entry, evaluations: int, number: int, count: int) -> None:
         searched.append(id(entry))
         search_entry(self, entry, evaluations, number, count)
 
-    monkeypatch.setattr(Course, "_problem", made)
+    monkeypatch.setattr(Sharpener, "problem", made)
     monkeypatch.setattr(Course, "_search_entry", search_it)
     quick(graph, zero_stages=(0,), start=plan, budget=Budget(evaluations=2000), num_bounded=3)
     assert any(len(made) > 1 for made in problems.values())

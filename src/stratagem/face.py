@@ -99,7 +99,8 @@ def search(
             `stratagem.search.methods.METHODS`.
         start: a plan, perhaps edited, to go on from.
         checkpoint: a file in which finished parts are kept; an equal call goes on from it.
-        num_threads: chains that run at once; all cores when left out. The plan is the same.
+        num_threads: chains that run at once, and processes for the rest of searches of large
+            models; all cores when left out. The plan is the same.
         num_rewritten: how many graphs that compute the same are searched as well.
         progress: False shows nothing.
 

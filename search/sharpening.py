@@ -1,0 +1,244 @@
+"""The bound of one skeleton, sharpened: what it takes depends on nothing else that a search knows.
+
+So skeletons can be bounded at the same time by several processes (see `workers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stratagem.search.baselines import Situation
+from stratagem.search.bound import Bound, lower_bound
+from stratagem.search.constraints import BoundConstraints
+from stratagem.search.exhaustive import exhaustive
+from stratagem.search.problem import NoChoiceError, Problem, make_problem
+from stratagem.search.result import Fate
+from stratagem.search.room import roomy_problem
+from stratagem.search.space import Options, Skeleton
+from stratagem.search.strategies import Choices
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.resharding import IntArray
+
+BOUND_ROUNDS = 12
+"""Cutting planes of a skeleton's bound."""
+ENUMERATED = 100_000
+"""Skeletons with so many plans at most are enumerated."""
+LARGE_TABLES = 20_000_000
+"""Operators times pairs of choices above which prices of edges are not kept for other skeletons:
+they would take gigabytes."""
+WORK_OF_CHOICES = 40_000
+"""Beside its pairs of choices an operator takes as much work as so many of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What a search knows of a skeleton before it sharpens its bound.
+
+    Attributes:
+        skeleton: under one policy.
+        bound: seconds that no plan of it is under.
+        start: the best strategy known on it, which is among its choices; empty for none.
+    """
+
+    skeleton: Skeleton
+    bound: float
+    start: Choices
+
+
+@dataclass(frozen=True, eq=False)
+class Sharpened:
+    """A skeleton after its bound was sharpened.
+
+    Attributes:
+        fate: bounded, enumerated or forbidden.
+        bound: seconds that no plan of it is under that fits; infinite where none fits.
+        shared: the same of policies that recompute more, whatever their memory; 0 says nothing.
+        met: its last bound with the best choices met; None where it was excluded before that.
+        plan: the best plan met, where it may be better than the best that was known.
+        work: what it took: operators times pairs of choices, and more (see `WORK_OF_CHOICES`).
+        why: why none of its plans is allowed, or fits.
+        left_out: choices that were left out, and why.
+    """
+
+    fate: Fate
+    bound: float
+    shared: float = 0.0
+    met: Bound | None = None
+    plan: Plan | None = None
+    work: float = 0.0
+    why: str = ""
+    left_out: str = ""
+
+
+class Sharpener:
+    """Sharpens bounds of skeletons of one search.
+
+    Args:
+        situation: model, cluster, training and prices.
+        options: of choices.
+        zero_stages: of choices.
+        constraints: what plans may do.
+        first_policy: the recompute policy that recomputes least of those that the search tries.
+        seed: of the search, in the plans made.
+    """
+
+    def __init__(
+        self,
+        situation: Situation,
+        options: Options,
+        zero_stages: tuple[int, ...],
+        constraints: BoundConstraints,
+        first_policy: str,
+        seed: int,
+    ) -> None:
+        self.situation = situation
+        self._options, self._zero_stages = options, zero_stages
+        self._constraints, self._first_policy, self._seed = constraints, first_policy, seed
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """Those that make the same once more, without the prices that it has looked up."""
+        situation = Situation(
+            self.situation.graph,
+            self.situation.cluster,
+            self.situation.training,
+            self.situation.costs,
+        )
+        return (
+            situation,
+            self._options,
+            self._zero_stages,
+            self._constraints,
+            self._first_policy,
+            self._seed,
+        )
+
+    def sharpen(self, known: Known, best: float) -> Sharpened:
+        """Sharpen the bound of a skeleton, or enumerate it.
+
+        Gathering inputs again only adds tasks and doubles choices, so without memory it is left
+        out first.
+
+        Args:
+            known: the skeleton and what is known of it.
+            best: seconds of the best plan known of all; a bound above need not be sharper.
+        """
+        work, bound, shared = 0.0, known.bound, None
+        left_out = ""
+        try:
+            if self._options.regather and np.isfinite(best):
+                lean, _ = self.problem(known, replace(self._options, regather=False))
+                work += work_of(lean)
+                bound, shared = self.without_memory(lean, known, best)
+                if bound >= best:
+                    return Sharpened(Fate.BOUNDED, bound, shared, work=work)
+            problem, left_out = self.problem(known)
+        except NoChoiceError as error:
+            return Sharpened(Fate.FORBIDDEN, bound, shared or 0.0, work=work, why=str(error))
+        work += work_of(problem)
+        found = self.enumerate(problem) or self.sharpen_problem(
+            problem, replace(known, bound=bound), best, shared
+        )
+        return replace(found, work=work, left_out=left_out)
+
+    def problem(self, known: Known, options: Options | None = None) -> tuple[Problem, str]:
+        """The choices of a skeleton and their prices, and which were left out.
+
+        Args:
+            known: the skeleton; its start is among the choices.
+            options: the search's when left out.
+
+        Raises:
+            NoChoiceError: constraints leave an operator no choice.
+        """
+        s = self.situation
+
+        def make(options: Options) -> Problem:
+            return make_problem(
+                s.graph,
+                known.skeleton,
+                s.cluster,
+                s.training,
+                s.costs,
+                self._zero_stages,
+                s.memory,
+                options,
+                include=known.start,
+                constraints=self._constraints,
+            )
+
+        problem, left_out = roomy_problem(
+            s, known.skeleton, options or self._options, make, ENUMERATED
+        )
+        widest = max(map(len, problem.choices))
+        if len(problem.choices) * widest**2 > LARGE_TABLES:
+            s.memory.edges.clear()
+        return problem, left_out
+
+    def enumerate(self, problem: Problem) -> Sharpened | None:
+        """Score every plan of a skeleton that has few; None where it has many."""
+        if problem.num_plans > ENUMERATED:
+            return None
+        optimum = exhaustive(problem, limit=ENUMERATED)
+        bound = optimum.score if optimum.fits else float("inf")
+        return Sharpened(Fate.ENUMERATED, bound, plan=self.plan(problem, optimum.choice))
+
+    def sharpen_problem(
+        self, problem: Problem, known: Known, best: float, shared: float | None = None
+    ) -> Sharpened:
+        """Bound a skeleton whose prices are known.
+
+        Args:
+            problem: its choices and their prices.
+            known: the skeleton and what is known of it.
+            best: seconds of the best plan known of all.
+            shared: what is known of policies that recompute more, where that was asked before.
+        """
+        low = known.bound
+        if shared is None:
+            low, shared = self.without_memory(problem, known, best)
+        met = self._lower_bound(problem, known, best, memory=True)
+        low = max(low, met.seconds)
+        promising = met.score < best and low < best
+        return Sharpened(
+            Fate.BOUNDED,
+            low,
+            shared,
+            met,
+            self.plan(problem, met.choice) if promising else None,
+            why="" if np.isfinite(met.seconds) else "no plan of it fits the memory",
+        )
+
+    def without_memory(self, problem: Problem, known: Known, best: float) -> tuple[float, float]:
+        """Bound a skeleton whatever its memory: its bound, and that of policies that do more.
+
+        This takes half the time, and as a rule it excludes the skeleton.
+        """
+        if np.isinf(best):
+            return known.bound, 0.0
+        seconds = self._lower_bound(problem, known, best, memory=False).seconds
+        shared = seconds if known.skeleton.recompute == self._first_policy else 0.0
+        return max(known.bound, seconds), shared
+
+    def _lower_bound(self, problem: Problem, known: Known, best: float, *, memory: bool) -> Bound:
+        first = np.zeros(len(problem.choices), dtype=np.int64)
+        if known.start:
+            first = problem.encode(known.start)
+        return lower_bound(problem, first, rounds=BOUND_ROUNDS, target=best, memory=memory)
+
+    def plan(self, problem: Problem, choice: IntArray) -> Plan:
+        """The plan that makes some choices of a skeleton."""
+        return problem.plan(
+            choice,
+            name="searched",
+            seed=self._seed,
+            fingerprint=self.situation.graph.fingerprint,
+        )
+
+
+def work_of(problem: Problem) -> float:
+    """What bounding a problem takes: operators times pairs of choices, and more."""
+    widest = max(map(len, problem.choices))
+    return float(len(problem.choices) * (widest**2 + WORK_OF_CHOICES))

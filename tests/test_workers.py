@@ -1,0 +1,189 @@
+"""Processes that do parts of a search: they change nothing but the time that it takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stratagem.search import course
+from stratagem.search.constraints import Constraints
+from stratagem.search.result import Budget, SearchResult, StopReason
+from stratagem.search.search import search
+from stratagem.search.workers import Workers
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.models import gpt
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+
+
+class Shelf:
+    """A state: numbers, and the process that it is in."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def add(self, other: int) -> tuple[int, int]:
+        return sum(self.numbers) + other, os.getpid()
+
+    def slowly(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+    def fail(self, what: str) -> None:
+        raise ValueError(f"no {what} on the shelf in process {os.getpid()}")
+
+    def die(self) -> None:
+        if self.numbers == (1, 2):
+            os._exit(1)
+
+
+def shelf(*numbers: int) -> Workers[Shelf]:
+    return Workers(Shelf(*numbers), Shelf, (1, 2), count=1)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 2])
+def test_parts_give_the_same_whoever_does_them(count: int) -> None:
+    with Workers(Shelf(1, 2), Shelf, (1, 2), count) as workers:
+        assert workers.is_alone == (count <= 0)
+        parts = [workers.part(Shelf.add, number) for number in range(20)]
+        assert [part.result()[0] for part in parts] == list(range(3, 23))
+        assert not workers.failure
+
+
+def test_others_work_at_the_same_time_and_are_gone_at_the_end() -> None:
+    with shelf(1, 2) as workers:
+        parts = [workers.part(Shelf.slowly, 0.3) for _ in range(20)]
+        found = {part.result() for part in parts}
+    assert len(found) == 2
+    assert os.getpid() in found
+    (other,) = found - {os.getpid()}
+    with pytest.raises(ProcessLookupError):
+        os.kill(other, 0)
+
+
+def test_whoever_asks_for_a_part_gets_its_error() -> None:
+    for count in (0, 1):
+        with Workers(Shelf(1, 2), Shelf, (1, 2), count) as workers:
+            parts = [workers.part(Shelf.fail, what) for what in ("tea", "milk")]
+            assert workers.part(Shelf.add, 1).result()[0] == 4
+            for part, what in zip(parts, ("tea", "milk"), strict=True):
+                with pytest.raises(ValueError, match=f"no {what} on the shelf"):
+                    part.result()
+            assert not workers.failure
+
+
+def test_what_a_killed_process_leaves_is_done_here() -> None:
+    with shelf(3) as workers:
+        parts = [workers.part(Shelf.die), *(workers.part(Shelf.add, n) for n in range(3))]
+        assert parts[0].result() is None
+        assert [part.result() for part in parts[1:]] == [(3 + n, os.getpid()) for n in range(3)]
+        assert "Terminated" in workers.failure
+        assert workers.is_alone
+
+
+def test_a_state_that_cannot_be_sent_stays_here() -> None:
+    lock = threading.Lock()
+    with Workers(lock, lambda: lock, (), 1) as workers:
+        assert not workers.part(lambda state: state.locked()).result()
+        assert workers.is_alone
+        assert "pickle" in workers.failure
+
+
+def test_a_part_that_is_dropped_is_not_done() -> None:
+    with Workers(Shelf(1), Shelf, (1,), 0) as workers:
+        part = workers.part(Shelf.add, 1)
+        workers.drop()
+        assert part.future.cancelled()
+
+
+def found_by(threads: int, **changed: object) -> SearchResult:
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    wishes = {"budget": Budget(600), "num_threads": threads, "seed": 3, **changed}
+    return search(graph, CLUSTER, **wishes)  # type: ignore[arg-type]
+
+
+def same(result: SearchResult) -> tuple[object, ...]:
+    return (
+        result.plan.to_json(),
+        result.bound,
+        result.space,
+        result.notes,
+        {name: each.step_time for name, each in result.baselines.items()},
+    )
+
+
+def test_a_search_gives_the_same_on_any_number_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = same(found_by(3))
+    monkeypatch.setattr(course, "SHARED_OPERATORS", 1)
+    assert same(found_by(1)) == alone
+    assert same(found_by(3)) == alone
+    forbidden = Constraints(zero_stages=(0,), require=(("vocab", "tensor"),))
+    assert same(found_by(2, constraints=forbidden)) == same(found_by(1, constraints=forbidden))
+
+
+def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = found_by(1)
+    monkeypatch.setattr(course, "SHARED_OPERATORS", 1)
+
+    def refused(workers: Workers[object]) -> None:
+        raise PermissionError("no processes here")
+
+    monkeypatch.setattr(Workers, "_started", refused)
+    result = found_by(2)
+    why = result.notes.pop("other processes")
+    assert why == "not used: PermissionError: no processes here"
+    assert same(result) == same(alone)
+
+
+SCRIPT = """
+import sys, time
+from stratagem.search import course
+from stratagem.search.result import Budget
+from stratagem.search.search import search
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.models import gpt
+
+course.SHARED_OPERATORS = 1
+
+def show(progress):
+    print(progress.phase, flush=True)
+
+graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+result = search(graph, cluster, budget=Budget(int(sys.argv[1])), num_threads=2, progress=show)
+print(result.stop_reason.name, result.notes.get("other processes", "well"), flush=True)
+"""
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_script_needs_no_guard_and_ctrl_c_ends_it(tmp_path: Path, interrupted: bool) -> None:
+    """Processes that import the main script again would search in it, without end."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(10**9 if interrupted else 200)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
+        assert running.stdout is not None
+        lines: list[str] = []
+        for line in running.stdout:
+            lines.append(line.strip())
+            if interrupted and line.startswith("searching"):
+                os.killpg(running.pid, signal.SIGINT)
+                interrupted = False
+                lines = [""]
+    assert running.returncode == 0
+    reasons = [reason.name for reason in StopReason if lines[-1].startswith(reason.name)]
+    assert reasons
+    assert lines[-1].endswith("well")
+    assert (reasons == ["INTERRUPTED"]) == (lines[0] == "")
+    assert lines.count("simulating baselines") <= 1
