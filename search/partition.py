@@ -56,6 +56,11 @@ class StageCutter:
         self._best = self._until + np.where(np.arange(count + 1) > 0, self._tails, 0.0)
         self._origins: list[IntArray] = []
 
+    @property
+    def num_layers(self) -> int:
+        """Operators that are no sources: so many stages there can be at most."""
+        return len(self._layers)
+
     def stages(self, num_stages: int) -> tuple[tuple[str, ...], ...]:
         """The operators of each of so many stages.
 

@@ -1,4 +1,4 @@
-"""Refining a plan: its cuts, microbatches, schedule and recompute policies, one at a time.
+"""Refining a plan: its cuts, microbatches, schedule, stages a rank and policies, one at a time.
 
 Skeletons come from lists and from a dynamic program over estimates. What these do not know (hosts
 that stall, exact memory, how a period settles between unequal stages) is simulated here: a plan is
@@ -10,12 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from stratagem.search.baselines import Situation, rank
 from stratagem.search.inter.chain import Chain, chain_of
-from stratagem.search.partition import cut_stages
+from stratagem.search.partition import StageCutter, cut_stages
 from stratagem.search.space import Options, Skeleton, fills_rounds
 from stratagem.search.space_search import choices_of
 from stratagem.search.strategies import Choices, with_recompute
@@ -27,6 +28,8 @@ LEAST_GAIN = 1e-4
 MORE = ", more recompute"
 STEPS = (1, 2, 4)
 """Operators that go from the slowest stage to one beside it."""
+MOST_ROUNDS = 4
+"""Stages that a rank may come to have."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Refiner:
     bound: Callable[[Skeleton], float]
     allows: Callable[[Skeleton], bool]
     offer: Callable[[Simulation], bool]
+
+    @cached_property
+    def cutter(self) -> StageCutter:
+        """Cuts the graph anew where ranks come to have more stages or fewer."""
+        return StageCutter(self.situation.graph, self.situation.cluster, self.situation.costs)
 
     def refine(
         self, skeleton: Skeleton, best: Simulation, most: int, stop: Callable[[], bool]
@@ -110,7 +118,7 @@ class Refiner:
         found = [
             (self.bound(near.skeleton), near)
             for near in neighbours(
-                skeleton, choices, graph, self.policies, self.schedules, slowest
+                skeleton, choices, graph, self.policies, self.schedules, slowest, self.cutter
             )
             if self.allows(near.skeleton)
             and not (best.fits and _recomputes_more(near.choices, choices))
@@ -171,8 +179,9 @@ def neighbours(
     policies: tuple[str, ...],
     schedules: tuple[str, ...],
     slowest: int,
+    cutter: StageCutter,
 ) -> Iterator[Neighbour]:
-    """Plans that differ in a cut, the number of microbatches, the schedule or a stage's policy.
+    """Plans that differ in a cut, microbatches, the schedule, stages a rank or a stage's policy.
 
     A cut goes to the next place in either direction where the graph is cut anyway (see
     `inter.chain`), or where no more tensors cross than now: a part of a layer may change sides. Of
@@ -180,6 +189,10 @@ def neighbours(
     An operator that comes into another stage chooses as its like does there; where there is none,
     it keeps its choice, if the meshes have one shape. Smaller microbatches may be too small for
     the choices (see `Plan.check`).
+
+    Where all meshes have one shape, ranks may have more stages each or fewer, so that a pipeline
+    becomes interleaved (Narayanan et al. 2021) or ceases to be: the graph is cut anew, operators
+    keep their choices, and a stage recomputes as the one that does most of those it is made of.
 
     Example:
         >>> from stratagem.search.strategies import data_parallel
@@ -190,24 +203,28 @@ def neighbours(
         >>> meshes = tuple(DeviceMesh((MeshAxis("data", 1),), (d,)) for d in range(2))
         >>> skeleton = Skeleton((names[:5], names[5:]), meshes, 2, "1f1b")
         >>> choices = data_parallel(graph, (1,))
-        >>> found = neighbours(skeleton, choices, graph, ("none",), ("zb-h1",), 0)
-        >>> [near.change for near in found]
-        ["cut 1 before 'relu'", "cut 1 before 'relu_1'", '1 microbatch', '4 microbatches', 'zb-h1']
+        >>> from stratagem.simulator.cluster import Cluster
+        >>> cutter = StageCutter(graph, Cluster.preset("dgx-a100"))
+        >>> found = neighbours(skeleton, choices, graph, ("none",), ("interleaved",), 0, cutter)
+        >>> [near.change for near in found][2:]
+        ['1 microbatch', '4 microbatches', '2 stages a rank', '3 stages a rank']
 
     Args:
         skeleton: of the plan, with the policy of each stage.
         choices: of the plan.
         graph: the model at its whole batch.
         policies: of recomputing, that stages may have.
-        schedules: that the pipeline may run under. A change to or from ``interleaved``, which
-            takes several stages a rank, is none of one thing.
+        schedules: that the pipeline may run under; ``interleaved`` with 2 to `MOST_ROUNDS` stages
+            a rank.
         slowest: which stage is.
+        cutter: of `graph`.
     """
     yield from _other_cuts(skeleton, choices, graph, slowest)
     yield from _other_counts(skeleton, choices, graph)
     for name in schedules:
         if name != skeleton.schedule and "interleaved" not in (name, skeleton.schedule):
             yield Neighbour(name, replace(skeleton, schedule=name), choices)
+    yield from _other_rounds(skeleton, choices, graph, policies, schedules, cutter)
     yield from _other_policies(skeleton, choices, graph, policies)
 
 
@@ -290,6 +307,63 @@ def _other_counts(
             continue
         what = "1 microbatch" if count == 1 else f"{count} microbatches"
         yield Neighbour(what, replace(skeleton, num_microbatches=count), choices)
+
+
+def _other_rounds(
+    skeleton: Skeleton,
+    choices: Choices,
+    graph: OperatorGraph,
+    policies: tuple[str, ...],
+    schedules: tuple[str, ...],
+    cutter: StageCutter,
+) -> Iterator[Neighbour]:
+    ranks, parts = skeleton.num_ranks, skeleton.num_microbatches
+    now, meshes = len(skeleton.stages) // ranks, skeleton.meshes[:ranks]
+    alike = len({mesh.shape for mesh in meshes}) == 1
+    if ranks == 1 or skeleton.meshes != meshes * now or not alike:
+        return
+    most = min(MOST_ROUNDS, cutter.num_layers // ranks)
+    for rounds in sorted({*range(1, most + 1)} - {now}):
+        names = [name for name in schedules if (name == "interleaved") == (rounds > 1)]
+        what = f"{rounds} stages a rank" if rounds > 1 else "1 stage a rank"
+        for name in names:
+            if fills_rounds(name, ranks, parts):
+                stages = cutter.stages(rounds * ranks)
+                then = replace(
+                    skeleton,
+                    stages=stages,
+                    meshes=meshes * rounds,
+                    schedule=name,
+                    recompute="none",
+                )
+                change = what if name == "interleaved" else f"{what}, {name}"
+                yield _recut(change, skeleton, then, choices, graph, policies)
+
+
+def _recut(
+    change: str,
+    old: Skeleton,
+    new: Skeleton,
+    choices: Choices,
+    graph: OperatorGraph,
+    policies: tuple[str, ...],
+) -> Neighbour:
+    """The same choices in other stages, each with the most recomputing policy it is made of."""
+    small, made = graph.microbatch(new.num_microbatches), dict(choices)
+    policy_of = {
+        name: policy
+        for names, policy in zip(old.stages, old.policies, strict=True)
+        for name in names
+    }
+    chosen: list[str] = []
+    for names in new.stages:
+        there = {policy_of[name] for name in names}
+        chosen.append(max(there, key=policies.index))
+        if len(there) > 1:
+            own = {name: choices[name] for name in names}
+            made.update(with_recompute(small, own, chosen[-1]))
+    policy = chosen[0] if len(set(chosen)) == 1 else tuple(chosen)
+    return Neighbour(change, replace(new, recompute=policy), made)
 
 
 def _other_policies(

@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 from stratagem.search.baselines import Situation
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import Constraints
-from stratagem.search.partition import by_stage
-from stratagem.search.refine import MORE, Refiner, neighbours
+from stratagem.search.partition import StageCutter, by_stage
+from stratagem.search.refine import MORE, MOST_ROUNDS, Neighbour, Refiner, neighbours
 from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.search.space import Options, Skeleton
 from stratagem.search.space_search import choices_of
-from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
+from stratagem.search.strategies import (
+    Choices,
+    data_parallel,
+    tensor_parallel,
+    with_recompute,
+)
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
@@ -47,6 +52,18 @@ def cut_at(graph: OperatorGraph, *places: int) -> tuple[tuple[str, ...], ...]:
     layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
     stage_of = {i: sum(k >= place for place in places) for k, i in enumerate(layers)}
     return by_stage(graph, stage_of, len(places) + 1)
+
+
+def near_by(
+    skeleton: Skeleton,
+    choices: Choices,
+    graph: OperatorGraph,
+    policies: tuple[str, ...] = ("none",),
+    schedules: tuple[str, ...] = (),
+    slowest: int = 0,
+) -> list[Neighbour]:
+    cutter = StageCutter(graph, CLUSTER)
+    return list(neighbours(skeleton, choices, graph, policies, schedules, slowest, cutter))
 
 
 def meshes_of(*shapes: tuple[int, ...]) -> tuple[DeviceMesh, ...]:
@@ -100,7 +117,7 @@ def test_a_neighbour_differs_in_one_thing_and_is_a_plan(data: st.DataObject) -> 
         for name in names
     }
     situation = situation_of(graph)
-    for near in neighbours(skeleton, choices, graph, POLICIES, ("1f1b", "zb-h1"), len(places)):
+    for near in near_by(skeleton, choices, graph, POLICIES, ("1f1b", "zb-h1"), len(places)):
         other = near.skeleton
         situation.plan(other, near.choices, name="near").check(graph)
         assert [n for s in other.stages for n in s if not is_source(graph, n)] == [
@@ -133,7 +150,7 @@ def test_an_operator_chooses_as_its_like_does_where_it_comes() -> None:
     second = tensor_parallel(graph, (1, 2), 0)
     choices = {n: first[n] for n in stages[0]} | {n: second[n] for n in stages[1]}
     skeleton = Skeleton(stages, meshes, 1, "1f1b", ("none", "none"))
-    found = {near.change: near for near in neighbours(skeleton, choices, graph, ("none",), (), 0)}
+    found = {near.change: near for near in near_by(skeleton, choices, graph)}
     later = max(found.values(), key=lambda near: len(near.skeleton.stages[0]))
     moved = set(later.skeleton.stages[0]) - set(stages[0])
     assert later.change.startswith("cut 1 before ")
@@ -144,7 +161,7 @@ def test_an_operator_chooses_as_its_like_does_where_it_comes() -> None:
     last = cut_at(graph, len([n for n in names if not is_source(graph, n)]) - 2)
     lonely = Skeleton(last, meshes, 1, "1f1b", ("none", "none"))
     own = {n: first[n] for n in last[0]} | {n: second[n] for n in last[1]}
-    near = list(neighbours(lonely, own, graph, ("none",), (), 0))
+    near = near_by(lonely, own, graph)
     assert near
     assert all(len(each.skeleton.stages[0]) <= len(last[0]) for each in near)
 
@@ -273,9 +290,115 @@ def test_rounds_of_an_interleaved_pipeline_stay_whole() -> None:
     graph = mlp([16] * 9, batch=16)
     meshes = meshes_of((1,), (1,), (1,), (1,)) * 2
     skeleton = Skeleton(cut_at(graph, *range(2, 16, 2)), meshes, 4, "interleaved")
-    found = neighbours(skeleton, data_parallel(graph, (1,)), graph, ("none",), ("interleaved",), 0)
+    found = near_by(skeleton, data_parallel(graph, (1,)), graph, schedules=("interleaved",))
     counts = {near.skeleton.num_microbatches for near in found}
     assert counts == {4, 8}
+
+
+EVERY = ("1f1b", "gpipe", "interleaved")
+
+
+def rounds_of(found: list[Neighbour]) -> dict[str, Neighbour]:
+    return {near.change: near for near in found if "a rank" in near.change}
+
+
+def test_ranks_come_to_have_a_stage_more_or_less() -> None:
+    graph, meshes = small_gpt(batch=32), meshes_of((1, 2), (1, 2))
+    choices = tensor_parallel(graph, (1, 2), 1)
+    one = Skeleton(cut_at(graph, 20), meshes, 4, "1f1b")
+    found = rounds_of(near_by(one, choices, graph, schedules=EVERY))
+    assert set(found) == {f"{rounds} stages a rank" for rounds in (2, 3, 4)}
+    two = found["2 stages a rank"]
+    assert two.skeleton.schedule == "interleaved"
+    assert two.skeleton.meshes == meshes * 2
+    assert two.skeleton.recompute == "none"
+    assert two.choices == choices
+    situation_of(graph).plan(two.skeleton, choices, name="two").check(graph)
+    cutter = StageCutter(graph, CLUSTER)
+    assert two.skeleton.stages == cutter.stages(4)
+    back = rounds_of(near_by(two.skeleton, choices, graph, schedules=EVERY))
+    more = {"3 stages a rank", "4 stages a rank"}
+    assert set(back) == {"1 stage a rank, 1f1b", "1 stage a rank, gpipe"} | more
+    assert back["1 stage a rank, gpipe"].skeleton.stages == cutter.stages(2)
+    assert back["1 stage a rank, gpipe"].skeleton.schedule == "gpipe"
+    assert MOST_ROUNDS == 4
+    # Nothing else may be: no such schedule, microbatches that fill no round, unequal meshes.
+    assert not rounds_of(near_by(one, choices, graph, schedules=("1f1b", "gpipe")))
+    odd = replace(one, num_microbatches=1)
+    assert not rounds_of(near_by(odd, choices, graph, schedules=EVERY))
+    unequal = replace(one, meshes=meshes_of((1, 2), (2,)))
+    own = {n: data_parallel(graph, (2,))[n] for n in one.stages[1]}
+    assert not rounds_of(near_by(unequal, {**choices, **own}, graph, schedules=EVERY))
+    tiny = mlp([16, 16], batch=16)
+    few = Skeleton(cut_at(tiny, 1), meshes_of((1,), (1,)), 4, "1f1b")
+    assert not rounds_of(near_by(few, data_parallel(tiny, (1,)), tiny, schedules=EVERY))
+
+
+def test_a_stage_made_of_two_recomputes_as_the_one_that_does_more() -> None:
+    graph, meshes = small_gpt(batch=32), meshes_of((1,), (1,))
+    cutter = StageCutter(graph, CLUSTER)
+    policies = ("none", "full", "none", "selective")
+    skeleton = Skeleton(cutter.stages(4), meshes * 2, 4, "interleaved", policies)
+    base = data_parallel(graph, (1,))
+    under = {policy: with_recompute(graph, base, policy) for policy in POLICIES}
+    choices = {
+        name: under[policy][name]
+        for names, policy in zip(skeleton.stages, policies, strict=True)
+        for name in names
+    }
+    found = rounds_of(near_by(skeleton, choices, graph, POLICIES, ("1f1b", "interleaved")))
+    merged = found["1 stage a rank, 1f1b"]
+    assert merged.skeleton.stages == cutter.stages(2)
+    policy_of = {n: p for names, p in zip(skeleton.stages, policies, strict=True) for n in names}
+    for names, policy in zip(merged.skeleton.stages, merged.skeleton.policies, strict=True):
+        there = {policy_of[name] for name in names}
+        assert policy == max(there, key=POLICIES.index)
+        assert len(there) > 1
+        assert all(merged.choices[name] == under[policy][name] for name in names)
+
+
+def test_a_pipeline_of_few_microbatches_becomes_interleaved() -> None:
+    """Two ranks and two microbatches idle a third of the step; with more stages a rank, less."""
+    graph, meshes = gpt(num_layers=8, batch=64), meshes_of((1,), (1,))
+    situation, choices = situation_of(graph), data_parallel(graph, (1,))
+    skeleton = Skeleton(StageCutter(graph, CLUSTER).stages(2), meshes, 2, "1f1b")
+    start = simulated(situation, skeleton, choices)
+    refiner = refiner_of(
+        situation,
+        policies=("none",),
+        schedules=("1f1b", "interleaved"),
+        allows=lambda each: each.num_microbatches == 2,
+    )
+    found, best, made = refiner.refine(skeleton, start, 200, never)
+    assert found.schedule == "interleaved"
+    assert "2 stages a rank" in made
+    assert best.step_time < 0.95 * start.step_time
+    plan = best.plan
+    assert plan.schedule == "interleaved"
+    assert sorted(n for stage in plan.stages for n in stage.choices) == sorted(choices)
+
+
+def test_a_pipeline_over_a_slow_network_comes_to_have_fewer_stages_a_rank() -> None:
+    """What eight stages send takes longer than the bubble that they fill."""
+    graph = gpt(num_layers=4, hidden=256, num_heads=4, vocabulary=512, sequence=128, batch=64)
+    meshes, cluster = (
+        meshes_of((1,), (1,)),
+        Cluster.preset("p3.16xlarge", num_nodes=2, devices_per_node=1),
+    )
+    situation, choices = situation_of(graph, cluster), data_parallel(graph, (1,))
+    stages = StageCutter(graph, cluster).stages(8)
+    skeleton = Skeleton(stages, meshes * 4, 8, "interleaved")
+    start = simulated(situation, skeleton, choices)
+    refiner = refiner_of(
+        situation,
+        policies=("none",),
+        schedules=("1f1b", "interleaved"),
+        allows=lambda each: each.num_microbatches == 8,
+    )
+    found, best, made = refiner.refine(skeleton, start, 400, never)
+    assert made
+    assert len(found.stages) < 8
+    assert best.step_time < 0.9 * start.step_time
 
 
 def test_a_stage_that_splits_its_backward_counts_it_once() -> None:
@@ -297,7 +420,7 @@ def test_of_several_that_are_like_it_an_operator_chooses_as_the_last() -> None:
     choices = {**split, last: kept[last]}
     assert kept[last] != split[last]
     skeleton = Skeleton(stages, meshes, 2, "1f1b", ("none", "none"))
-    found = neighbours(skeleton, choices, graph, ("none",), (), 1)
+    found = near_by(skeleton, choices, graph, slowest=1)
     moved = {
         near.choices[name]
         for near in found
