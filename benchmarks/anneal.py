@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import loky
 import numpy as np
 
 from stratagem.search.anneal import WIDE_EVALUATIONS, Chain
@@ -26,6 +25,7 @@ from stratagem.search.partition import balanced_stages
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import ZERO_STAGES, Skeleton, stage_meshes
 from stratagem.search.strategies import data_parallel, tensor_parallel
+from stratagem.search.workers import usable_cores
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
@@ -111,7 +111,7 @@ def measure(
     graph, cluster, skeleton = make()
     training = Training(precision="bfloat16")
     problem = make_problem(graph, skeleton, cluster, training, default_costs(), ZERO_STAGES)
-    cores = loky.cpu_count()
+    cores = usable_cores()
     chains = [settled(problem, seed) for seed in range(cores)]
     early = Chain(problem, chains[0].choice, TOTAL, 0)
     early.score()

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import loky
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +14,7 @@ from stratagem.search import _anneal, _kernels
 from stratagem.search._random import seeded
 from stratagem.search.chain_arrays import begin_plays, own_arrays
 from stratagem.search.problem import Problem
+from stratagem.search.workers import usable_cores
 from stratagem.simulator.resharding import IntArray
 
 Floats = npt.NDArray[np.float64]
@@ -157,7 +157,7 @@ def run_chains(
             f"{len(chains)} chains of several problems cannot exchange choices: run those of each "
             "problem on their own, or leave out exchange_every"
         )
-    threads = loky.cpu_count() if num_threads is None else num_threads
+    threads = usable_cores() if num_threads is None else num_threads
     if threads < 1:
         raise ValueError(f"num_threads is {threads}; it must be at least 1")
     length = min(ROUND, exchange_every) if exchange_every else ROUND

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
-import loky
 import numpy as np
 
 from stratagem.search.anneal import Chain, run_chains
@@ -36,7 +35,7 @@ from stratagem.search.sharpening import Known, Sharpened, Sharpener
 from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
 from stratagem.search.windows import improve_by_windows
-from stratagem.search.workers import Part, Workers
+from stratagem.search.workers import Part, Workers, usable_cores
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
@@ -120,7 +119,7 @@ class Course:
         num_bounded: int | None,
     ) -> StopReason:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
-        cores = loky.cpu_count() if self.num_threads is None else self.num_threads
+        cores = usable_cores() if self.num_threads is None else self.num_threads
         large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
         remake = Sharpener, self._sharpener.arguments
         with Workers(self._sharpener, *remake, cores - 1 if large else 0) as self._workers:

@@ -7,18 +7,20 @@ plan on any number of cores.
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import cloudpickle
-import loky
 
 from stratagem.search.collecting import seldom_collected
 
@@ -28,8 +30,12 @@ Result = TypeVar("Result")
 MOST = 7
 """Other processes at most: each has tables of its own in memory."""
 
-_there: list[Any] = []
-"""The state of a worker process, once it has begun."""
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Part(Generic[Result]):
@@ -55,8 +61,9 @@ class Part(Generic[Result]):
 class Workers(Generic[State]):
     """Processes beside this one, each with a state, that do parts of a search.
 
-    They start with the first part. Where they cannot start, or one is killed, this process does
-    what is left, and `failure` says why.
+    They start with the first part, as fresh interpreters: a fork is unsafe beside threads and
+    devices, and `multiprocessing` would run a script that starts a search once more in each. Where
+    one cannot start, or is killed, this process does what is left, and `failure` says why.
 
     Example:
         >>> with Workers([2.0, 3.0], list, ((2.0, 3.0),), count=0) as workers:
@@ -79,12 +86,13 @@ class Workers(Generic[State]):
         count: int,
     ) -> None:
         self.failure = ""
-        self._state, self._count = state, min(count, MOST)
+        self._state, self._count = state, max(0, min(count, MOST))
         self._make = (remake, arguments)
-        self._executor: loky.ProcessPoolExecutor | None = None
         self._waiting: deque[Part[Any]] = deque()
-        self._busy = 0
         self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_over = False
 
     def __enter__(self) -> Workers[State]:
         return self
@@ -96,21 +104,27 @@ class Workers(Generic[State]):
         trace: TracebackType | None,
     ) -> None:
         self.drop()
-        executor, self._executor, self._count = self._executor, None, 0
-        if executor is not None:
-            executor.shutdown(wait=True, kill_workers=True)
+        with self._changed:
+            self._is_over = True
+            for process in self._processes:
+                process.kill()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     @property
     def is_alone(self) -> bool:
         """Whether this process does everything."""
-        return self._count <= 0
+        return self._count == 0
 
     def part(self, job: Callable[..., Result], *arguments: Any) -> Part[Result]:
         """Have `job(state, *arguments)` done by whoever is free."""
         part = Part(self, job, arguments)
         with self._changed:
             self._waiting.append(part)
-        self._feed()
+            self._changed.notify_all()
+        if not self._threads:
+            self._start()
         return part
 
     def drop(self) -> None:
@@ -135,61 +149,105 @@ class Workers(Generic[State]):
             except Exception as error:
                 ours.future.set_exception(error)
 
-    def _feed(self) -> None:
-        """Give parts to processes that have none."""
-        while True:
-            with self._changed:
-                if not self._waiting or self._busy >= self._count:
-                    return
-                part = self._waiting.popleft()
-                self._busy += 1
-            try:
-                there = self._started().submit(_do, part.job, part.arguments)
-            except Exception as error:
-                self._give_up(part, error)
-            else:
-                there.add_done_callback(partial(self._done, part))
+    # -- in threads, one for each process ------------------------------------------------------
 
-    def _started(self) -> loky.ProcessPoolExecutor:
-        if self._executor is None:
+    def _start(self) -> None:
+        """Start the processes, each with a thread that gives it parts."""
+        if self._count == 0:
+            return
+        try:
             state = cloudpickle.dumps(self._make)
-            self._executor = loky.ProcessPoolExecutor(
-                self._count, timeout=None, initializer=_begin, initargs=(state,)
-            )
-        return self._executor
+        except Exception as error:
+            self._fail(error)
+            return
+        self._threads = [
+            threading.Thread(target=self._serve, args=(state,), daemon=True)
+            for _ in range(self._count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def _done(self, part: Part[Any], there: Future[Any]) -> None:
-        if there.cancelled():
-            return
-        error = there.exception()
-        if isinstance(error, BrokenProcessPool):
-            self._give_up(part, error)
-            return
-        if error is not None:
-            part.future.set_exception(error)
-        else:
-            part.future.set_result(there.result())
+    def _serve(self, state: bytes) -> None:
+        """Give one process part after part."""
+        part: Part[Any] | None = None
+        try:
+            with self._started() as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(state)
+                while (part := self._next_part()) is not None:
+                    process.stdin.write(cloudpickle.dumps((part.job, part.arguments)))
+                    process.stdin.flush()
+                    error, result = pickle.load(process.stdout)
+                    with self._changed:
+                        if error is None:
+                            part.future.set_result(result)
+                        else:
+                            part.future.set_exception(error)
+                        self._changed.notify_all()
+                process.kill()
+        except Exception as error:
+            self._fail(error, part)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """A process of its own session, so that Ctrl-C is left to this one."""
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        pipe = subprocess.PIPE
         with self._changed:
-            self._busy -= 1
-            self._changed.notify_all()
-        self._feed()
+            if self._is_over:
+                raise InterruptedError("the search is over")
+            process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
+            )
+            self._processes.append(process)
+        return process
 
-    def _give_up(self, part: Part[Any], error: Exception) -> None:
+    def _next_part(self) -> Part[Any] | None:
+        """A part that nobody has begun, once there is one; None when there will be none."""
+        with self._changed:
+            while not (self._waiting or self._is_over or self._count == 0):
+                self._changed.wait()
+            return self._waiting.popleft() if self._waiting and self._count else None
+
+    def _fail(self, error: Exception, part: Part[Any] | None = None) -> None:
         """Have this process do what is left."""
         with self._changed:
-            self.failure = self.failure or f"{type(error).__name__}: {error}"
-            self._count, self._busy = 0, self._busy - 1
-            self._waiting.appendleft(part)
+            if not self._is_over:
+                self.failure = self.failure or f"{type(error).__name__}: {error}"
+            self._count = 0
+            if part is not None:
+                self._waiting.appendleft(part)
             self._changed.notify_all()
 
 
-def _begin(state: bytes) -> None:
-    """Make the state of a worker process, which leaves Ctrl-C to the one that it works for."""
+def serve() -> None:
+    """Do the parts that come through standard input, until it is closed.
+
+    Results go to what standard output was; what a job prints goes to standard error.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    remake, arguments = cloudpickle.loads(state)
-    _there.append(remake(*arguments))
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    jobs: BinaryIO = sys.stdin.buffer
+    remake, arguments = pickle.load(jobs)
+    state = remake(*arguments)
+    while True:
+        try:
+            job, arguments = pickle.load(jobs)
+        except EOFError:
+            return
+        results.write(_answer(job, state, arguments))
+        results.flush()
 
 
-def _do(job: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
-    with seldom_collected():
-        return job(_there[0], *arguments)
+def _answer(job: Callable[..., object], state: object, arguments: tuple[Any, ...]) -> bytes:
+    """(error, result) of a job, one of them None."""
+    try:
+        with seldom_collected():
+            return pickle.dumps((None, job(state, *arguments)))
+    except Exception as error:
+        error.add_note(f"In another process:\n{traceback.format_exc()}")
+        try:
+            return pickle.dumps((error, None))
+        except Exception:
+            return pickle.dumps((RuntimeError(repr(error)), None))

@@ -84,7 +84,7 @@ def test_what_a_killed_process_leaves_is_done_here() -> None:
         parts = [workers.part(Shelf.die), *(workers.part(Shelf.add, n) for n in range(3))]
         assert parts[0].result() is None
         assert [part.result() for part in parts[1:]] == [(3 + n, os.getpid()) for n in range(3)]
-        assert "Terminated" in workers.failure
+        assert "EOF" in workers.failure
         assert workers.is_alone
 
 
