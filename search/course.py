@@ -105,6 +105,7 @@ class Course:
             space.constraints,
             space.policies[0],
             seed,
+            space.quick,
         )
 
     # -- the course ----------------------------------------------------------------------------
@@ -140,8 +141,15 @@ class Course:
     ) -> StopReason:
         space = self.space
         with self._simulated_baselines(schedules[0], baselines):
-            space.add(listed, lambda n: self.report("bounding skeletons", min(0.1, n * 1e-4)))
+            self.report("listing skeletons", 0.02)
+            groups = space.listed(listed)
+            looks = [
+                self._workers.part(Sharpener.look, [entry.skeleton for entry in group])
+                for group in groups
+            ]
             stages = self._plan_stages(schedules, num_skeletons)
+            self.report("bounding skeletons", 0.1)
+            space.look_at(groups, (part.result() for part in looks))
         planned = self._take_stages(stages)
         operators = len(space.situation.graph.operators)
         most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
@@ -207,7 +215,7 @@ class Course:
 
     def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
-        self.report("planning stages", 0.1)
+        self.report("planning stages", 0.05)
         wishes = self.space.constraints.constraints
         try:
             found = candidates(

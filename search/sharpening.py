@@ -1,10 +1,11 @@
-"""The bound of one skeleton, sharpened: what it takes depends on nothing else that a search knows.
+"""What a search does for one skeleton, whatever it knows of others: bound it, quickly or sharply.
 
-So skeletons can be bounded at the same time by several processes (see `workers`).
+So several processes can bound skeletons at the same time (see `workers`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from stratagem.search.bound import Bound, lower_bound
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
+from stratagem.search.quick_bounds import Look, QuickBounds
 from stratagem.search.result import Fate
 from stratagem.search.room import roomy_problem
 from stratagem.search.space import Options, Skeleton
@@ -73,7 +75,7 @@ class Sharpened:
 
 
 class Sharpener:
-    """Sharpens bounds of skeletons of one search.
+    """Bounds skeletons of one search.
 
     Args:
         situation: model, cluster, training and prices.
@@ -82,6 +84,7 @@ class Sharpener:
         constraints: what plans may do.
         first_policy: the recompute policy that recomputes least of those that the search tries.
         seed: of the search, in the plans made.
+        quick: quick bounds that share what they price with others; its own if left out.
     """
 
     def __init__(
@@ -92,8 +95,11 @@ class Sharpener:
         constraints: BoundConstraints,
         first_policy: str,
         seed: int,
+        quick: QuickBounds | None = None,
     ) -> None:
         self.situation = situation
+        headroom = constraints.constraints.headroom
+        self._quick = quick or QuickBounds(situation, options, headroom)
         self._options, self._zero_stages = options, zero_stages
         self._constraints, self._first_policy, self._seed = constraints, first_policy, seed
 
@@ -114,6 +120,10 @@ class Sharpener:
             self._first_policy,
             self._seed,
         )
+
+    def look(self, skeletons: Sequence[Skeleton]) -> list[Look]:
+        """A quick look at each skeleton."""
+        return self._quick.look(skeletons)
 
     def sharpen(self, known: Known, best: float) -> Sharpened:
         """Sharpen the bound of a skeleton, or enumerate it.

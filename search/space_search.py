@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from stratagem.search.baselines import Situation, rank
 from stratagem.search.bound import Bound
-from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import BoundConstraints
-from stratagem.search.holding import HoldingBounds
+from stratagem.search.quick_bounds import Look, QuickBounds
 from stratagem.search.result import Fate, SkeletonRecord
 from stratagem.search.space import Options, Skeleton, distinct_stages
 from stratagem.search.strategies import Choices, known_strategies, with_recompute
@@ -98,27 +97,38 @@ class Space:
                 f"options try {', '.join(options.recompute)}: name one of these"
             )
         self.entries: list[Entry] = []
-        self._computing = ComputingBounds(situation, options)
-        self._holding = HoldingBounds(self._computing.models, constraints.constraints.headroom)
+        self.quick = QuickBounds(situation, options, constraints.constraints.headroom)
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
-    def add(self, skeletons: Iterable[Skeleton], tick: Callable[[int], None]) -> None:
-        """Take skeletons in, bounded by what they hold and compute; what cannot fit is pruned."""
+    def listed(self, skeletons: Iterable[Skeleton]) -> list[list[Entry]]:
+        """Take skeletons in, each under every policy; what the constraints forbid is left out.
+
+        Returns:
+            Those to have a quick look at, with equal numbers of microbatches together: they share
+            most of what is priced then. `look_at` takes what was seen.
+        """
         known = {entry.skeleton for entry in self.entries}
-        for number, skeleton in enumerate(skeletons):
-            tick(number)
+        groups: dict[int, list[Entry]] = {}
+        for skeleton in skeletons:
             fine = self.allows(skeleton)
             for policy in self.policies:
                 entry = Entry(replace(skeleton, recompute=policy), float("inf"))
                 if entry.skeleton in known:
                     continue
-                if not fine:
-                    entry.fate = Fate.FORBIDDEN
-                elif (excess := self._holding.excess(entry.skeleton)) is not None:
-                    entry.fate, entry.fullness, entry.why = Fate.FULL, excess.share, str(excess)
-                else:
-                    entry.bound = self.computing_bound(entry.skeleton)
                 self.entries.append(entry)
+                if fine:
+                    groups.setdefault(skeleton.num_microbatches, []).append(entry)
+                else:
+                    entry.fate = Fate.FORBIDDEN
+        return list(groups.values())
+
+    def look_at(self, groups: Iterable[list[Entry]], looks: Iterable[list[Look]]) -> None:
+        """Take quick looks at all that `listed` gave; what cannot fit is pruned."""
+        for entries, found in zip(groups, looks, strict=True):
+            for entry, look in zip(entries, found, strict=True):
+                entry.bound, entry.fullness, entry.why = look.bound, look.fullness, look.why
+                if look.why:
+                    entry.fate = Fate.FULL
         self.entries.sort(key=lambda entry: (entry.bound, entry.fullness))
 
     def allows(self, skeleton: Skeleton) -> bool:
@@ -132,7 +142,7 @@ class Space:
 
     def computing_bound(self, skeleton: Skeleton) -> float:
         """Seconds that no plan of a skeleton is under, by what it computes."""
-        return self._computing.seconds(skeleton)
+        return self.quick.computing(skeleton)
 
     def take(self, skeleton: Skeleton, choices: Choices, simulation: Simulation) -> Entry:
         """The entry of a skeleton for which a plan is known; it comes first among its starts."""

@@ -363,7 +363,8 @@ def test_what_was_not_sharpened_is_searched_where_all_else_is_excluded() -> None
     graph = tiny_gpt()
     here = Situation(graph, CLUSTER, Training(), default_costs())
     space = Space(here, Options(recompute=("none",)), (0, 2), Constraints().bind(graph))
-    space.add(all_skeletons(graph, CLUSTER, ("1f1b",)), lambda _: None)
+    groups = space.listed(all_skeletons(graph, CLUSTER, ("1f1b",)))
+    space.look_at(groups, [space.quick.look(e.skeleton for e in group) for group in groups])
     course = Course(space, Budget(10), 0, 1, lambda _: None, Checkpoint(None, "any"))
     course.best = quick(graph).simulation
     sharpened, *others = space.entries

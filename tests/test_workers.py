@@ -81,7 +81,11 @@ def test_whoever_asks_for_a_part_gets_its_error() -> None:
 
 def test_what_a_killed_process_leaves_is_done_here() -> None:
     with shelf(3) as workers:
+        here = {os.getpid()}
+        while {p.result() for p in [workers.part(Shelf.slowly, 0.1) for _ in range(2)]} == here:
+            pass
         parts = [workers.part(Shelf.die), *(workers.part(Shelf.add, n) for n in range(3))]
+        time.sleep(1.0)
         assert parts[0].result() is None
         assert [part.result() for part in parts[1:]] == [(3 + n, os.getpid()) for n in range(3)]
         assert "EOF" in workers.failure
