@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.profiler.cache import TimingCache
+from stratagem.profiler.clock import describe_environment
+from stratagem.profiler.costs import MeasuredCosts
 from stratagem.search import course
 from stratagem.search.constraints import Constraints
 from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.workers import Workers
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.models import gpt
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -134,6 +138,18 @@ def test_a_search_gives_the_same_on_any_number_of_processes(
     assert same(found_by(2, constraints=forbidden)) == same(found_by(1, constraints=forbidden))
 
 
+def test_measured_costs_are_sent_to_other_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with TimingCache(tmp_path / "timings.sqlite") as cache:
+        costs = MeasuredCosts(cache, {"A100": describe_environment()}, RooflineCosts())
+    alone = same(found_by(1, costs=costs))
+    monkeypatch.setattr(course, "SHARED_OPERATORS", 1)
+    result = found_by(2, costs=costs)
+    assert "other processes" not in result.notes
+    assert same(result) == alone
+
+
 def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = found_by(1)
     monkeypatch.setattr(course, "SHARED_OPERATORS", 1)
@@ -154,16 +170,21 @@ from stratagem.search import course
 from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.models import gpt
 
 course.SHARED_OPERATORS = 1
+
+class Mine(RooflineCosts):
+    factor = staticmethod(lambda: 2)
 
 def show(progress):
     print(progress.phase, flush=True)
 
 graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
-result = search(graph, cluster, budget=Budget(int(sys.argv[1])), num_threads=2, progress=show)
+budget = Budget(int(sys.argv[1]))
+result = search(graph, cluster, costs=Mine(), budget=budget, num_threads=2, progress=show)
 print(result.stop_reason.name, result.notes.get("other processes", "well"), flush=True)
 """
 
