@@ -47,7 +47,7 @@ from stratagem.search.methods import METHODS
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
 from stratagem.search.space import Options
-from stratagem.search.workers import MOST, usable_cores
+from stratagem.search.workers import worker_count
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.graph import OperatorGraph
@@ -195,7 +195,7 @@ def peak_bytes() -> int:
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    return 1024 * (here + min(MOST, usable_cores() - 1) * largest)
+    return 1024 * (here + worker_count() * largest)
 
 
 def told(result: SearchResult) -> dict[str, object]:

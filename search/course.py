@@ -35,7 +35,7 @@ from stratagem.search.sharpening import Known, Sharpened, Sharpener
 from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
 from stratagem.search.windows import improve_by_windows
-from stratagem.search.workers import Part, Workers, usable_cores
+from stratagem.search.workers import Part, Workers, worker_count
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
@@ -120,10 +120,10 @@ class Course:
         num_bounded: int | None,
     ) -> StopReason:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
-        cores = usable_cores() if self.num_threads is None else self.num_threads
         large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
         remake = Sharpener, self._sharpener.arguments
-        with Workers(self._sharpener, *remake, cores - 1 if large else 0) as self._workers:
+        others = worker_count(self.num_threads) if large else 0
+        with Workers(self._sharpener, *remake, others) as self._workers:
             try:
                 return self._go(listed, schedules, baselines, start, num_skeletons, num_bounded)
             finally:

@@ -17,6 +17,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -27,8 +29,32 @@ from stratagem.search.collecting import seldom_collected
 State = TypeVar("State")
 Result = TypeVar("Result")
 
-MOST = 7
-"""Other processes at most: each has tables of its own in memory."""
+MOST, MOST_BYTES = 7, 4 * 10**9
+"""Other processes at most, and the memory that each may come to need for tables of its own."""
+
+
+def worker_count(cores: int | None = None) -> int:
+    """How many other processes there are cores and memory for, in `Workers`.
+
+    Example:
+        >>> worker_count(1)
+        0
+
+    Args:
+        cores: as many as this process may use when left out.
+    """
+    others = (usable_cores() if cores is None else cores) - 1
+    return max(0, min(others, MOST, _memory_bytes() // MOST_BYTES - 1))
+
+
+def _memory_bytes() -> int:
+    """Memory of the machine, or of the container; much where neither says."""
+    found = [2**62]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found)
 
 
 def usable_cores() -> int:
@@ -75,7 +101,7 @@ class Workers(Generic[State]):
         state: what jobs get first in this process.
         remake: makes the same state in another process.
         arguments: of `remake`; they and the jobs must be such that cloudpickle can write them.
-        count: other processes, `MOST` at most; 0 does everything here.
+        count: other processes (see `worker_count`); 0 does everything here.
     """
 
     def __init__(
@@ -86,7 +112,7 @@ class Workers(Generic[State]):
         count: int,
     ) -> None:
         self.failure = ""
-        self._state, self._count = state, max(0, min(count, MOST))
+        self._state, self._count = state, max(0, count)
         self._make = (remake, arguments)
         self._waiting: deque[Part[Any]] = deque()
         self._changed = threading.Condition()

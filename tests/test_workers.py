@@ -16,10 +16,11 @@ from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
 from stratagem.search import course
+from stratagem.search import workers as workers_module
 from stratagem.search.constraints import Constraints
 from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
-from stratagem.search.workers import Workers
+from stratagem.search.workers import Workers, worker_count
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.models import gpt
@@ -59,6 +60,15 @@ def test_parts_give_the_same_whoever_does_them(count: int) -> None:
         parts = [workers.part(Shelf.add, number) for number in range(20)]
         assert [part.result()[0] for part in parts] == list(range(3, 23))
         assert not workers.failure
+
+
+def test_processes_are_as_many_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "_memory_bytes", lambda: 10**12)
+    assert [worker_count(cores) for cores in (-1, 0, 1, 2, 8, 99)] == [0, 0, 0, 1, 7, 7]
+    monkeypatch.setattr(workers_module, "_memory_bytes", lambda: 24 * 10**9)
+    assert [worker_count(cores) for cores in (1, 2, 8, 99)] == [0, 1, 5, 5]
+    monkeypatch.setattr(workers_module, "_memory_bytes", lambda: 3 * 10**9)
+    assert worker_count(99) == 0
 
 
 def test_others_work_at_the_same_time_and_are_gone_at_the_end() -> None:
