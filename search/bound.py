@@ -116,7 +116,8 @@ def lower_bound(
             adds tasks and time.
     """
     relaxation = _Relaxation(problem, memory)
-    relaxation.learn(choice)
+    for known in (choice, np.zeros_like(choice)):
+        relaxation.learn(known)
     relaxation.span()
     number = 0
     if relaxation.is_full and not relaxation.may_fit():
@@ -398,12 +399,27 @@ class _Relaxation:
         """Choose the pairs that the dynamic program follows: those that cost most on average."""
         start = self._start()
         self._tables = Tables([len(c) for c in self.problem.choices], self._parts())
-        _, pairs = self._tables.combine(self._weights(start))
-        heavy = {pair: float(matrix.mean()) for pair, matrix in pairs.items()}
-        light = {pair: 0.0 for pair in self._tables.pairs if pair not in heavy}
-        self._forest = spanning_forest(len(self.problem.choices), {**light, **heavy})
+        self._forest = self._heaviest_forest(start)
         self._best = None
         self._try(start)
+
+    def _heaviest_forest(self, at: _Multipliers) -> tuple[Pair, ...]:
+        """The pairs that cost most on average at some multipliers."""
+        _, pairs = self._tables.combine(self._weights(at))
+        heavy = {pair: float(matrix.mean()) for pair, matrix in pairs.items()}
+        light = {pair: 0.0 for pair in self._tables.pairs if pair not in heavy}
+        return spanning_forest(len(self.problem.choices), {**light, **heavy})
+
+    def _span_anew(self, at: _Multipliers, known: float) -> None:
+        """Choose the pairs by other multipliers, if what they bound with these grows so.
+
+        A poor plan has pairs on its longest paths that cost little under good multipliers, and
+        those that do are counted with their least.
+        """
+        forest = self._forest
+        self._forest = self._heaviest_forest(at)
+        if self._forest != forest and self._try(at) <= known:
+            self._forest = forest
 
     def round(self) -> None:
         """Solve the linear program over the columns, and ask the dynamic program."""
@@ -412,7 +428,9 @@ class _Relaxation:
         before = self.seconds
         self._try(self._best.toward(proposed, STEP))
         if self.seconds <= before * (1.0 + 1e-4):
-            self._try(proposed)
+            found = self._try(proposed)
+            if self.seconds <= before * (1.0 + 1e-4):
+                self._span_anew(proposed, found)
         limit = self._master_value
         self.has_converged = self.seconds >= limit * (1.0 - 1e-3)
 
@@ -463,14 +481,15 @@ class _Relaxation:
             nbytes[moment.rows] += nu * moment.share.weights
         return [*weights, sends, nbytes]
 
-    def _try(self, at: _Multipliers) -> None:
-        """The bound at some multipliers; the choices that reach it are learnt from."""
+    def _try(self, at: _Multipliers) -> float:
+        """The bound at some multipliers, in s; the choices that reach it are learnt from."""
         nodes, pairs = self._tables.combine(self._weights(at))
         value, choice = minimise_forest(nodes, pairs, self._forest)
         seconds = (value - sum(at.memory)) * 1e-9
         if self._best is None or seconds > self.seconds:
             self.seconds, self._best = max(seconds, self.seconds), at
         self.learn(choice)
+        return seconds
 
     def _solve_master(self) -> _Multipliers:
         """Multipliers that are best against all choices met so far."""
