@@ -192,18 +192,22 @@ def _families(
         )
 
     def whole(
-        name: str, meshes: Iterable[DeviceMesh], strategy: Strategy
+        name: str, meshes: Callable[[Situation], list[DeviceMesh]], strategy: Strategy
     ) -> Callable[[], list[Plan]]:
-        return lambda: [_plan(name, situation, [mesh], strategy, 1, "1f1b") for mesh in meshes]
+        return lambda: [
+            _plan(name, situation, [mesh], strategy, 1, "1f1b") for mesh in meshes(situation)
+        ]
 
-    one = [_flat_mesh(range(situation.cluster.num_devices), situation.cluster)]
+    def one(situation: Situation) -> list[DeviceMesh]:
+        return [_flat_mesh(range(situation.cluster.num_devices), situation.cluster)]
+
     found: dict[str, Callable[[], list[Plan]]] = {}
     for zero, name in {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}.items():
         found[name] = whole(name, one, sample(zero))
     if expert_dims(situation.graph):
         found["expert parallel"] = whole("expert parallel", one, expert_parallel)
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
-        found[name] = whole(name, _tensor_meshes(situation), tensor(sequence))
+        found[name] = whole(name, _tensor_meshes, tensor(sequence))
     if pipelines:
         names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
         names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}

@@ -116,8 +116,10 @@ def lower_bound(
             adds tasks and time.
     """
     relaxation = _Relaxation(problem, memory)
-    for known in (choice, np.zeros_like(choice)):
-        relaxation.learn(known)
+    relaxation.learn(choice)
+    if choice.any():
+        # A poor plan alone would know none of the paths that bind in better ones.
+        relaxation.learn(np.zeros_like(choice))
     relaxation.span()
     number = 0
     if relaxation.is_full and not relaxation.may_fit():

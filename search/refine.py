@@ -8,9 +8,10 @@ compared with neighbours that carry its choices over, and the search goes on fro
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from stratagem.search.space_search import choices_of
 from stratagem.search.strategies import Choices, with_recompute
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.simulation import Simulation
+
+Value = TypeVar("Value")
 
 LEAST_GAIN = 1e-4
 """A neighbour that is better by a smaller share is not gone to."""
@@ -235,7 +238,7 @@ def _other_cuts(
     operators = chain.operators.tolist()
     order = [graph.names[i] for i in operators]
     cuts, crossing = chain.cuts.tolist(), _num_crossing(chain)
-    stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
+    stage_of = _by_operator(skeleton, range(len(skeleton.stages)))
     stages = [stage_of[name] for name in order]
     if stages != sorted(stages):
         return
@@ -252,6 +255,12 @@ def _other_cuts(
             carried = _carried(skeleton, then, choices, graph)
             if carried is not None:
                 yield Neighbour(f"cut {s + 1} before {order[place]!r}", then, carried)
+
+
+def _by_operator(skeleton: Skeleton, values: Iterable[Value]) -> dict[str, Value]:
+    """What each stage has, by the names of its operators."""
+    stages = zip(skeleton.stages, values, strict=True)
+    return {name: value for names, value in stages for name in names}
 
 
 def _num_crossing(chain: Chain) -> list[int]:
@@ -278,11 +287,7 @@ def _carried(
 
     Of several that are like it, it chooses as the last one.
     """
-    shape_of = {
-        name: mesh.shape
-        for names, mesh in zip(old.stages, old.meshes, strict=True)
-        for name in names
-    }
+    shape_of = _by_operator(old, [mesh.shape for mesh in old.meshes])
     found = dict(choices)
     for before, names, mesh in zip(old.stages, new.stages, new.meshes, strict=True):
         come = set(names).difference(before)
@@ -322,20 +327,14 @@ def _other_rounds(
     alike = len({mesh.shape for mesh in meshes}) == 1
     if ranks == 1 or skeleton.meshes != meshes * now or not alike:
         return
-    most = min(MOST_ROUNDS, cutter.num_layers // ranks)
-    for rounds in sorted({*range(1, most + 1)} - {now}):
+    for rounds in range(1, min(MOST_ROUNDS, cutter.num_layers // ranks) + 1):
+        if rounds == now:
+            continue
         names = [name for name in schedules if (name == "interleaved") == (rounds > 1)]
         what = f"{rounds} stages a rank" if rounds > 1 else "1 stage a rank"
         for name in names:
             if fills_rounds(name, ranks, parts):
-                stages = cutter.stages(rounds * ranks)
-                then = replace(
-                    skeleton,
-                    stages=stages,
-                    meshes=meshes * rounds,
-                    schedule=name,
-                    recompute="none",
-                )
+                then = Skeleton(cutter.stages(rounds * ranks), meshes * rounds, parts, name)
                 change = what if name == "interleaved" else f"{what}, {name}"
                 yield _recut(change, skeleton, then, choices, graph, policies)
 
@@ -350,11 +349,7 @@ def _recut(
 ) -> Neighbour:
     """The same choices in other stages, each with the most recomputing policy it is made of."""
     small, made = graph.microbatch(new.num_microbatches), dict(choices)
-    policy_of = {
-        name: policy
-        for names, policy in zip(old.stages, old.policies, strict=True)
-        for name in names
-    }
+    policy_of = _by_operator(old, old.policies)
     chosen: list[str] = []
     for names in new.stages:
         there = {policy_of[name] for name in names}

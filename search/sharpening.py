@@ -20,6 +20,7 @@ from stratagem.search.result import Fate
 from stratagem.search.room import roomy_problem
 from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import Choices
+from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
 
@@ -106,14 +107,8 @@ class Sharpener:
     @property
     def arguments(self) -> tuple[object, ...]:
         """Those that make the same once more, without the prices that it has looked up."""
-        situation = Situation(
-            self.situation.graph,
-            self.situation.cluster,
-            self.situation.training,
-            self.situation.costs,
-        )
         return (
-            situation,
+            replace(self.situation, memory=RowMemory()),
             self._options,
             self._zero_stages,
             self._constraints,
