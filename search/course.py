@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
 from stratagem.search.anneal import Chain, run_chains
-from stratagem.search.baselines import baseline, baseline_names, rank
+from stratagem.search.baselines import baseline, baseline_names
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
 from stratagem.search.constraints import Constraints
+from stratagem.search.improve import Improver
+from stratagem.search.incumbent import Incumbent
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.drafts import Candidate
 from stratagem.search.inter.limits import Limits
@@ -21,15 +22,12 @@ from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.methods import METHODS
 from stratagem.search.problem import NoChoiceError, Problem
-from stratagem.search.refine import Refiner
 from stratagem.search.result import (
     NOTHING_FITS_NOTE,
     Budget,
     Fate,
-    FrontPoint,
     StopReason,
     TracePoint,
-    front_of,
 )
 from stratagem.search.sharpening import Known, Sharpened, Sharpener
 from stratagem.search.space import Skeleton
@@ -44,10 +42,8 @@ CHAINS = 4
 """Chains on a skeleton: so many cores can help, and one core makes the same plan."""
 MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
-REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
-"""Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
-SURVEYED = 0.4
-"""Of the seconds of a budget, how many may pass before chains begin."""
+SURVEYED, WALKED = 0.4, 0.6
+"""Of the seconds of a budget, how many may pass before walks over skeletons begin, and end."""
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
 large: the sum of their work is limited then (see `sharpening.Sharpened`)."""
@@ -92,8 +88,7 @@ class Course:
         self.space, self.budget, self.seed = space, budget, seed
         self.num_threads, self._show, self._checkpoint = num_threads, show, checkpoint
         self.started = time.monotonic()
-        self.best: Simulation | None = None
-        self.front: list[FrontPoint] = []
+        self.incumbent = Incumbent(space.constraints, space.options)
         self.trace: list[TracePoint] = []
         self.evaluations = 0
         self.notes: dict[str, str] = {}
@@ -103,7 +98,7 @@ class Course:
             space.options,
             space.zero_stages,
             space.constraints,
-            space.policies[0],
+            space.policies,
             seed,
             space.quick,
         )
@@ -154,15 +149,16 @@ class Course:
         operators = len(space.situation.graph.operators)
         most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
         ranked = space.rank(
-            self.offer,
-            lambda: self.best_time,
+            self.incumbent.offer,
+            lambda: self.incumbent.time,
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
         best_ranked = self._open(sorted([*planned, *ranked], key=lambda entry: entry.rank))
-        most_refined = min(REFINED, num_skeletons)
-        refined = self._refine(best_ranked[:most_refined], schedules)
-        best_ranked = self._open([*refined, *best_ranked[most_refined:]])[:num_skeletons]
+        improver = Improver(space, self.incumbent, schedules, self._workers, self.notes)
+        self.report("refining pipelines", 0.25)
+        refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
+        best_ranked = self._open(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else [self._entry_of(start)]
         weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
@@ -171,14 +167,18 @@ class Course:
         left = self._survey(best_ranked, weakest, work) if weakest else 0
         chosen = self._promising(best_ranked)[:num_skeletons]
         chosen = [*own, *(entry for entry in chosen if entry not in own)]
-        share, rest = divmod(self.budget.evaluations, max(1, len(chosen)))
+        self.report("walking over skeletons", 0.4)
+        walked = improver.walk(chosen, self.budget.evaluations, self.seed, self._past(WALKED))
+        self.evaluations += walked.evaluations
+        chosen = [*own, *(entry for entry in walked.entries if entry not in own)]
+        share, rest = divmod(self.budget.evaluations - self.evaluations, max(1, len(chosen)))
         for number, entry in enumerate(chosen):
             self._search_entry(entry, share + (number < rest), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
         self._certify(left, work, self._time_is_up)
-        fits = np.isfinite(self.best_time)
-        if space.bound(self.best_time) >= self.best_time * (1 - 1e-6):
+        fits = np.isfinite(self.incumbent.time)
+        if space.bound(self.incumbent.time) >= self.incumbent.time * (1 - 1e-6):
             return StopReason.PROVED if fits else StopReason.NOTHING_FITS
         if self._time_is_up():
             return StopReason.SECONDS
@@ -211,7 +211,7 @@ class Course:
             plan = None if name in self.baselines else part.result()
             if plan is not None:
                 self.baselines[name] = self.space.situation.simulate(plan)
-                self.offer(self.baselines[name])
+                self.incumbent.offer(self.baselines[name])
 
     def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
@@ -238,42 +238,13 @@ class Course:
         """Those of these that the constraints allow, simulated."""
         s, options = self.space.situation, self.space.options
         simulated = [(s.simulate(c.plan(s, options=options)), c) for c in plans]
-        allowed = [(s, c) for s, c in simulated if self.offer(s)]
+        allowed = [(s, c) for s, c in simulated if self.incumbent.offer(s)]
         return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
-
-    def _refine(self, listed: Sequence[Entry], schedules: Sequence[str]) -> list[Entry]:
-        """The same, a pipeline as single changes leave it: it takes the place of what it was."""
-        space, operators = self.space, len(self.space.situation.graph.operators)
-        refiner = Refiner(
-            space.situation,
-            space.options,
-            space.policies,
-            tuple(schedules),
-            space.computing_bound,
-            space.allows,
-            self.offer,
-        )
-        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // operators))
-        found: list[Entry] = []
-        for entry in listed:
-            found.append(entry)
-            if entry.simulation is None or len(entry.skeleton.stages) == 1:
-                continue
-            self.report(f"refining {entry.skeleton}", 0.25)
-            skeleton, best, made = refiner.refine(
-                entry.skeleton, entry.simulation, most, self._time_is_up
-            )
-            if made:
-                self.notes[f"refined {entry.skeleton}"] = "; ".join(made)
-                found[-1] = space.take(skeleton, choices_of(best.plan), best)
-        return found
 
     def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
         """Skeletons with something to choose, each under the policy that does best on it."""
-        best: dict[Skeleton, Entry] = {}
-        for entry in ranked:
-            best.setdefault(replace(entry.skeleton, recompute="none"), entry)
-        return [e for e in best.values() if any(m.num_devices > 1 for m in e.skeleton.meshes)]
+        best = _first_policies(ranked)
+        return [e for e in best if any(m.num_devices > 1 for m in e.skeleton.meshes)]
 
     def _entry_of(self, start: Plan) -> Entry:
         """The skeleton of a plan that somebody gave, with the plan as its start."""
@@ -295,7 +266,7 @@ class Course:
                 "set token_slices to 1 and another schedule, and slice the plan that is found"
             )
         simulation = self.space.situation.simulate(start)
-        self.offer(simulation)
+        self.incumbent.offer(simulation)
         return self.space.take(skeleton_of(start), choices_of(start), simulation)
 
     def _survey(self, listed: Sequence[Entry], weakest: int, work: float) -> int:
@@ -304,14 +275,9 @@ class Course:
         What is met on the way tells more of a skeleton than known strategies do. It may take a
         part of the seconds of the budget only.
         """
-        limit = self.budget.seconds
-        until = np.inf if limit is None else self.started + SURVEYED * limit
-
-        def stop() -> bool:
-            return time.monotonic() > until
-
+        stop = self._past(SURVEYED)
         self.report("surveying skeletons", 0.25)
-        worth = [entry for entry in listed if entry.bound < self.best_time]
+        worth = [entry for entry in listed if entry.bound < self.incumbent.time]
         if len(self._bound_entries(worth, stop)) < len(worth):
             return weakest
         return self._certify(weakest, work, stop)
@@ -329,7 +295,7 @@ class Course:
             (e for e in self.space.entries if e.fate is Fate.OPEN), key=lambda e: e.bound
         )
         for group in ([*order, *listed], others):
-            left = [e for e in group if e.bound < self.best_time]
+            left = [e for e in group if e.bound < self.incumbent.time]
             found = [e for e in self._open(left) if e.fate is not Fate.ENUMERATED]
             if found:
                 return found
@@ -337,7 +303,7 @@ class Course:
 
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
         """Bound, integer program, chains and windows on one skeleton."""
-        if entry.bound >= self.best_time:
+        if entry.bound >= self.incumbent.time:
             entry.fate = Fate.PRUNED
             return
         low, high = 0.4 + 0.5 * number / count, 0.4 + 0.5 * (number + 1) / count
@@ -359,8 +325,8 @@ class Course:
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
         if entry.met is None:
             sharpen = self._sharpener.sharpen_problem
-            self._learn(entry, sharpen(problem, self._known(entry), self.best_time))
-        if entry.bound >= self.best_time or entry.met is None:
+            self._learn(entry, sharpen(problem, self._known(entry), self.incumbent.time))
+        if entry.bound >= self.incumbent.time or entry.met is None:
             entry.fate = Fate.PRUNED
             return
         bound, shared = entry.met
@@ -373,7 +339,7 @@ class Course:
         if not self._time_is_up():
             best = improve_by_windows(program, best, max_windows=WINDOWS, stop=self._time_is_up)
         simulation = self._simulate(problem, best)
-        self.offer(simulation)
+        self.incumbent.offer(simulation)
         entry.know(simulation)
         if not self._time_is_up():
             spent = self.evaluations - before
@@ -382,7 +348,7 @@ class Course:
     def _recall(self, entry: Entry, known: Searched) -> None:
         """Take a skeleton as searched that was searched before this search was stopped."""
         simulation = self.space.situation.simulate(known.plan)
-        self.offer(simulation)
+        self.incumbent.offer(simulation)
         entry.know(simulation)
         self.evaluations += known.evaluations
         entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
@@ -429,7 +395,7 @@ class Course:
             )
         except KeyboardInterrupt:
             best = min(chains, key=lambda chain: float(chain.scores[1]))
-            self.offer(self._simulate(problem, best.best))
+            self.incumbent.offer(self._simulate(problem, best.best))
             raise
         self.evaluations += sum(chain.done for chain in chains)
         return min([*chains, *ranked], key=lambda chain: float(chain.scores[1])).best
@@ -439,8 +405,10 @@ class Course:
         best = min(float(chain.scores[1]) for chain in chains)
         name, low, high = self._phase
         total = max(1, sum(chain.total for chain in chains))
-        self.trace.append(TracePoint(self.evaluations + done, name, min(best, self.best_time)))
-        self.report(name, low + (high - low) * done / total, min(best, self.best_time))
+        self.trace.append(
+            TracePoint(self.evaluations + done, name, min(best, self.incumbent.time))
+        )
+        self.report(name, low + (high - low) * done / total, min(best, self.incumbent.time))
         return self._time_is_up()
 
     def _certify(self, most: int, work_left: float, stop: Callable[[], bool]) -> int:
@@ -456,13 +424,12 @@ class Course:
             weak = [
                 entry
                 for entry in self.space.entries
-                if entry.bound < self.best_time and entry.fate in (Fate.OPEN, Fate.RANKED)
+                if entry.bound < self.incumbent.time and entry.fate in (Fate.OPEN, Fate.RANKED)
             ]
             if not weak:
                 return 0
             weak.sort(key=lambda e: (_num_axes(e), e.bound))
-            apart = {replace(e.skeleton, recompute="none"): e for e in reversed(weak)}
-            listed = list(islice(reversed(apart.values()), min(ROUND, left)))
+            listed = _first_policies(weak)[: min(ROUND, left)]
             self.report("sharpening bounds", 0.4 - 0.1 * left / most)
             done = self._bound_entries(listed, stop)
             left, work_left = left - len(done), work_left - sum(done)
@@ -476,16 +443,12 @@ class Course:
         Returns:
             How much work each was that was done.
         """
-        best = self.best_time
+        best = self.incumbent.time
         parts = [
             self._workers.part(Sharpener.sharpen, self._known(entry), best) for entry in entries
         ]
         done: list[float] = []
-        for entry, part in zip(entries, parts, strict=True):
-            if stop():
-                self._workers.drop()
-                break
-            found = part.result()
+        for entry, found in zip(entries, self._workers.results(parts, stop), strict=False):
             self._learn(entry, found)
             done.append(found.work)
         return done
@@ -505,48 +468,23 @@ class Course:
             entry.met = found.met, found.shared
         if found.plan is not None:
             simulation = self.space.situation.simulate(found.plan)
-            if self.offer(simulation):
+            if self.incumbent.offer(simulation):
                 entry.know(simulation)
 
     # -- what is known -------------------------------------------------------------------------
 
-    @property
-    def best_time(self) -> float:
-        """Seconds of the best plan that fits; infinite if none does."""
-        return self.best.step_time if self.best is not None and self.best.fits else float("inf")
-
-    def offer(self, simulation: Simulation) -> bool:
-        """Take a simulated plan; whether the constraints allow it."""
-        if self.space.constraints.violations(simulation) or not self._is_option(simulation.plan):
-            return False
-        if self.best is None or rank(simulation) < rank(self.best):
-            self.best = simulation
-        if simulation.fits:
-            self._extend_front(simulation)
-        return True
-
-    def _is_option(self, plan: Plan) -> bool:
-        """Whether a plan trains as others do, and only does what the options allow."""
-        if plan.make_schedule().update_every is not None:
-            return False
-        options = self.space.options
-        regathers = any(c.regather for stage in plan.stages for c in stage.choices.values())
-        return (options.inputs_first or not plan.inputs_first) and (
-            options.regather or not regathers
-        )
-
-    def _extend_front(self, simulation: Simulation) -> None:
-        devices = simulation.plan.num_devices
-        point = FrontPoint(simulation.step_time, simulation.peak_memory, devices, simulation.plan)
-        self.front = front_of([*self.front, point])
-
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
-        self._show(Progress(phase, fraction, self.best_time if best is None else best))
+        self._show(Progress(phase, fraction, self.incumbent.time if best is None else best))
+
+    def _past(self, share: float) -> Callable[[], bool]:
+        """What says whether so much of the seconds of the budget has passed."""
+        limit = self.budget.seconds
+        until = np.inf if limit is None else self.started + share * limit
+        return lambda: time.monotonic() > until
 
     def _time_is_up(self) -> bool:
-        limit = self.budget.seconds
-        return limit is not None and time.monotonic() - self.started > limit
+        return self._past(1.0)()
 
     def _simulate(self, problem: Problem, choice: IntArray) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice))
@@ -570,6 +508,14 @@ def _propose(
     listed = {method: METHODS[method] for method in methods}
     found = baseline(sharpener.situation, name, schedule, listed)
     return found.plan if found is not None else None
+
+
+def _first_policies(entries: Iterable[Entry]) -> list[Entry]:
+    """Of entries that differ in their policy only, the first."""
+    first: dict[Skeleton, Entry] = {}
+    for entry in entries:
+        first.setdefault(replace(entry.skeleton, recompute="none"), entry)
+    return list(first.values())
 
 
 def _num_axes(entry: Entry) -> int:

@@ -156,7 +156,7 @@ class SearchResult:
         front: plans of which none is better in time, memory and devices at once.
         trace: how the best score fell.
         notes: what else was left out of the space, and why: counts by reason; and the single
-            changes by which pipelines were refined.
+            changes by which pipelines were refined, and skeletons walked to others.
         stop_reason: why the search ended.
         evaluations: plans that chains decided on.
         seconds: wall time of the search.

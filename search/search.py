@@ -64,12 +64,13 @@ def search(
     Baselines are simulated first. Every skeleton of the space (stages × meshes × microbatches) is
     bounded by what it computes; those that no bound excludes are ranked by known strategies. Of
     the best, and of those with the weakest bounds, the bound is sharpened (`bound`). On the
-    `num_skeletons` whose best plan known and bound are together least an integer program chooses
-    for all operators (`intra`), Metropolis–Hastings chains go on from the best plans under the
-    event simulator (FlexFlow, Jia et al. 2019), and windows of operators are solved anew along the
-    critical path (`windows`). The least bound of all skeletons makes the certificate. The result
-    is never worse than the best baseline that meets the constraints. Equal arguments give equal
-    plans, unless the budget's time runs out.
+    `num_skeletons` whose best plan known and bound are together least Markov chains step to
+    neighbouring skeletons (`walk`); there an integer program chooses for all operators (`intra`),
+    Metropolis–Hastings chains go on from the best plans under the event simulator (FlexFlow, Jia
+    et al. 2019), and windows of operators are solved anew along the critical path (`windows`). The
+    least bound of all skeletons makes the certificate. The result is never worse than the best
+    baseline that meets the constraints. Equal arguments give equal plans, unless the budget's time
+    runs out.
 
     Example:
         >>> from stratagem.simulator.models import mlp
@@ -257,10 +258,10 @@ def _search_graph(
     try:
         every = all_skeletons(graph, cluster, schedules)
         reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
-        bound = run.space.bound(run.best_time)
+        bound = run.space.bound(run.incumbent.time)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
-    best = run.best
+    best = run.incumbent.best
     if best is None and reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt
     if best is None:
@@ -280,7 +281,7 @@ def _search_graph(
         baselines=run.baselines,
         bound=bound if best.fits else None,
         space=tuple(entry.record for entry in run.space.entries),
-        front=tuple(run.front),
+        front=tuple(run.incumbent.front),
         trace=tuple(run.trace),
         notes=run.notes,
         stop_reason=reason,

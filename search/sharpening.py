@@ -1,6 +1,6 @@
-"""What a search does for one skeleton, whatever it knows of others: bound it, quickly or sharply.
+"""What a search does for one skeleton, whatever it knows of others: bound it, or settle a plan.
 
-So several processes can bound skeletons at the same time (see `workers`).
+So several processes can do it for skeletons at the same time (see `workers`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stratagem.search.anneal import Chain
 from stratagem.search.baselines import Situation
 from stratagem.search.bound import Bound, lower_bound
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.exhaustive import exhaustive
+from stratagem.search.neighbours import recomputing_more
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.quick_bounds import Look, QuickBounds
 from stratagem.search.result import Fate
@@ -75,15 +77,32 @@ class Sharpened:
     left_out: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """What a chain made of a plan on a skeleton.
+
+    Attributes:
+        skeleton: under the policies that it took to fit.
+        plan: the best met.
+        score: seconds of its step, more where it does not fit.
+        evaluations: of the chain.
+    """
+
+    skeleton: Skeleton
+    plan: Plan
+    score: float
+    evaluations: int
+
+
 class Sharpener:
-    """Bounds skeletons of one search.
+    """Bounds skeletons of one search, and settles plans on them.
 
     Args:
         situation: model, cluster, training and prices.
         options: of choices.
         zero_stages: of choices.
         constraints: what plans may do.
-        first_policy: the recompute policy that recomputes least of those that the search tries.
+        policies: of recomputing that the search tries; those that recompute more come later.
         seed: of the search, in the plans made.
         quick: quick bounds that share what they price with others; its own if left out.
     """
@@ -94,7 +113,7 @@ class Sharpener:
         options: Options,
         zero_stages: tuple[int, ...],
         constraints: BoundConstraints,
-        first_policy: str,
+        policies: tuple[str, ...],
         seed: int,
         quick: QuickBounds | None = None,
     ) -> None:
@@ -102,7 +121,7 @@ class Sharpener:
         headroom = constraints.constraints.headroom
         self._quick = quick or QuickBounds(situation, options, headroom)
         self._options, self._zero_stages = options, zero_stages
-        self._constraints, self._first_policy, self._seed = constraints, first_policy, seed
+        self._constraints, self._policies, self._seed = constraints, policies, seed
 
     @property
     def arguments(self) -> tuple[object, ...]:
@@ -112,7 +131,7 @@ class Sharpener:
             self._options,
             self._zero_stages,
             self._constraints,
-            self._first_policy,
+            self._policies,
             self._seed,
         )
 
@@ -224,7 +243,7 @@ class Sharpener:
         if np.isinf(best):
             return known.bound, 0.0
         seconds = self._lower_bound(problem, known, best, memory=False).seconds
-        shared = seconds if known.skeleton.recompute == self._first_policy else 0.0
+        shared = seconds if known.skeleton.recompute == self._policies[0] else 0.0
         return max(known.bound, seconds), shared
 
     def _lower_bound(self, problem: Problem, known: Known, best: float, *, memory: bool) -> Bound:
@@ -232,6 +251,43 @@ class Sharpener:
         if known.start:
             first = problem.encode(known.start)
         return lower_bound(problem, first, rounds=BOUND_ROUNDS, target=best, memory=memory)
+
+    def settle(
+        self, skeleton: Skeleton, choices: Choices, limit: float, evaluations: int, seed: int
+    ) -> Settled | None:
+        """Run a chain over the choices of a skeleton.
+
+        Where its best does not fit but takes less than `limit`, stages that do not fit recompute
+        more, and another chain goes on there.
+
+        Args:
+            skeleton: with the policy of each stage.
+            choices: where the chain begins.
+            limit: seconds of a step from which a plan is of no use.
+            evaluations: of each chain.
+            seed: of the chains.
+
+        Returns:
+            None where constraints leave an operator no choice.
+        """
+        spent = 0
+        while True:
+            try:
+                problem, _ = self.problem(Known(skeleton, 0.0, choices))
+            except NoChoiceError:
+                return None
+            chain = Chain(problem, problem.encode(choices), evaluations, seed)
+            chain.advance(evaluations)
+            plan, score = self.plan(problem, chain.best), float(chain.scores[1])
+            spent += chain.done
+            settled = Settled(skeleton, plan, score, spent)
+            found = self.situation.simulate(plan)
+            if found.fits or found.step_time >= limit:
+                return settled
+            more = recomputing_more(skeleton, found, self.situation.graph, self._policies)
+            if more is None:
+                return settled
+            skeleton, choices = more
 
     def plan(self, problem: Problem, choice: IntArray) -> Plan:
         """The plan that makes some choices of a skeleton."""

@@ -145,10 +145,14 @@ class Space:
         return self.quick.computing(skeleton)
 
     def take(self, skeleton: Skeleton, choices: Choices, simulation: Simulation) -> Entry:
-        """The entry of a skeleton for which a plan is known; it comes first among its starts."""
+        """The entry of a skeleton for which a plan is known; it comes first among its starts.
+
+        What a bound met is then forgotten, as its choices are numbered without that start.
+        """
         for entry in self.entries:
             if entry.skeleton == skeleton:
                 entry.starts.insert(0, choices)
+                entry.met = None
                 entry.know(simulation)
                 break
         else:

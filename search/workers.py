@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -152,6 +152,14 @@ class Workers(Generic[State]):
         if not self._threads:
             self._start()
         return part
+
+    def results(self, parts: Iterable[Part[Result]], stop: Callable[[], bool]) -> Iterator[Result]:
+        """What parts give, in order; those behind are forgotten where `stop` says so."""
+        for part in parts:
+            if stop():
+                self.drop()
+                return
+            yield part.result()
 
     def drop(self) -> None:
         """Forget the parts that nobody has begun."""

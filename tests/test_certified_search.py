@@ -366,10 +366,10 @@ def test_what_was_not_sharpened_is_searched_where_all_else_is_excluded() -> None
     groups = space.listed(all_skeletons(graph, CLUSTER, ("1f1b",)))
     space.look_at(groups, [space.quick.look(e.skeleton for e in group) for group in groups])
     course = Course(space, Budget(10), 0, 1, lambda _: None, Checkpoint(None, "any"))
-    course.best = quick(graph).simulation
+    course.incumbent.best = quick(graph).simulation
     sharpened, *others = space.entries
-    sharpened.fate, sharpened.bound = Fate.BOUNDED, course.best_time
+    sharpened.fate, sharpened.bound = Fate.BOUNDED, course.incumbent.time
     sharpened.met = Bound(sharpened.bound, np.zeros(1, dtype=np.int64), 1.0, 0, (), False), 0.0
     for number, entry in enumerate(others):
-        entry.bound = course.best_time * (0.5 if number == 2 else 1.5)
+        entry.bound = course.incumbent.time * (0.5 if number == 2 else 1.5)
     assert course._promising([sharpened]) == [others[2]]

@@ -585,8 +585,8 @@ def test_pipedreams_own_schedule_is_shown_and_never_the_result() -> None:
     assert "in a PipeDream pipeline of" in describe(own, graph)
     space = Space(situation, Options(), (0,), Constraints().bind(graph))
     course = Course(space, Budget(1), 0, 1, lambda progress: None, Checkpoint(None, ""))
-    assert not course.offer(own)
-    assert course.best is None
-    assert course.offer(found["PipeDream"])
+    assert not course.incumbent.offer(own)
+    assert course.incumbent.best is None
+    assert course.incumbent.offer(found["PipeDream"])
     with pytest.raises(ValueError, match="a search does not choose for"):
         make_problem(graph, skeleton_of(own.plan), cluster, Training(), default_costs(), (0,))

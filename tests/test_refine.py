@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from stratagem.search.baselines import Situation
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import Constraints
+from stratagem.search.neighbours import MOST_ROUNDS, Neighbour, Neighbourhood, neighbours
 from stratagem.search.partition import StageCutter, by_stage
-from stratagem.search.refine import MORE, MOST_ROUNDS, Neighbour, Refiner, neighbours
+from stratagem.search.refine import MORE, Refiner
 from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.search.space import Options, Skeleton
@@ -75,17 +77,15 @@ def meshes_of(*shapes: tuple[int, ...]) -> tuple[DeviceMesh, ...]:
     return tuple(made)
 
 
-def refiner_of(situation: Situation, **changed: object) -> Refiner:
-    bounds = ComputingBounds(situation, Options())
-    given_ = {
-        "options": Options(),
-        "policies": POLICIES,
-        "schedules": ("1f1b",),
-        "bound": bounds.seconds,
-        "allows": lambda skeleton: True,
-        "offer": lambda simulation: True,
-    }
-    return Refiner(situation, **{**given_, **changed})  # type: ignore[arg-type]
+def refiner_of(
+    situation: Situation,
+    policies: tuple[str, ...] = POLICIES,
+    schedules: tuple[str, ...] = ("1f1b",),
+    allows: Callable[[Skeleton], bool] = lambda skeleton: True,
+    offer: Callable[[Simulation], bool] = lambda simulation: True,
+) -> Refiner:
+    bound = ComputingBounds(situation, Options()).seconds
+    return Refiner(Neighbourhood(situation, Options(), policies, schedules, bound, allows), offer)
 
 
 def situation_of(graph: OperatorGraph, cluster: Cluster = CLUSTER) -> Situation:

@@ -1,0 +1,145 @@
+"""From the best skeletons of a search to better ones: downhill first, then as Markov chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from stratagem.search.incumbent import Incumbent
+from stratagem.search.neighbours import Neighbourhood
+from stratagem.search.refine import Refiner, is_better
+from stratagem.search.sharpening import Settled, Sharpener
+from stratagem.search.space_search import Entry, Space, choices_of
+from stratagem.search.walk import Proposal, Walk, walk
+from stratagem.search.workers import Workers
+
+REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
+"""Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
+LEAST_WALKED, MOST_WALKED, WALKED_OPERATORS = 4, 16, 6_000
+"""Skeletons that a walk has priced: so many at most, or fewer of a larger model."""
+WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
+"""Of the evaluations of a search, those for chains within walks, each of so many at least."""
+WALK_SEEDS = 4_000
+"""Seeds of chains within walks come behind those of a search's other chains."""
+
+
+@dataclass(frozen=True)
+class Walked:
+    """Skeletons after walks from them, and evaluations of the chains within."""
+
+    entries: list[Entry]
+    evaluations: int
+
+
+class Improver:
+    """Replaces skeletons of a search by better ones that single changes lead to.
+
+    Args:
+        space: of the search.
+        incumbent: takes every better plan.
+        schedules: that pipelines may run under.
+        workers: do parts of walks.
+        notes: are told of changes.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        incumbent: Incumbent,
+        schedules: Sequence[str],
+        workers: Workers[Sharpener],
+        notes: dict[str, str],
+    ) -> None:
+        self._space, self._incumbent, self._notes = space, incumbent, notes
+        self._workers = workers
+        self._neighbourhood = Neighbourhood(
+            space.situation,
+            space.options,
+            space.policies,
+            tuple(schedules),
+            space.computing_bound,
+            space.allows,
+        )
+        self._num_operators = len(space.situation.graph.operators)
+
+    def refine(self, listed: Sequence[Entry], most: int, stop: Callable[[], bool]) -> list[Entry]:
+        """The same, each of the first pipelines as `Refiner` leaves it.
+
+        Args:
+            listed: skeletons, the best first.
+            most: how many of them are of interest.
+            stop: asked before every simulation.
+        """
+        refiner = Refiner(self._neighbourhood, self._incumbent.offer)
+        simulations = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
+        found = list(listed)
+        for k, entry in enumerate(listed[: min(most, REFINED)]):
+            if entry.simulation is None or len(entry.skeleton.stages) == 1:
+                continue
+            skeleton, best, made = refiner.refine(
+                entry.skeleton, entry.simulation, simulations, stop
+            )
+            if made:
+                self._notes[f"refined {entry.skeleton}"] = "; ".join(made)
+                found[k] = self._space.take(skeleton, choices_of(best.plan), best)
+        return found
+
+    def walk(
+        self, entries: Sequence[Entry], budget: int, seed: int, stop: Callable[[], bool]
+    ) -> Walked:
+        """The same, each where a walk from its best plan found a better one replaced by that.
+
+        Args:
+            entries: skeletons; those without a plan stay as they are.
+            budget: evaluations of the search.
+            seed: of the search.
+            stop: asked before what a neighbour gives is awaited.
+        """
+        begin = [entry for entry in entries if entry.simulation is not None]
+        share = int(WALKED_SHARE * budget) // max(1, len(begin))
+        most = max(LEAST_WALKED, min(MOST_WALKED, WALKED_OPERATORS // self._num_operators))
+        rounds = min(most, share // LEAST_EVALUATIONS - 1)
+        if rounds < 1 or not begin:
+            return Walked(list(entries), 0)
+        each, spent = share // (rounds + 1), 0
+        seeds = count(seed * 7919 + WALK_SEEDS)
+
+        def settle(proposals: Sequence[Proposal]) -> list[Settled | None]:
+            nonlocal spent
+            parts = [
+                self._workers.part(
+                    Sharpener.settle, p.skeleton, p.choices, p.limit, each, next(seeds)
+                )
+                for p in proposals
+            ]
+            found = list(self._workers.results(parts, stop))
+            spent += sum(settled.evaluations for settled in found if settled is not None)
+            return found
+
+        plans = [(e.skeleton, choices_of(e.simulation.plan)) for e in begin if e.simulation]
+        starts = settle([Proposal(*plan) for plan in plans])
+        known = [(e, s) for e, s in zip(begin, starts, strict=False) if s is not None]
+        walks = walk(self._neighbourhood, [s for _, s in known], settle, rounds, seed)
+        better = {
+            id(entry): self._take(entry, found)
+            for (entry, _), found in zip(known, walks, strict=True)
+        }
+        replaced = (better.get(id(entry), entry) for entry in entries)
+        return Walked(list({e.skeleton: e for e in replaced}.values()), spent)
+
+    def _take(self, entry: Entry, found: Walk) -> Entry:
+        """The entry of the best that a walk has been to, if it is better and allowed."""
+        skeleton, simulation = found.best.skeleton, self._space.situation.simulate(found.best.plan)
+        if entry.simulation is not None and not is_better(simulation, entry.simulation):
+            return entry
+        if not self._incumbent.offer(simulation):
+            return entry
+        choices = choices_of(simulation.plan)
+        if skeleton == entry.skeleton:
+            entry.know(simulation)
+            # Behind the first: choices are numbered with that one among them.
+            entry.starts[1:1] = [choices] if entry.starts else []
+            return entry
+        self._notes[f"walked from {entry.skeleton}"] = "; ".join(found.changes)
+        return self._space.take(skeleton, choices, simulation)
