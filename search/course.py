@@ -156,8 +156,12 @@ class Course:
         )
         best_ranked = self._open(sorted([*planned, *ranked], key=lambda entry: entry.rank))
         improver = Improver(space, self.incumbent, schedules, self._workers, self.notes)
-        self.report("refining pipelines", 0.25)
-        refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
+        refined = improver.refine(
+            best_ranked,
+            num_skeletons,
+            self._time_is_up,
+            lambda skeleton: self.report(f"refining {skeleton}", 0.25),
+        )
         best_ranked = self._open(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else [self._entry_of(start)]
@@ -167,10 +171,10 @@ class Course:
         left = self._survey(best_ranked, weakest, work) if weakest else 0
         chosen = self._promising(best_ranked)[:num_skeletons]
         chosen = [*own, *(entry for entry in chosen if entry not in own)]
-        self.report("walking over skeletons", 0.4)
-        walked = improver.walk(chosen, self.budget.evaluations, self.seed, self._past(WALKED))
-        self.evaluations += walked.evaluations
-        chosen = [*own, *(entry for entry in walked.entries if entry not in own)]
+        walked = improver.walk(
+            chosen, self.budget.evaluations, self.seed, self._past(WALKED), self._spend
+        )
+        chosen = [*own, *(entry for entry in walked if entry not in own)]
         share, rest = divmod(self.budget.evaluations - self.evaluations, max(1, len(chosen)))
         for number, entry in enumerate(chosen):
             self._search_entry(entry, share + (number < rest), number, len(chosen))
@@ -411,6 +415,14 @@ class Course:
         self.report(name, low + (high - low) * done / total, min(best, self.incumbent.time))
         return self._time_is_up()
 
+    def _spend(self, evaluations: int, share: float) -> None:
+        """Note that walks spent some evaluations, and which share of their rounds is done."""
+        self.evaluations += evaluations
+        phase = "walking over skeletons"
+        if np.isfinite(self.incumbent.time):
+            self.trace.append(TracePoint(self.evaluations, phase, self.incumbent.time))
+        self.report(phase, 0.35 + 0.05 * share)
+
     def _certify(self, most: int, work_left: float, stop: Callable[[], bool]) -> int:
         """Sharpen the bounds that limit the certificate; how many are left.
 
@@ -430,7 +442,7 @@ class Course:
                 return 0
             weak.sort(key=lambda e: (_num_axes(e), e.bound))
             listed = _first_policies(weak)[: min(ROUND, left)]
-            self.report("sharpening bounds", 0.4 - 0.1 * left / most)
+            self.report("sharpening bounds", 0.35 - 0.1 * left / most)
             done = self._bound_entries(listed, stop)
             left, work_left = left - len(done), work_left - sum(done)
             if len(done) < len(listed):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 from stratagem.search.incumbent import Incumbent
 from stratagem.search.neighbours import Neighbourhood
 from stratagem.search.refine import Refiner, is_better
 from stratagem.search.sharpening import Settled, Sharpener
+from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of
 from stratagem.search.walk import Proposal, Walk, walk
 from stratagem.search.workers import Workers
@@ -22,14 +22,6 @@ WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
 """Of the evaluations of a search, those for chains within walks, each of so many at least."""
 WALK_SEEDS = 4_000
 """Seeds of chains within walks come behind those of a search's other chains."""
-
-
-@dataclass(frozen=True)
-class Walked:
-    """Skeletons after walks from them, and evaluations of the chains within."""
-
-    entries: list[Entry]
-    evaluations: int
 
 
 class Improver:
@@ -63,13 +55,20 @@ class Improver:
         )
         self._num_operators = len(space.situation.graph.operators)
 
-    def refine(self, listed: Sequence[Entry], most: int, stop: Callable[[], bool]) -> list[Entry]:
+    def refine(
+        self,
+        listed: Sequence[Entry],
+        most: int,
+        stop: Callable[[], bool],
+        begin: Callable[[Skeleton], None],
+    ) -> list[Entry]:
         """The same, each of the first pipelines as `Refiner` leaves it.
 
         Args:
             listed: skeletons, the best first.
             most: how many of them are of interest.
             stop: asked before every simulation.
+            begin: told of every pipeline.
         """
         refiner = Refiner(self._neighbourhood, self._incumbent.offer)
         simulations = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
@@ -77,6 +76,7 @@ class Improver:
         for k, entry in enumerate(listed[: min(most, REFINED)]):
             if entry.simulation is None or len(entry.skeleton.stages) == 1:
                 continue
+            begin(entry.skeleton)
             skeleton, best, made = refiner.refine(
                 entry.skeleton, entry.simulation, simulations, stop
             )
@@ -86,8 +86,13 @@ class Improver:
         return found
 
     def walk(
-        self, entries: Sequence[Entry], budget: int, seed: int, stop: Callable[[], bool]
-    ) -> Walked:
+        self,
+        entries: Sequence[Entry],
+        budget: int,
+        seed: int,
+        stop: Callable[[], bool],
+        spend: Callable[[int, float], None],
+    ) -> list[Entry]:
         """The same, each where a walk from its best plan found a better one replaced by that.
 
         Args:
@@ -95,26 +100,36 @@ class Improver:
             budget: evaluations of the search.
             seed: of the search.
             stop: asked before what a neighbour gives is awaited.
+            spend: told after every round of evaluations spent in it, and which share of all rounds
+                is done.
         """
         begin = [entry for entry in entries if entry.simulation is not None]
         share = int(WALKED_SHARE * budget) // max(1, len(begin))
         most = max(LEAST_WALKED, min(MOST_WALKED, WALKED_OPERATORS // self._num_operators))
         rounds = min(most, share // LEAST_EVALUATIONS - 1)
         if rounds < 1 or not begin:
-            return Walked(list(entries), 0)
-        each, spent = share // (rounds + 1), 0
-        seeds = count(seed * 7919 + WALK_SEEDS)
+            return list(entries)
+        seeds, done = count(seed * 7919 + WALK_SEEDS), count(1)
 
         def settle(proposals: Sequence[Proposal]) -> list[Settled | None]:
-            nonlocal spent
             parts = [
                 self._workers.part(
-                    Sharpener.settle, p.skeleton, p.choices, p.limit, each, next(seeds)
+                    Sharpener.settle,
+                    each.skeleton,
+                    each.choices,
+                    each.limit,
+                    share // (rounds + 1),
+                    next(seeds),
                 )
-                for p in proposals
+                for each in proposals
             ]
-            found = list(self._workers.results(parts, stop))
-            spent += sum(settled.evaluations for settled in found if settled is not None)
+            found: list[Settled | None] = []
+            for settled in self._workers.results(parts, stop):
+                found.append(settled)
+                if settled is not None and settled.score < self._incumbent.time:
+                    self._incumbent.offer(self._space.situation.simulate(settled.plan))
+            spent = sum(settled.evaluations for settled in found if settled is not None)
+            spend(spent, next(done) / (rounds + 1))
             return found
 
         plans = [(e.skeleton, choices_of(e.simulation.plan)) for e in begin if e.simulation]
@@ -126,7 +141,7 @@ class Improver:
             for (entry, _), found in zip(known, walks, strict=True)
         }
         replaced = (better.get(id(entry), entry) for entry in entries)
-        return Walked(list({e.skeleton: e for e in replaced}.values()), spent)
+        return list({entry.skeleton: entry for entry in replaced}.values())
 
     def _take(self, entry: Entry, found: Walk) -> Entry:
         """The entry of the best that a walk has been to, if it is better and allowed."""

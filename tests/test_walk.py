@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -12,16 +12,18 @@ from typing import cast
 import numpy as np
 import pytest
 
+from stratagem.search import improve
 from stratagem.search import walk as walks
 from stratagem.search.baselines import Situation
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import Constraints
+from stratagem.search.course import Progress
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.improve import LEAST_EVALUATIONS, WALKED_SHARE
 from stratagem.search.neighbours import Kind, Neighbour, Neighbourhood
 from stratagem.search.partition import by_stage
 from stratagem.search.refine import Refiner
-from stratagem.search.result import Budget, SearchResult
+from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.sharpening import Known, Settled, Sharpener
 from stratagem.search.space import Options, Skeleton
@@ -248,7 +250,12 @@ def pipeline_of_four() -> OperatorGraph:
     return mlp([512, 4096, 4096, 512, 4096, 64, 4096, 2048], batch=512)
 
 
-def found_on(graph: OperatorGraph, evaluations: int, **wishes: object) -> SearchResult:
+def found_on(
+    graph: OperatorGraph,
+    evaluations: int,
+    progress: Callable[[Progress], None] | None = None,
+    **wishes: object,
+) -> SearchResult:
     return search(
         graph,
         CLUSTER,
@@ -257,6 +264,7 @@ def found_on(graph: OperatorGraph, evaluations: int, **wishes: object) -> Search
         num_bounded=0,
         baselines=(),
         seed=2,
+        progress=progress,
     )
 
 
@@ -282,3 +290,36 @@ def test_a_search_walks_within_its_budget_and_constraints() -> None:
     # Chains of fewer evaluations settle nothing.
     few = int(LEAST_EVALUATIONS / WALKED_SHARE)
     assert not walked(found_on(graph, few, pipeline=2))
+
+
+def crooked() -> OperatorGraph:
+    return mlp([8192, 64, 4096, 1024, 64, 64, 256], batch=1024)
+
+
+def test_a_search_finds_better_with_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found_on(crooked(), 20_000, pipeline=2)
+    monkeypatch.setattr(improve, "WALKED_SHARE", 0.0)
+    without = found_on(crooked(), 20_000, pipeline=2)
+    assert walked(whole)
+    assert not walked(without)
+    assert whole.simulation.step_time < without.simulation.step_time
+
+
+def test_ctrl_c_in_a_walk_keeps_what_was_settled() -> None:
+    graph, shares = crooked(), []
+    whole = found_on(graph, 20_000, pipeline=2)
+    points = [point for point in whole.trace if point.skeleton.startswith("walking")]
+    fell = next(k for k, point in enumerate(points) if point.best < points[0].best)
+
+    def interrupt(progress: Progress) -> None:
+        if progress.phase.startswith("walking"):
+            shares.append(progress.fraction)
+            if len(shares) == fell + 1:
+                raise KeyboardInterrupt
+
+    found = found_on(graph, 20_000, interrupt, pipeline=2)
+    assert found.stop_reason is StopReason.INTERRUPTED
+    assert shares == sorted(shares)
+    assert list(found.trace) == points[: fell + 1]
+    assert found.evaluations == points[fell].evaluations
+    assert found.simulation.step_time == points[fell].best
