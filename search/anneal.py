@@ -53,8 +53,9 @@ class Chain:
         choice: the choices now.
         done: proposals that were decided.
         accepted: how many of them were accepted.
-        scores: [score now, best score], seconds of a step (more where a stage is over its memory).
-        best: the choices with the best score.
+        scores: [score now, best score, whether the best fits], scores in seconds of a step (more
+            where a stage is over its memory).
+        best: the best choices: of those that fit, or else of all, those with the least score.
     """
 
     problem: Problem
@@ -70,17 +71,20 @@ class Chain:
         self._rng = seeded(self.seed)
         self._arrays = own_arrays(self.problem.arrays)
         self._course = course_of(self.total)
-        self.scores = np.full(2, np.inf)
+        self.scores = np.array([np.inf, np.inf, 0.0])
+        self.best = self.choice.copy()
         self.restart(self.choice)
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts chains by their best choices: those that fit come before the others."""
+        return not self.scores[_anneal.BEST_FITS], float(self.scores[_anneal.BEST])
 
     def restart(self, choice: IntArray) -> None:
         """Go on from other choices; the best so far stays the best unless these are better."""
         self.choice = choice.copy()
         begin_plays(self._arrays.plays, self.choice)
-        self.scores[0] = _anneal.begin(self._arrays, self.choice)
-        if self.scores[0] < self.scores[1]:
-            self.scores[1] = self.scores[0]
-            self.best = self.choice.copy()
+        _anneal.begin(self._arrays, self.scores, self.choice, self.best)
 
     def advance(self, num_evaluations: int) -> None:
         """Decide the next proposals (fewer when the chain ends before)."""
@@ -180,7 +184,7 @@ def _exchange(chains: Sequence[Chain]) -> None:
     open_ones = [chain for chain in chains if chain.done < chain.total]
     if not open_ones:
         return
-    best = min(chains, key=lambda chain: float(chain.scores[1]))
+    best = min(chains, key=lambda chain: chain.rank)
     worst = max(open_ones, key=lambda chain: float(chain.scores[0]))
     if worst is not best and worst.scores[0] > best.scores[1]:
         worst.restart(best.best)

@@ -379,7 +379,7 @@ class Course:
         """The best choices that chains from the two best starts come to."""
         ranked = sorted(
             (Chain(problem, start, 1, 0) for start in starts),
-            key=lambda chain: float(chain.scores[0]),
+            key=lambda chain: chain.rank,
         )
         share, rest = divmod(evaluations, CHAINS)
         chains = [
@@ -398,11 +398,11 @@ class Course:
                 after_round=lambda: self._after_round(chains),
             )
         except KeyboardInterrupt:
-            best = min(chains, key=lambda chain: float(chain.scores[1]))
+            best = min(chains, key=lambda chain: chain.rank)
             self.incumbent.offer(self._simulate(problem, best.best))
             raise
         self.evaluations += sum(chain.done for chain in chains)
-        return min([*chains, *ranked], key=lambda chain: float(chain.scores[1])).best
+        return min([*chains, *ranked], key=lambda chain: chain.rank).best
 
     def _after_round(self, chains: list[Chain]) -> bool:
         done = sum(chain.done for chain in chains)

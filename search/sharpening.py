@@ -84,12 +84,14 @@ class Settled:
     Attributes:
         skeleton: under the policies that it took to fit.
         plan: the best met.
+        fits: whether it does.
         score: seconds of its step, more where it does not fit.
         evaluations: of the chain.
     """
 
     skeleton: Skeleton
     plan: Plan
+    fits: bool
     score: float
     evaluations: int
 
@@ -278,9 +280,9 @@ class Sharpener:
                 return None
             chain = Chain(problem, problem.encode(choices), evaluations, seed)
             chain.advance(evaluations)
-            plan, score = self.plan(problem, chain.best), float(chain.scores[1])
+            plan, (unfit, score) = self.plan(problem, chain.best), chain.rank
             spent += chain.done
-            settled = Settled(skeleton, plan, score, spent)
+            settled = Settled(skeleton, plan, not unfit, score, spent)
             found = self.situation.simulate(plan)
             if found.fits or found.step_time >= limit:
                 return settled

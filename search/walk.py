@@ -62,7 +62,7 @@ class Walk:
 
     Attributes:
         now: where it is.
-        best: the best that it has been to.
+        best: the best that it has been to; one that fits comes before others.
     """
 
     def __init__(self, neighbourhood: Neighbourhood, start: Settled, seed: int) -> None:
@@ -108,7 +108,7 @@ class Walk:
         path = (*self._paths[self.now.skeleton], proposal.change)
         self._paths.setdefault(settled.skeleton, path)
         self.now = settled
-        if settled.score < self.best.score:
+        if (not settled.fits, settled.score) < (not self.best.fits, self.best.score):
             self.best = settled
 
     def _by_kind(self) -> list[list[Neighbour]]:

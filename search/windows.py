@@ -41,7 +41,7 @@ def improve_by_windows(
     """
     problem = program.problem
     judge = Chain(problem, choice, total=1, seed=0)
-    best, score, solved = choice.copy(), float(judge.scores[0]), 0
+    best, solved = choice.copy(), 0
     weights = program.path_weights(best)
     for size in SIZES:
         for window in _windows(problem, size):
@@ -51,12 +51,11 @@ def improve_by_windows(
             found = program.solve(weights, fixed=best, window=window, max_parts=MOST_PARTS).choice
             if found is None or np.array_equal(found, best):
                 continue
-            before = score
+            before = judge.rank
             for candidate in (found, _everywhere(problem, best, found, window)):
                 judge.restart(candidate)
-                if judge.scores[0] < score:
-                    best, score = candidate.copy(), float(judge.scores[0])
-            if score < before:
+            if judge.rank < before:
+                best = judge.best.copy()
                 weights = program.path_weights(best)
     return best
 

@@ -16,6 +16,7 @@ from stratagem.search import _pipeline, _plays
 from stratagem.search.anneal import Chain, course_of, run_chains
 from stratagem.search.baselines import Situation
 from stratagem.search.chain_arrays import own_arrays
+from stratagem.search.exhaustive import exhaustive
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import Options, Skeleton, skeletons
 from stratagem.simulator import _delta_index
@@ -124,6 +125,32 @@ def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: flo
     movable = any(len(options) > 1 for options in p.choices)
     assert (chain.accepted > 50) == movable
     assert Chain(p, chain.best, 1, 0).scores[0] == chain.scores[1] <= chain.scores[0]
+
+
+def test_one_that_fits_is_better_than_any_that_does_not() -> None:
+    """A byte over the memory costs next to nothing in the score, and hid the best that fits."""
+    graph = mlp([256, 1024, 64], batch=64)
+    skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 1)
+    roomy = Case(graph, skeleton).problem()
+    fastest = exhaustive(roomy, limit=10**6)
+    peak = max(Chain(roomy, fastest.choice, 1, 0).peaks())
+    p = replace(roomy, capacities=np.full_like(roomy.capacities, peak - 1))
+    best = exhaustive(p, limit=10**6)
+    assert best.fits
+    assert best.score > 1.001 * Chain(p, fastest.choice, 1, 0).scores[0]
+    chains = [Chain(p, fastest.choice, 5000, seed) for seed in range(3)]
+    for chain in chains:
+        assert chain.rank[0]
+        chain.advance(5000)
+        assert chain.rank == (False, best.score)
+        assert max(Chain(p, chain.best, 1, 0).peaks()) < peak
+    # It stays so where a chain goes on from elsewhere, and between chains.
+    chain = chains[0]
+    chain.restart(fastest.choice)
+    assert chain.scores[0] < chain.scores[1]
+    assert chain.rank == (False, best.score)
+    other = Chain(p, fastest.choice, 1, 9)
+    assert min([other, chain], key=lambda each: each.rank) is chain
 
 
 def test_a_choice_may_decide_the_memory_of_the_stage_that_receives() -> None:

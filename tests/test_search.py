@@ -154,7 +154,7 @@ def test_annealing_keeps_its_books_straight() -> None:
         problem = problem_of(graph, skeleton, (0, 2))
         chain = Chain(problem, np.zeros(len(problem.choices), dtype=np.int64), 3000, seed=3)
         chain.advance(3000)
-        running, best = chain.scores
+        running, best, _ = chain.scores
         assert chain.score() == running
         assert best <= running
         assert Chain(problem, chain.best, 1, seed=0).score() == best

@@ -54,7 +54,7 @@ class Line:
         self.times, self.bounds = times, bounds or [0.0] * len(times)
         self.skeletons = [Skeleton((("a",),), (MESH,), k + 1, "1f1b") for k in range(len(times))]
         self.settled = [
-            Settled(skeleton, NONE, time, 1)
+            Settled(skeleton, NONE, True, time, 1)
             for skeleton, time in zip(self.skeletons, times, strict=True)
         ]
         self.refused: set[int] = set()
@@ -136,6 +136,18 @@ def test_walks_know_what_others_settled_and_end_when_time_is_up() -> None:
     hurried = Line(line.times)
     ended = walk(hurried.as_neighbourhood, starts, lambda proposals: [], 100, 3)
     assert [each.best for each in ended] == starts
+
+
+def test_the_best_of_a_walk_fits_if_any_does() -> None:
+    """Plans over the memory are scored by their excess: one was best that hid those that fit."""
+    line = Line([1.0, 0.9, 0.8])
+    line.settled[2] = replace(line.settled[2], fits=False)
+    (found,) = walk(line.as_neighbourhood, [line.settled[0]], line.settle, 20, 0)
+    assert found.best is line.settled[1]
+    assert 2 in line.asked
+    start = replace(line.settled[0], fits=False)
+    (found,) = walk(line.as_neighbourhood, [start], line.settle, 20, 0)
+    assert found.best is line.settled[1]
 
 
 def test_a_skeleton_without_choices_is_not_gone_to() -> None:
