@@ -66,7 +66,7 @@ NOTED, PLAYED, SAME, PROPOSAL, NUM_ITEMS = range(5)
 """Entries of `Arrays.numbers`: tensors that the proposal resized; its step in ns; whether its
 table is the accepted one; its number; columns of the table of durations."""
 NUM_NUMBERS = 5
-SCORE, BEST, BEST_FITS, NUM_SCORES = range(4)
+SCORE, BEST, BEST_FITS = range(3)
 """Entries of the scores of a chain: now, of the best choices, and whether these fit (0 or 1)."""
 END, WIDE, HOT, COLD = range(4)
 """Columns of a course: a phase's last evaluation, the share of wide moves in it, and the relative
@@ -236,12 +236,13 @@ def settle(arrays: Arrays, choice: Ints, count: int, is_accepted: bool) -> None:
 @uncounted(inline="always")
 def note_best(arrays: Arrays, scores: Floats, choice: Ints, best_choice: Ints) -> None:
     """Keep the choices of the chain if they are its best: one that fits is, before any other."""
-    # What fits is scored by its step alone; a byte too much adds more than the tolerance.
-    fits = scores[SCORE] <= arrays.pipeline.now[0] * 1e-9 * (1.0 + 1e-12)
-    had = scores[BEST_FITS] > 0.0
-    if (fits and not had) or (fits == had and scores[SCORE] < scores[BEST]):
+    is_less, had = scores[SCORE] < scores[BEST], scores[BEST_FITS] > 0.0
+    if had and not is_less:
+        return
+    fits = excess_of(arrays.tensors.profiles, arrays.capacities, *arrays.ranks) <= 0.0
+    if fits > had or (fits == had and is_less):
         scores[BEST] = scores[SCORE]
-        scores[BEST_FITS] = 1.0 if fits else 0.0
+        scores[BEST_FITS] = fits
         copy_ints(choice, best_choice)
 
 

@@ -27,6 +27,16 @@ ROUND = 4000
 """Evaluations of each chain between two looks at the keyboard."""
 
 
+def chain_seed(seed: int, number: int) -> int:
+    """The seed of a chain of a search, which numbers its chains.
+
+    Example:
+        >>> chain_seed(0, 3), chain_seed(1, 3)
+        (3, 7922)
+    """
+    return seed * 7919 + number
+
+
 def course_of(total: int) -> Floats:
     """The phases of a chain of `total` evaluations: [phases, (end, wide, hot, cold)].
 

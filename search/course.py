@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stratagem.search.anneal import Chain, run_chains
+from stratagem.search.anneal import Chain, chain_seed, run_chains
 from stratagem.search.baselines import baseline, baseline_names
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
 from stratagem.search.constraints import Constraints
@@ -169,12 +169,15 @@ class Course:
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
-        chosen = self._promising(best_ranked)[:num_skeletons]
-        chosen = [*own, *(entry for entry in chosen if entry not in own)]
+        promising = self._promising(best_ranked)[:num_skeletons]
         walked = improver.walk(
-            chosen, self.budget.evaluations, self.seed, self._past(WALKED), self._spend
+            _begun_by(own, promising),
+            self.budget.evaluations,
+            self.seed,
+            self._past(WALKED),
+            self._spend,
         )
-        chosen = [*own, *(entry for entry in walked if entry not in own)]
+        chosen = _begun_by(own, walked)
         share, rest = divmod(self.budget.evaluations - self.evaluations, max(1, len(chosen)))
         for number, entry in enumerate(chosen):
             self._search_entry(entry, share + (number < rest), number, len(chosen))
@@ -387,7 +390,7 @@ class Course:
                 problem,
                 ranked[k % min(2, len(ranked))].choice,
                 share + (k < rest),
-                self.seed * 7919 + number * CHAINS + k,
+                chain_seed(self.seed, number * CHAINS + k),
             )
             for k in range(CHAINS)
         ]
@@ -406,7 +409,7 @@ class Course:
 
     def _after_round(self, chains: list[Chain]) -> bool:
         done = sum(chain.done for chain in chains)
-        best = min(float(chain.scores[1]) for chain in chains)
+        _, best = min(chain.rank for chain in chains)
         name, low, high = self._phase
         total = max(1, sum(chain.total for chain in chains))
         self.trace.append(
@@ -483,7 +486,7 @@ class Course:
             if self.incumbent.offer(simulation):
                 entry.know(simulation)
 
-    # -- what is known -------------------------------------------------------------------------
+    # -- to whoever watches, and the clock ------------------------------------------------------
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
@@ -520,6 +523,11 @@ def _propose(
     listed = {method: METHODS[method] for method in methods}
     found = baseline(sharpener.situation, name, schedule, listed)
     return found.plan if found is not None else None
+
+
+def _begun_by(own: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+    """First one's own, then the others that are none of these."""
+    return [*own, *(entry for entry in others if entry not in own)]
 
 
 def _first_policies(entries: Iterable[Entry]) -> list[Entry]:

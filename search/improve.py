@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from stratagem.search.anneal import chain_seed
 from stratagem.search.incumbent import Incumbent
 from stratagem.search.neighbours import Neighbourhood
 from stratagem.search.refine import Refiner, is_better
@@ -21,7 +22,7 @@ LEAST_WALKED, MOST_WALKED, WALKED_OPERATORS = 4, 16, 6_000
 WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
 """Of the evaluations of a search, those for chains within walks, each of so many at least."""
 WALK_SEEDS = 4_000
-"""Seeds of chains within walks come behind those of a search's other chains."""
+"""The number of the first chain within walks: a search's other chains have smaller ones."""
 
 
 class Improver:
@@ -103,13 +104,13 @@ class Improver:
             spend: told after every round of evaluations spent in it, and which share of all rounds
                 is done.
         """
-        begin = [entry for entry in entries if entry.simulation is not None]
-        share = int(WALKED_SHARE * budget) // max(1, len(begin))
+        plans = [(e, e.simulation.plan) for e in entries if e.simulation is not None]
+        share = int(WALKED_SHARE * budget) // max(1, len(plans))
         most = max(LEAST_WALKED, min(MOST_WALKED, WALKED_OPERATORS // self._num_operators))
         rounds = min(most, share // LEAST_EVALUATIONS - 1)
-        if rounds < 1 or not begin:
+        if rounds < 1 or not plans:
             return list(entries)
-        seeds, done = count(seed * 7919 + WALK_SEEDS), count(1)
+        numbers, done = count(WALK_SEEDS), count(1)
 
         def settle(proposals: Sequence[Proposal]) -> list[Settled | None]:
             parts = [
@@ -119,7 +120,7 @@ class Improver:
                     each.choices,
                     each.limit,
                     share // (rounds + 1),
-                    next(seeds),
+                    chain_seed(seed, next(numbers)),
                 )
                 for each in proposals
             ]
@@ -132,9 +133,8 @@ class Improver:
             spend(spent, next(done) / (rounds + 1))
             return found
 
-        plans = [(e.skeleton, choices_of(e.simulation.plan)) for e in begin if e.simulation]
-        starts = settle([Proposal(*plan) for plan in plans])
-        known = [(e, s) for e, s in zip(begin, starts, strict=False) if s is not None]
+        starts = settle([Proposal(e.skeleton, choices_of(plan)) for e, plan in plans])
+        known = [(e, s) for (e, _), s in zip(plans, starts, strict=False) if s is not None]
         walks = walk(self._neighbourhood, [s for _, s in known], settle, rounds, seed)
         better = {
             id(entry): self._take(entry, found)

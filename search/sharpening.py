@@ -95,6 +95,11 @@ class Settled:
     score: float
     evaluations: int
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts as `Chain.rank` does: those that fit come before the others."""
+        return not self.fits, self.score
+
 
 class Sharpener:
     """Bounds skeletons of one search, and settles plans on them.
@@ -283,8 +288,10 @@ class Sharpener:
             plan, (unfit, score) = self.plan(problem, chain.best), chain.rank
             spent += chain.done
             settled = Settled(skeleton, plan, not unfit, score, spent)
+            if settled.fits:
+                return settled
             found = self.situation.simulate(plan)
-            if found.fits or found.step_time >= limit:
+            if found.step_time >= limit:
                 return settled
             more = recomputing_more(skeleton, found, self.situation.graph, self._policies)
             if more is None:

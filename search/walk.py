@@ -108,7 +108,7 @@ class Walk:
         path = (*self._paths[self.now.skeleton], proposal.change)
         self._paths.setdefault(settled.skeleton, path)
         self.now = settled
-        if (not settled.fits, settled.score) < (not self.best.fits, self.best.score):
+        if settled.rank < self.best.rank:
             self.best = settled
 
     def _by_kind(self) -> list[list[Neighbour]]:

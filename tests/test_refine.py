@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from stratagem.search.baselines import Situation
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import Constraints
 from stratagem.search.neighbours import MOST_ROUNDS, Neighbour, Neighbourhood, neighbours
-from stratagem.search.partition import StageCutter, by_stage
+from stratagem.search.partition import StageCutter
 from stratagem.search.refine import MORE, Refiner
 from stratagem.search.result import Budget
 from stratagem.search.search import search
@@ -29,10 +28,10 @@ from stratagem.search.strategies import (
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.training import Training
+from tests.pipelines import cut_at, meshes_of, small_gpt
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 POLICIES = ("none", "selective", "full")
@@ -42,18 +41,8 @@ def uneven() -> OperatorGraph:
     return mlp([512, 4096, 4096, 512, 4096, 64, 4096, 2048], batch=2048)
 
 
-def small_gpt(batch: int = 8) -> OperatorGraph:
-    return gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=batch)
-
-
 def never() -> bool:
     return False
-
-
-def cut_at(graph: OperatorGraph, *places: int) -> tuple[tuple[str, ...], ...]:
-    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
-    stage_of = {i: sum(k >= place for place in places) for k, i in enumerate(layers)}
-    return by_stage(graph, stage_of, len(places) + 1)
 
 
 def near_by(
@@ -66,15 +55,6 @@ def near_by(
 ) -> list[Neighbour]:
     cutter = StageCutter(graph, CLUSTER)
     return list(neighbours(skeleton, choices, graph, policies, schedules, slowest, cutter))
-
-
-def meshes_of(*shapes: tuple[int, ...]) -> tuple[DeviceMesh, ...]:
-    made, first = [], 0
-    for shape in shapes:
-        axes = tuple(MeshAxis(f"axis{k}", size) for k, size in enumerate(shape))
-        made.append(DeviceMesh(axes, tuple(range(first, first + math.prod(shape)))))
-        first += math.prod(shape)
-    return tuple(made)
 
 
 def refiner_of(

@@ -21,7 +21,6 @@ from stratagem.search.course import Progress
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.improve import LEAST_EVALUATIONS, WALKED_SHARE
 from stratagem.search.neighbours import Kind, Neighbour, Neighbourhood
-from stratagem.search.partition import by_stage
 from stratagem.search.refine import Refiner
 from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
@@ -34,11 +33,12 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.models import mlp
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.training import Training
+from tests.pipelines import cut_at, meshes_of, small_gpt
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 NONE = cast(Plan, None)
@@ -156,21 +156,16 @@ def test_a_skeleton_without_choices_is_not_gone_to() -> None:
     assert found.now is line.settled[0]
 
 
-def linear_cut(graph: OperatorGraph, place: int) -> tuple[tuple[str, ...], ...]:
-    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
-    return by_stage(graph, {i: int(k >= place) for k, i in enumerate(layers)}, 2)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -> None:
     """Against every plan there is; going downhill with choices carried over ends far above."""
     draw = random.Random(seed)
     sizes = [draw.choice([64, 256, 1024, 4096, 8192]) for _ in range(4)]
     graph = mlp(sizes, batch=draw.choice([64, 256, 1024]))
-    meshes = tuple(DeviceMesh((MeshAxis("data", 2),), (d, d + 1)) for d in (0, 2))
+    meshes = meshes_of((2,), (2,))
     layers = sum(op.kind != "source" for op in graph.operators)
     every = {
-        Skeleton(linear_cut(graph, place), meshes, count, "1f1b", ("none", "none"))
+        Skeleton(cut_at(graph, place), meshes, count, "1f1b", ("none", "none"))
         for place in range(1, layers)
         for count in (2, 4, 8)
     }
@@ -183,7 +178,7 @@ def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -
     )
     bound = ComputingBounds(situation, options).seconds
     near = Neighbourhood(situation, options, policies, ("1f1b",), bound, every.__contains__)
-    start = Skeleton(linear_cut(graph, 1), meshes, 2, "1f1b", ("none", "none"))
+    start = Skeleton(cut_at(graph, 1), meshes, 2, "1f1b", ("none", "none"))
     choices = data_parallel(graph, (2,))
     seeds = itertools.count(100 * seed)
     asked: list[Skeleton] = []
@@ -205,14 +200,10 @@ def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -
     assert refiner.refine(start, first, 100, lambda: False)[1].step_time > 1.2 * best
 
 
-def small_gpt() -> OperatorGraph:
-    return gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=32)
-
-
 def tight(graph: OperatorGraph, share: float) -> tuple[Situation, Skeleton]:
     """Two devices, one after the other, with a share of the memory that a pipeline takes."""
-    meshes = tuple(DeviceMesh((MeshAxis("data", 1),), (d,)) for d in range(2))
-    skeleton = Skeleton(linear_cut(graph, 18), meshes, 16, "1f1b")
+    meshes = meshes_of((1,), (1,))
+    skeleton = Skeleton(cut_at(graph, 18), meshes, 16, "1f1b")
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     roomy = Situation(graph, cluster, Training(), default_costs())
     plan = roomy.plan(skeleton, data_parallel(graph, (1,)), name="roomy")
@@ -224,7 +215,7 @@ def tight(graph: OperatorGraph, share: float) -> tuple[Situation, Skeleton]:
 
 
 def test_what_does_not_fit_settles_where_it_recomputes_more() -> None:
-    graph, policies = small_gpt(), ("none", "selective", "full")
+    graph, policies = small_gpt(batch=32), ("none", "selective", "full")
     situation, skeleton = tight(graph, 0.97)
     sharpener = Sharpener(situation, Options(), (0,), Constraints().bind(graph), policies, seed=0)
     choices = data_parallel(graph, (1,))
@@ -249,7 +240,7 @@ def test_what_does_not_fit_settles_where_it_recomputes_more() -> None:
 
 def test_where_nothing_may_be_chosen_nothing_settles() -> None:
     """A config for two axes is none on a mesh of one."""
-    graph = small_gpt()
+    graph = small_gpt(batch=32)
     situation, skeleton = tight(graph, 2.0)
     name = next(op.name for op in graph.operators if op.kind == "linear")
     bound = Constraints(pin={name: (REPLICATE, REPLICATE)}).bind(graph)
