@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from stratagem.search.literature.dims import logical_dims
+from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.names import unknown
@@ -187,18 +188,17 @@ class BoundConstraints:
         most = c.tensor or c.max_tensor
         return most is None or tensor_ways(operator, config, mesh.shape) <= most
 
-    def allows_skeleton(
-        self, num_ranks: int, num_microbatches: int, schedule: str, meshes: Iterable[DeviceMesh]
-    ) -> bool:
-        """Whether plans on such stages may be tried."""
+    def allows_skeleton(self, skeleton: Skeleton) -> bool:
+        """Whether plans on a skeleton may be tried."""
         c = self.constraints
         widths = {len(config) for config in self._pins.values()}
+        ranks = skeleton.num_ranks
         return (
-            (c.pipeline is None or num_ranks == c.pipeline)
-            and (c.max_pipeline is None or num_ranks <= c.max_pipeline)
-            and (c.microbatches is None or num_microbatches in c.microbatches)
-            and (c.schedules is None or num_ranks == 1 or schedule in c.schedules)
-            and (not widths or all({len(mesh.axes)} == widths for mesh in meshes))
+            (c.pipeline is None or ranks == c.pipeline)
+            and (c.max_pipeline is None or ranks <= c.max_pipeline)
+            and (c.microbatches is None or skeleton.num_microbatches in c.microbatches)
+            and (c.schedules is None or ranks == 1 or skeleton.schedule in c.schedules)
+            and (not widths or all({len(mesh.axes)} == widths for mesh in skeleton.meshes))
         )
 
     def _rewritten(self, plan: Plan) -> BoundConstraints:
@@ -213,8 +213,7 @@ class BoundConstraints:
                 replace(simulation, plan=replace(plan, substitutions=()))
             )
         c = self.constraints
-        meshes = [stage.mesh for stage in plan.stages]
-        if not self.allows_skeleton(plan.num_ranks, plan.num_microbatches, plan.schedule, meshes):
+        if not self.allows_skeleton(skeleton_of(plan)):
             found.append(
                 f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
             )

@@ -30,8 +30,8 @@ from stratagem.search.result import (
     TracePoint,
 )
 from stratagem.search.sharpening import Known, Sharpened, Sharpener
-from stratagem.search.space import Skeleton
-from stratagem.search.space_search import Entry, Space, choices_of, skeleton_of
+from stratagem.search.space import Skeleton, skeleton_of
+from stratagem.search.space_search import Entry, Space, choices_of
 from stratagem.search.windows import improve_by_windows
 from stratagem.search.workers import Part, Workers, worker_count
 from stratagem.simulator.plan import Plan
@@ -146,6 +146,9 @@ class Course:
             self.report("bounding skeletons", 0.1)
             space.look_at(groups, (part.result() for part in looks))
         planned = self._take_stages(stages)
+        near = self._sharpener.neighbourhood(tuple(schedules))
+        improver = Improver(space, self.incumbent, near, self._workers, self.notes)
+        improver.begin_refining(self._open(sorted(planned, key=lambda e: e.rank))[:num_skeletons])
         operators = len(space.situation.graph.operators)
         most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
         ranked = space.rank(
@@ -155,13 +158,8 @@ class Course:
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
         best_ranked = self._open(sorted([*planned, *ranked], key=lambda entry: entry.rank))
-        improver = Improver(space, self.incumbent, schedules, self._workers, self.notes)
-        refined = improver.refine(
-            best_ranked,
-            num_skeletons,
-            self._time_is_up,
-            lambda skeleton: self.report(f"refining {skeleton}", 0.25),
-        )
+        self.report("refining pipelines", 0.25)
+        refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
         best_ranked = self._open(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else [self._entry_of(start)]

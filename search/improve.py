@@ -8,12 +8,12 @@ from itertools import count
 from stratagem.search.anneal import chain_seed
 from stratagem.search.incumbent import Incumbent
 from stratagem.search.neighbours import Neighbourhood
-from stratagem.search.refine import Refiner, is_better
-from stratagem.search.sharpening import Settled, Sharpener
+from stratagem.search.refine import is_better
+from stratagem.search.sharpening import Refined, Settled, Sharpener
 from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space, choices_of
 from stratagem.search.walk import Proposal, Walk, walk
-from stratagem.search.workers import Workers
+from stratagem.search.workers import Part, Workers
 
 REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
 """Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
@@ -31,8 +31,8 @@ class Improver:
     Args:
         space: of the search.
         incumbent: takes every better plan.
-        schedules: that pipelines may run under.
-        workers: do parts of walks.
+        neighbourhood: what plans are neighbours.
+        workers: refine pipelines and do parts of walks.
         notes: are told of changes.
     """
 
@@ -40,50 +40,52 @@ class Improver:
         self,
         space: Space,
         incumbent: Incumbent,
-        schedules: Sequence[str],
+        neighbourhood: Neighbourhood,
         workers: Workers[Sharpener],
         notes: dict[str, str],
     ) -> None:
         self._space, self._incumbent, self._notes = space, incumbent, notes
-        self._workers = workers
-        self._neighbourhood = Neighbourhood(
-            space.situation,
-            space.options,
-            space.policies,
-            tuple(schedules),
-            space.computing_bound,
-            space.allows,
-        )
+        self._neighbourhood, self._workers = neighbourhood, workers
+        self._refining: dict[Skeleton, Part[Refined]] = {}
         self._num_operators = len(space.situation.graph.operators)
 
-    def refine(
-        self,
-        listed: Sequence[Entry],
-        most: int,
-        stop: Callable[[], bool],
-        begin: Callable[[Skeleton], None],
-    ) -> list[Entry]:
+    def begin_refining(self, listed: Sequence[Entry]) -> None:
+        """Have the first pipelines refined by whoever is free: `refine` may need them.
+
+        Args:
+            listed: skeletons, the best first.
+        """
+        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
+        for entry in listed[:REFINED]:
+            skeleton, best = entry.skeleton, entry.simulation
+            if best is None or len(skeleton.stages) == 1 or skeleton in self._refining:
+                continue
+            self._refining[skeleton] = self._workers.part(
+                Sharpener.refine, skeleton, best.plan, self._neighbourhood.schedules, most
+            )
+
+    def refine(self, listed: Sequence[Entry], most: int, stop: Callable[[], bool]) -> list[Entry]:
         """The same, each of the first pipelines as `Refiner` leaves it.
 
         Args:
             listed: skeletons, the best first.
             most: how many of them are of interest.
-            stop: asked before every simulation.
-            begin: told of every pipeline.
+            stop: asked before each is awaited.
         """
-        refiner = Refiner(self._neighbourhood, self._incumbent.offer)
-        simulations = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
         found = list(listed)
-        for k, entry in enumerate(listed[: min(most, REFINED)]):
-            if entry.simulation is None or len(entry.skeleton.stages) == 1:
-                continue
-            begin(entry.skeleton)
-            skeleton, best, made = refiner.refine(
-                entry.skeleton, entry.simulation, simulations, stop
-            )
-            if made:
-                self._notes[f"refined {entry.skeleton}"] = "; ".join(made)
-                found[k] = self._space.take(skeleton, choices_of(best.plan), best)
+        self.begin_refining(listed[:most])
+        parts = {
+            k: self._refining[entry.skeleton]
+            for k, entry in enumerate(listed[: min(most, REFINED)])
+            if entry.skeleton in self._refining
+        }
+        results = self._workers.results(parts.values(), stop)
+        for k, refined in zip(parts, results, strict=False):
+            if refined.changes:
+                self._notes[f"refined {listed[k].skeleton}"] = "; ".join(refined.changes)
+                best = self._space.situation.simulate(refined.plan)
+                self._incumbent.offer(best)
+                found[k] = self._space.take(refined.skeleton, choices_of(refined.plan), best)
         return found
 
     def walk(

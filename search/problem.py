@@ -227,8 +227,8 @@ def make_problem(
     macro = macro_graph(
         schedule,
         pairs,
-        [_stages(stage_of, small, i, j) for i, j, _ in ties],
-        [blocks_compute(meshes[a], meshes[b], cluster) for a, b in pairs],
+        tuple(_stages(stage_of, small, i, j) for i, j, _ in ties),
+        tuple(blocks_compute(meshes[a], meshes[b], cluster) for a, b in pairs),
     )
     graph_arrays = macro.graph.arrays()
     capacities, ranks = _flat_situations(schedule, skeleton, cluster)

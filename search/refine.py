@@ -33,7 +33,7 @@ class Refiner:
     offer: Callable[[Simulation], bool]
 
     def refine(
-        self, skeleton: Skeleton, best: Simulation, most: int, stop: Callable[[], bool]
+        self, skeleton: Skeleton, best: Simulation, most: int
     ) -> tuple[Skeleton, Simulation, list[str]]:
         """The best plan that single changes lead to, its skeleton, and the changes made.
 
@@ -45,13 +45,12 @@ class Refiner:
             skeleton: where it starts.
             best: a plan on it.
             most: simulations.
-            stop: asked before every one.
         """
         made: list[str] = []
         seen = {skeleton}
 
         def takes(other: Skeleton) -> bool:
-            if other in seen or len(seen) > most or stop():
+            if other in seen or len(seen) > most:
                 return False
             seen.add(other)
             return True

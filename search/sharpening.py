@@ -1,4 +1,4 @@
-"""What a search does for one skeleton, whatever it knows of others: bound it, or settle a plan.
+"""What a search does for one skeleton, whatever it knows of others: bound it, settle or refine.
 
 So several processes can do it for skeletons at the same time (see `workers`).
 """
@@ -15,9 +15,11 @@ from stratagem.search.baselines import Situation
 from stratagem.search.bound import Bound, lower_bound
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.exhaustive import exhaustive
-from stratagem.search.neighbours import recomputing_more
+from stratagem.search.incumbent import Incumbent
+from stratagem.search.neighbours import Neighbourhood, recomputing_more
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.quick_bounds import Look, QuickBounds
+from stratagem.search.refine import Refiner
 from stratagem.search.result import Fate
 from stratagem.search.room import roomy_problem
 from stratagem.search.space import Options, Skeleton
@@ -101,8 +103,23 @@ class Settled:
         return not self.fits, self.score
 
 
+@dataclass(frozen=True, eq=False)
+class Refined:
+    """What single changes made of a plan.
+
+    Attributes:
+        skeleton: with the policy of each stage.
+        plan: on it.
+        changes: that were made, in words; none where no neighbour is better.
+    """
+
+    skeleton: Skeleton
+    plan: Plan
+    changes: tuple[str, ...]
+
+
 class Sharpener:
-    """Bounds skeletons of one search, and settles plans on them.
+    """Bounds skeletons of one search, settles plans on them and refines these.
 
     Args:
         situation: model, cluster, training and prices.
@@ -258,6 +275,34 @@ class Sharpener:
         if known.start:
             first = problem.encode(known.start)
         return lower_bound(problem, first, rounds=BOUND_ROUNDS, target=best, memory=memory)
+
+    def neighbourhood(self, schedules: tuple[str, ...]) -> Neighbourhood:
+        """Which plans are neighbours where pipelines may run under these schedules."""
+        return Neighbourhood(
+            self.situation,
+            self._options,
+            self._policies,
+            schedules,
+            self._quick.computing,
+            self._constraints.allows_skeleton,
+        )
+
+    def refine(
+        self, skeleton: Skeleton, plan: Plan, schedules: tuple[str, ...], most: int
+    ) -> Refined:
+        """Go downhill from a plan (see `Refiner`).
+
+        Args:
+            skeleton: with the policy of each stage.
+            plan: on it.
+            schedules: that pipelines may run under.
+            most: simulations.
+        """
+        incumbent = Incumbent(self._constraints, self._options)
+        refiner = Refiner(self.neighbourhood(schedules), incumbent.offer)
+        start = self.situation.simulate(plan)
+        skeleton, best, changes = refiner.refine(skeleton, start, most)
+        return Refined(skeleton, best.plan, tuple(changes))
 
     def settle(
         self, skeleton: Skeleton, choices: Choices, limit: float, evaluations: int, seed: int

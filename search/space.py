@@ -30,7 +30,7 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     windows_fit,
 )
-from stratagem.simulator.plan import Choice, Stage
+from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 
 VIRTUAL_STAGES = 2
@@ -160,6 +160,16 @@ class Skeleton:
         if len(self.stages) == 1:
             return f"1 stage on {shape}, {cut}{again}"
         return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"
+
+
+def skeleton_of(plan: Plan) -> Skeleton:
+    """The skeleton of a plan; what is recomputed is in its choices."""
+    return Skeleton(
+        tuple(stage.operators for stage in plan.stages),
+        tuple(stage.mesh for stage in plan.stages),
+        plan.num_microbatches,
+        plan.schedule,
+    )
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")

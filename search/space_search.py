@@ -110,7 +110,7 @@ class Space:
         known = {entry.skeleton for entry in self.entries}
         groups: dict[int, list[Entry]] = {}
         for skeleton in skeletons:
-            fine = self.allows(skeleton)
+            fine = self.constraints.allows_skeleton(skeleton)
             for policy in self.policies:
                 entry = Entry(replace(skeleton, recompute=policy), float("inf"))
                 if entry.skeleton in known:
@@ -130,15 +130,6 @@ class Space:
                 if look.why:
                     entry.fate = Fate.FULL
         self.entries.sort(key=lambda entry: (entry.bound, entry.fullness))
-
-    def allows(self, skeleton: Skeleton) -> bool:
-        """Whether the constraints allow plans on a skeleton."""
-        return self.constraints.allows_skeleton(
-            skeleton.num_ranks,
-            skeleton.num_microbatches,
-            skeleton.schedule,
-            skeleton.meshes,
-        )
 
     def computing_bound(self, skeleton: Skeleton) -> float:
         """Seconds that no plan of a skeleton is under, by what it computes."""
@@ -254,16 +245,6 @@ class Space:
                 entry.fate = Fate.PRUNED
         open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
         return min([best, *open_ones])
-
-
-def skeleton_of(plan: Plan) -> Skeleton:
-    """The skeleton of a plan; what is recomputed is in its choices."""
-    return Skeleton(
-        tuple(stage.operators for stage in plan.stages),
-        tuple(stage.mesh for stage in plan.stages),
-        plan.num_microbatches,
-        plan.schedule,
-    )
 
 
 def choices_of(plan: Plan) -> Choices:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
@@ -55,6 +56,9 @@ _BLOCKS = {
 
 ALL = -1
 """The copy of a task that joins all copies of a stage."""
+
+RECENT = 4
+"""Macro graphs that are remembered, as schedules are."""
 
 
 class CopyTask(NamedTuple):
@@ -136,18 +140,19 @@ class MacroGraph:
         )
 
 
+@lru_cache(maxsize=RECENT)
 def macro_graph(
     schedule: Schedule,
-    pairs: Sequence[tuple[int, int]],
-    ties: Sequence[tuple[int, int]] = (),
-    blocking: Sequence[bool] = (),
+    pairs: tuple[tuple[int, int], ...],
+    ties: tuple[tuple[int, int], ...] = (),
+    blocking: tuple[bool, ...] = (),
     longer: frozenset[Action] | None = None,
     *,
     num_stages: int | None = None,
-    copies: Sequence[Sequence[CopyTask]] = (),
-    blocking_copies: Sequence[bool] = (),
+    copies: tuple[tuple[CopyTask, ...], ...] = (),
+    blocking_copies: tuple[bool, ...] = (),
 ) -> MacroGraph:
-    """The macro tasks of a schedule.
+    """The macro tasks of a schedule; asked for again soon, they are the same object.
 
     Args:
         schedule: its actions, one list a rank.

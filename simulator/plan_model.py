@@ -252,8 +252,8 @@ def _part(plan: Plan, small: OperatorGraph, prices: _Prices) -> PlanModel:
     macro = macro_graph(
         schedule,
         pairs,
-        [_stages_of((i, j), plan, small) for i, j, _ in ties],
-        [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
+        tuple(_stages_of((i, j), plan, small) for i, j, _ in ties),
+        tuple(blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs),
         stashing_actions(schedule) if schedule.stashes_weights else None,
     )
     return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
@@ -274,17 +274,17 @@ def _mirrored_model(
         home_tasks(both, plan.cluster, plan.bucket_bytes) for both in zip(*homes, strict=True)
     ]
     meshes = [stage.builder.mesh for stage in stages]
-    pairs = [(a + k, b + k) for k in (0, count) for a, b in down.macro.pairs]
+    pairs = tuple((a + k, b + k) for k in (0, count) for a, b in down.macro.pairs)
     macro = macro_graph(
         unfolded(plan.make_schedule()),
         pairs,
         down.macro.ties,
-        [blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs],
+        tuple(blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs),
         num_stages=count,
-        copies=[[each.task for each in found] for found in tasks],
-        blocking_copies=[
+        copies=tuple(tuple(each.task for each in found) for found in tasks),
+        blocking_copies=tuple(
             homes_block(meshes[s], meshes[s + count], plan.cluster) for s in range(count)
-        ],
+        ),
     )
     return replace(
         down,

@@ -100,6 +100,10 @@ class Schedule:
     stashes_weights: bool = False
     vertical_sync: bool = False
 
+    def __hash__(self) -> int:
+        # That of all actions would take as long as what is remembered by it.
+        return hash((self.name, self.num_stages, self.num_microbatches, self.num_ranks))
+
     @classmethod
     def parse(cls, text: str, *, name: str = "custom") -> Schedule:
         """Read the lines that `to_text` writes; the sizes follow from the actions.

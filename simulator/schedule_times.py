@@ -228,7 +228,7 @@ def play_schedule(schedule: Schedule, times: StageTimes) -> Play:
             stage, slice or transfer.
     """
     validate(schedule)
-    pairs = list(pairwise(range(schedule.num_stages)))
+    pairs = tuple(pairwise(range(schedule.num_stages)))
     macro = macro_graph(schedule, pairs)
     table, update = duration_table(macro, times)
     played = simulate(macro.with_durations(table))

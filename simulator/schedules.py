@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from stratagem.simulator.names import unknown
 from stratagem.simulator.schedule import Action, ActionKind, Schedule, check_sizes
@@ -233,6 +234,11 @@ SCHEDULES: dict[str, Callable[[Sizes], Schedule]] = {
 """The schedules that a plan can name; AMPNet's order depends on times (see `ampnet`)."""
 
 
+RECENT = 4
+"""Schedules that are remembered: a large one takes 100 MB, and compared plans share it."""
+
+
+@lru_cache(maxsize=RECENT)
 def schedule_by_name(
     name: str,
     num_stages: int,
@@ -241,7 +247,7 @@ def schedule_by_name(
     num_ranks: int | None = None,
     num_slices: int = 1,
 ) -> Schedule:
-    """Make the schedule of a name in `SCHEDULES`.
+    """Make the schedule of a name in `SCHEDULES`; asked for again soon, it is the same object.
 
     Example:
         >>> schedule_by_name("1f1b", 4, 8).num_ranks

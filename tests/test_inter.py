@@ -222,7 +222,7 @@ def test_interleaved_ranks_hold_as_many_as_in_the_schedule(ranks, microbatches):
 
 def played(schedule, stages, microbatches):
     made = schedule_by_name(schedule, len(stages), microbatches)
-    graph = macro_graph(made, [(s, s + 1) for s in range(len(stages) - 1)])
+    graph = macro_graph(made, tuple((s, s + 1) for s in range(len(stages) - 1)))
     durations = np.zeros((NUM_KINDS, graph.num_items), dtype=np.int64)
     for s, stage in enumerate(stages):
         durations[FORWARD, s], durations[BACKWARD, s] = stage.forward, stage.backward

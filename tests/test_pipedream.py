@@ -35,8 +35,8 @@ from stratagem.search.course import Course
 from stratagem.search.methods import METHODS
 from stratagem.search.problem import make_problem
 from stratagem.search.result import Budget
-from stratagem.search.space import Options
-from stratagem.search.space_search import Space, skeleton_of
+from stratagem.search.space import Options, skeleton_of
+from stratagem.search.space_search import Space
 from stratagem.simulator import models
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts

@@ -41,10 +41,6 @@ def uneven() -> OperatorGraph:
     return mlp([512, 4096, 4096, 512, 4096, 64, 4096, 2048], batch=2048)
 
 
-def never() -> bool:
-    return False
-
-
 def near_by(
     skeleton: Skeleton,
     choices: Choices,
@@ -161,7 +157,7 @@ def test_single_changes_lead_to_the_best_cut_there_is() -> None:
     refiner = refiner_of(
         situation, policies=("none",), allows=lambda skeleton: skeleton.num_microbatches == 8
     )
-    skeleton, best, made = refiner.refine(worst, simulated(situation, worst, choices), 100, never)
+    skeleton, best, made = refiner.refine(worst, simulated(situation, worst, choices), 100)
     assert best.step_time == min(times)
     assert skeleton == every[times.index(min(times))]
     assert made
@@ -183,7 +179,7 @@ def test_a_faster_plan_that_does_not_fit_recomputes_more() -> None:
     assert start.fits
     assert not simulated(situation, coarse, choices).fits
     refiner = refiner_of(situation, allows=lambda skeleton: skeleton.stages == fine.stages)
-    skeleton, best, made = refiner.refine(fine, start, 20, never)
+    skeleton, best, made = refiner.refine(fine, start, 20)
     assert made[0] == "16 microbatches" + MORE
     assert best.fits
     assert best.step_time < start.step_time
@@ -203,14 +199,13 @@ def test_it_stops_when_told_and_after_as_many_simulations_as_it_may() -> None:
         return True
 
     refiner = refiner_of(situation, offer=offer)
-    assert refiner.refine(skeleton, start, 100, lambda: True) == (skeleton, start, [])
-    assert refiner.refine(skeleton, start, 0, never) == (skeleton, start, [])
+    assert refiner.refine(skeleton, start, 0) == (skeleton, start, [])
     assert not offers
-    _, best, made = refiner.refine(skeleton, start, 100, never)
+    _, best, made = refiner.refine(skeleton, start, 100)
     assert [simulation.step_time for simulation in offers][-1] == best.step_time
     assert len(offers) == len(made)
     refused = refiner_of(situation, offer=lambda simulation: False)
-    assert refused.refine(skeleton, start, 100, never)[1:] == (start, [])
+    assert refused.refine(skeleton, start, 100)[1:] == (start, [])
 
 
 def test_a_search_refines_pipelines_within_the_constraints() -> None:
@@ -247,7 +242,7 @@ def test_an_unequal_pipeline_comes_under_another_schedule() -> None:
             other.stages == skeleton.stages and other.num_microbatches == skeleton.num_microbatches
         ),
     )
-    found, best, made = refiner.refine(skeleton, start, 10, never)
+    found, best, made = refiner.refine(skeleton, start, 10)
     other = simulated(situation, replace(skeleton, schedule="zb-h1"), choices)
     assert other.step_time < start.step_time
     assert made == ["zb-h1"]
@@ -349,7 +344,7 @@ def test_a_pipeline_of_few_microbatches_becomes_interleaved() -> None:
         schedules=("1f1b", "interleaved"),
         allows=lambda each: each.num_microbatches == 2,
     )
-    found, best, made = refiner.refine(skeleton, start, 200, never)
+    found, best, made = refiner.refine(skeleton, start, 200)
     assert found.schedule == "interleaved"
     assert "2 stages a rank" in made
     assert best.step_time < 0.95 * start.step_time
@@ -375,7 +370,7 @@ def test_a_pipeline_over_a_slow_network_comes_to_have_fewer_stages_a_rank() -> N
         schedules=("1f1b", "interleaved"),
         allows=lambda each: each.num_microbatches == 8,
     )
-    found, best, made = refiner.refine(skeleton, start, 400, never)
+    found, best, made = refiner.refine(skeleton, start, 400)
     assert made
     assert len(found.stages) < 8
     assert best.step_time < 0.9 * start.step_time

@@ -111,7 +111,7 @@ def test_played_times_respect_every_need_and_every_rank(data: st.DataObject) -> 
 @given(st.data())
 def test_the_oracles_play_the_same(data: st.DataObject) -> None:
     schedule = data.draw(any_schedule())
-    pairs = [(s, s + 1) for s in range(schedule.num_stages - 1)]
+    pairs = tuple((s, s + 1) for s in range(schedule.num_stages - 1))
     macro = macro_graph(schedule, pairs)
     times = data.draw(any_times(schedule))
     graph = macro.with_durations(duration_table(macro, times)[0])
@@ -360,3 +360,22 @@ class TestAsynchronous:
 
 def _drawn(text: str) -> str:
     return textwrap.dedent(text).strip()
+
+
+def test_a_schedule_asked_for_again_is_the_same_and_so_is_its_macro_graph() -> None:
+    pairs = ((0, 1),)
+    first, again = (schedule_by_name("1f1b", 2, 4) for _ in range(2))
+    assert first is again
+    assert macro_graph(first, pairs) is macro_graph(again, pairs)
+    assert macro_graph(first, pairs) is not macro_graph(first, pairs, blocking=(True,))
+
+
+def test_orders_that_differ_are_not_taken_for_one_another() -> None:
+    # Their hashes are equal, as these do not go over all actions.
+    one, other = (
+        Schedule.parse(f"rank 0: {order}") for order in ("0F0 0F1 0B0 0B1", "0F0 0F1 0B1 0B0")
+    )
+    assert hash(one) == hash(other)
+    assert one != other
+    taken = [macro_graph(each, ()).microbatch.tolist() for each in (one, other)]
+    assert taken[0] != taken[1]

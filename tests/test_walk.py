@@ -197,7 +197,7 @@ def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -
     assert len(asked) == len(set(asked)) < len(every)
     first = situation.simulate(situation.plan(start, choices, name="first"))
     refiner = Refiner(near, lambda simulation: True)
-    assert refiner.refine(start, first, 100, lambda: False)[1].step_time > 1.2 * best
+    assert refiner.refine(start, first, 100)[1].step_time > 1.2 * best
 
 
 def tight(graph: OperatorGraph, share: float) -> tuple[Situation, Skeleton]:
