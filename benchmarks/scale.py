@@ -4,14 +4,17 @@
 
 GPT-3 175B (96 layers of 12,288, 96 heads, sequence 2,048, vocabulary 51,200, batch 1,536) on 1,024
 A100s as Megatron-LM runs it: 8 pipeline stages of 16 data × 8 tensor ways with sequence
-parallelism, 1F1B, 96 microbatches; then with other numbers of layers, microbatches and GPUs.
+parallelism, 1F1B, 96 microbatches; then with other numbers of layers, microbatches and GPUs, and
+in one stage.
 
 Prints one JSON object a line. `ms` is from priced tables to makespan and memory: building the
 blocks of all stages, the macro graph, playing both, and the memory of every stage; `blocks_ms`,
 `macro_ms`, `play_ms` and `memory_ms` are its parts. Not in it are `table_ms`, pricing the tables
 with all rows known, as a search does it, and `plan_ms`, all of `simulate_plan` so. Each is the
-best of several repeats. `tasks` are those of all blocks and of the macro graph, `mb` the most
-memory that Python and numpy hold for one simulation, tables included, in 10⁶ bytes.
+best of several repeats. `extrapolating` is how many times longer blocks and memory take where
+every layer is written out (see `repeats`), in turns with the others. `tasks` are those of all
+blocks and of the macro graph, `mb` the most memory that Python and numpy hold for one simulation,
+tables included, in 10⁶ bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 from stratagem.search.strategies import tensor_parallel
-from stratagem.simulator import plan_model, predicted, simulation
+from stratagem.simulator import pipeline, plan_model, predicted, repeats, simulation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory, TableBuilder
 from stratagem.simulator.graph import OperatorGraph
@@ -43,7 +46,7 @@ REPEATS = 15
 
 @dataclass(frozen=True)
 class Case:
-    """A size of model, batch and machine; 8 stages, 8 tensor ways, the rest data parallel."""
+    """A size of model, batch and machine, stages and tensor ways; the rest is data parallel."""
 
     layers: int = 96
     microbatches: int = 96
@@ -54,7 +57,8 @@ class Case:
     @property
     def name(self) -> str:
         """The case in words."""
-        return f"{self.layers} layers, {self.microbatches} microbatches, {self.gpus} GPUs"
+        stages = f", {self.stages} stage" if self.stages == 1 else ""
+        return f"{self.layers} layers, {self.microbatches} microbatches, {self.gpus} GPUs{stages}"
 
     @property
     def data(self) -> int:
@@ -145,6 +149,7 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
 def run_once(plan: Plan, graph: OperatorGraph, memory: RowMemory) -> dict[str, float]:
     """Milliseconds of the parts of one simulation, and of `plan`, all of it."""
     watch = Stopwatch()
+    pipeline.macro_graph.cache_clear()
     with ExitStack() as stack:
         for part, places in PARTS.items():
             for owner, name in places:
@@ -161,7 +166,14 @@ def measure(case: Case) -> dict[str, object]:
     graph, plan = case.build()
     memory = RowMemory()
     predicted = simulation.simulate_plan(plan, graph, default_costs(), memory=memory)
-    runs = [run_once(plan, graph, memory) for _ in range(REPEATS)]
+    runs: list[dict[str, float]] = []
+    written: list[float] = []
+    for _ in range(REPEATS):
+        runs.append(run_once(plan, graph, memory))
+        with patch.object(repeats, "LEAST", case.layers + 1):
+            other = run_once(plan, graph, memory)
+        written.append(other["blocks"] + other["memory"])
+    spared = min(run["blocks"] + run["memory"] for run in runs)
     best = {part: min(run[part] for run in runs) for part in runs[0]}
     simulated = min(sum(run[part] for part in PARTS if part != "table") for run in runs)
     tracemalloc.start()
@@ -172,6 +184,7 @@ def measure(case: Case) -> dict[str, object]:
         "case": case.name,
         "ms": round(simulated, 2),
         **{f"{part}_ms": round(ms, 2) for part, ms in best.items()},
+        "extrapolating": round(min(written) / spared, 2),
         "tasks": num_tasks(predicted),
         "mb": round(peak / 1e6, 1),
         "step_s": round(predicted.step_time, 3),
@@ -195,6 +208,7 @@ def main() -> None:
     cases += [Case(layers=layers) for layers in (24, 48, 192)]
     cases += [Case(microbatches=count) for count in (64, 192, 384)]
     cases += [Case(gpus=gpus) for gpus in (256, 4096)]
+    cases += [Case(stages=1)]
     for case in cases:
         if only in case.name:
             print(json.dumps(measure(case)), flush=True)

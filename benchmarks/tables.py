@@ -124,13 +124,15 @@ SECTIONS = {
     "scale": Section(
         "A whole step of GPT-3",
         "From priced tables to step time and memory, for GPT-3 175B as Megatron-LM runs it and "
-        "other sizes of it: tasks played, milliseconds for all, those for the playing alone, and "
-        "the memory that a simulation holds in 10⁶ bytes.",
+        "other sizes of it: tasks played, milliseconds for all, those for the playing alone, how "
+        "many times longer its tasks and tensors take where no layer is extrapolated from others, "
+        "and the memory that a simulation holds in 10⁶ bytes.",
         {
             "case": "model and cluster",
             "tasks": "tasks",
             "ms": "ms",
             "play_ms": "of it playing",
+            "extrapolating": "times faster",
             "mb": "MB",
         },
     ),

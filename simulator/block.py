@@ -16,6 +16,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from stratagem.simulator.pipeline import (
     LAST_WEIGHT_GRADIENT,
     WEIGHT_GRADIENT,
 )
+from stratagem.simulator.repeats import extrapolated
 from stratagem.simulator.resharding import COMPUTE, HOST, INTER_NODE, INTRA_NODE, IntArray
 from stratagem.simulator.rows import BoolArray, Timed
 from stratagem.simulator.taskgraph import TaskGraph
@@ -315,6 +317,29 @@ class Draft:
     def __init__(self, operators: tuple[str, ...]) -> None:
         self._operators = operators
         self._tasks: list[_Task] = []
+        self._before: list[_Columns] = []
+        self._behind = 0
+
+    def __len__(self) -> int:
+        return self._behind + len(self._tasks)
+
+    def repeat(self, first: int, times: int) -> bool:
+        """Add `times` copies more of a layer, where the three from task `first` on differ alike.
+
+        Returns:
+            Whether they do; nothing is added otherwise.
+        """
+        copies = self._tasks[first - self._behind :]
+        one, rest = divmod(len(copies), 3)
+        if rest or not one:
+            return False
+        flat = _columns(copies)
+        made = flat.repeated(times)
+        if made is None:
+            return False
+        self._before += [_columns(self._tasks[: first - self._behind]), flat, made]
+        self._behind, self._tasks = len(self) + one * times, []
+        return True
 
     def operator_task(
         self,
@@ -330,7 +355,7 @@ class Draft:
         self._tasks.append(
             (label, role, operator, operator, 1, operator, 0, base, inner, predecessors)
         )
-        return len(self._tasks) - 1
+        return len(self) - 1
 
     def pair_task(
         self,
@@ -352,16 +377,18 @@ class Draft:
         self._tasks.append(
             (label, role, subject, first, width, second, 1, base, inner, predecessors)
         )
-        return len(self._tasks) - 1
+        return len(self) - 1
 
     def finish(self) -> Block:
         """Flat arrays, successors in ascending order."""
-        label, role, *columns, before = zip(*self._tasks, strict=True)
-        subject, first, stride, second, second_stride, base, inner_base = np.array(
-            columns, dtype=np.int64
+        parts = [*self._before, _columns(self._tasks)]
+        subject, first, stride, second, second_stride, base, inner_base = np.concatenate(
+            [part.numbers for part in parts], axis=1
         )
-        counts = np.array([len(each) for each in before], dtype=np.int64)
-        sources = np.array([source for each in before for source in each], dtype=np.int64)
+        counts, sources = (
+            np.concatenate([getattr(part, which) for part in parts])
+            for which in ("counts", "sources")
+        )
         by_source = np.argsort(sources, kind="stable")
         leaving = np.bincount(sources, minlength=counts.size)
         return Block(
@@ -374,8 +401,50 @@ class Draft:
             stride=stride,
             second=second,
             second_stride=second_stride,
-            labels=label,
-            roles=role,
+            labels=tuple(label for part in parts for label in part.labels),
+            roles=tuple(role for part in parts for role in part.roles),
             subjects=subject,
             operators=self._operators,
         )
+
+
+class _Columns(NamedTuple):
+    """Tasks in turn: their labels and roles, all numbers of `_Task` as rows, predecessors."""
+
+    labels: tuple[str, ...]
+    roles: tuple[Role, ...]
+    numbers: IntArray
+    counts: IntArray
+    sources: IntArray
+
+    def repeated(self, times: int) -> _Columns | None:
+        """What follows three copies, `times` copies long; None where they do not differ alike."""
+        one = len(self.labels) // 3
+        for tags in (self.labels, self.roles, tuple(self.counts.tolist())):
+            if not tags[:one] == tags[one : 2 * one] == tags[2 * one :]:
+                return None
+        numbers = extrapolated(self.numbers, times)
+        sources = extrapolated(self.sources[None, :], times)
+        if numbers is None or sources is None:
+            return None
+        return _Columns(
+            self.labels[:one] * times,
+            self.roles[:one] * times,
+            numbers,
+            np.tile(self.counts[:one], times),
+            sources[0],
+        )
+
+
+def _columns(tasks: Sequence[_Task]) -> _Columns:
+    if not tasks:
+        none = np.zeros(0, dtype=np.int64)
+        return _Columns((), (), np.zeros((7, 0), dtype=np.int64), none, none)
+    label, role, *numbers, before = zip(*tasks, strict=True)
+    return _Columns(
+        label,
+        role,
+        np.array(numbers, dtype=np.int64),
+        np.array([len(each) for each in before], dtype=np.int64),
+        np.array([source for each in before for source in each], dtype=np.int64),
+    )

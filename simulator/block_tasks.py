@@ -21,8 +21,9 @@ latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from stratagem.simulator.block import PREFETCH, Block, Draft, Pool, Role, StageB
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.parameters import gradient_buckets
 from stratagem.simulator.recompute import recompute_triggers
+from stratagem.simulator.repeats import sparing
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray, EdgeLaunches, EdgeRow, OperatorRow, Timed
 
@@ -78,7 +80,7 @@ class _Host:
 
     writer: _Writer
     draft: Draft
-    _last: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
 
     def launches(self, i: int, what: str, timed: Timed) -> list[int]:
         """What a pass of operator `i` waits for; nothing where launches are not modelled."""
@@ -86,8 +88,8 @@ class _Host:
             return []
         number = self.writer.pool.add(timed)
         label = f"{{0}} {what} launch"
-        self._last = [self.draft.operator_task(label, Role.LAUNCH, i, number, self._last)]
-        return self._last
+        self.last = [self.draft.operator_task(label, Role.LAUNCH, i, number, self.last)]
+        return self.last
 
     def converts(self, k: int, role: Role, pick: Callable[[EdgeLaunches], Timed]) -> list[int]:
         """What a conversion of edge `k` waits for; nothing where its launch costs nothing."""
@@ -96,10 +98,10 @@ class _Host:
             return []
         label = f"{_ARROWS[role]} launch"
         task = self.writer.pair(
-            self.draft, k, label, Role.LAUNCH_CONVERSION, pick(launches), self._last
+            self.draft, k, label, Role.LAUNCH_CONVERSION, pick(launches), self.last
         )
-        self._last = [task]
-        return self._last
+        self.last = [task]
+        return self.last
 
 
 @dataclass(eq=False)
@@ -114,32 +116,33 @@ class _Writer:
     _parts: dict[tuple[int, int, str], Timed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.incoming: dict[int, list[int]] = {}
+        self.incoming = self.table.incoming
+        self.outgoing: dict[int, list[int]] = {}
         for k, edge in enumerate(self.table.edges):
-            self.incoming.setdefault(edge.consumer, []).append(k)
+            self.outgoing.setdefault(edge.producer, []).append(k)
         self.triggers = recompute_triggers(self.table)
 
     def forward(self) -> Block:
         """Every operator's forward pass, conversions between, gathers ahead."""
-        draft = Draft(self.table.graph.names)
-        done: dict[int, list[int]] = {}
-        gathers, host = _Prefetch(self, draft), _Host(self, draft)
-        for i in self.table.operators:
-            first, pieces = gathers.before(i), self._num_pieces(i)
-            first += host.launches(i, "forward", self._row(i).launch_forward)
+        made = _Pass(self)
+        draft, done = made.draft, made.done
+        for place in made.places():
+            i = self.table.operators[place]
+            first, pieces = made.gathers.before(i), self._num_pieces(i)
+            first += made.host.launches(i, "forward", self._row(i).launch_forward)
             arrivals: list[list[int]] = [[] for _ in range(pieces)]
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self.edge_row(k)
-                made = row.made_forward, row.read_forward
-                launch = host.converts(k, Role.CONVERT, lambda each: each.forward)
+                both = row.made_forward, row.read_forward
+                launch = made.host.converts(k, Role.CONVERT, lambda each: each.forward)
                 tasks = self._conversion(
-                    draft, k, Role.CONVERT, row.forward, made, done[edge.producer], launch
+                    draft, k, Role.CONVERT, row.forward, both, done[edge.producer], launch
                 )
                 _arrive(arrivals, first, tasks)
             done[i] = self._passes(
                 draft, i, "forward", Role.FORWARD, self._row(i).forward, first, arrivals
             )
-            gathers.ran(i, done[i][-1])
+            made.gathers.ran(i, done[i][-1])
         return draft.finish()
 
     def backward(self, *, parameters: bool) -> Block:
@@ -148,14 +151,12 @@ class _Writer:
         Without parameters, or where inputs come first, a pass is that of the inputs only.
         """
         together = parameters and not self.inputs_first
-        draft = Draft(self.table.graph.names)
-        done: dict[int, list[int]] = {}
-        again: dict[int, int] = {}
-        returned: dict[int, list[tuple[list[int], list[int]]]] = {}
-        gathers, host = _Prefetch(self, draft), _Host(self, draft)
-        order = list(reversed(self.table.operators))
-        ends: dict[int, int] = {}
-        for place, i in enumerate(order):
+        made = _Pass(self, backwards=True)
+        draft, done, again, ends = made.draft, made.done, made.again, made.ends
+        gathers, host = made.gathers, made.host
+        order = self.table.operators[::-1]
+        for place in made.places():
+            i = order[place]
             gate = [done[order[place - 1]][-1]] if place else []
             for j in self.triggers.at.get(place, ()):
                 launch = host.launches(j, "recompute", self._row(j).launch_recompute)
@@ -171,8 +172,8 @@ class _Writer:
             first += self._regathered(draft, i, again, before, host)
             first += host.launches(i, "backward", self._row(i).launch_backward)
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
-            for tasks in returned.get(i, ()):
-                _arrive(arrivals, first, tasks)
+            for k in self.outgoing.get(i, ()):
+                _arrive(arrivals, first, made.returned[k])
             timed = self._row(i).backward if together else self._row(i).input_gradient
             done[i] = self._passes(draft, i, "backward", Role.BACKWARD, timed, first, arrivals)
             gathers.ran(i, done[i][-1])
@@ -180,13 +181,12 @@ class _Writer:
             if parameters and not together and self._row(i).weighs:
                 ends[i] = self._weight_gradient(draft, i, [ends[i]])
             for k in self.incoming.get(i, ()):
-                edge, row = self.table.edges[k], self.edge_row(k)
-                made = row.made_backward, row.read_backward
+                row = self.edge_row(k)
+                both = row.made_backward, row.read_backward
                 launch = host.converts(k, Role.CONVERT_BACK, lambda each: each.backward)
-                tasks = self._conversion(
-                    draft, k, Role.CONVERT_BACK, row.backward, made, done[i], launch
+                made.returned[k] = self._conversion(
+                    draft, k, Role.CONVERT_BACK, row.backward, both, done[i], launch
                 )
-                returned.setdefault(edge.producer, []).append(tasks)
         if parameters:
             self._parameters(draft, ends)
         return draft.finish()
@@ -431,23 +431,113 @@ class _Prefetch:
 
     def __init__(self, writer: _Writer, draft: Draft) -> None:
         self._writer, self._draft = writer, draft
-        self._ran: list[int] = []
-        self._made: set[int] = set()
+        self.passed: list[int] = []
+        self.made: dict[int, None] = {}
 
     def before(self, i: int) -> list[int]:
         """The gather of an operator, if it has parameters and was not asked before."""
         writer = self._writer
-        if i in self._made or not writer.table.graph.operators[i].weights:
+        if i in self.made or not writer.table.graph.operators[i].weights:
             return []
-        self._made.add(i)
-        released = self._ran[-PREFETCH:][:1] if len(self._ran) >= PREFETCH else []
+        self.made[i] = None
+        released = self.passed[-PREFETCH:][:1] if len(self.passed) >= PREFETCH else []
         base = writer.pool.add(writer.table.row(i).gather)
         return [self._draft.operator_task("{0} gather", Role.GATHER, i, base, released)]
 
     def ran(self, i: int, task: int) -> None:
         """Note that an operator has its pass at `task`."""
         if self._writer.table.graph.operators[i].weights:
-            self._ran.append(task)
+            self.passed.append(task)
+
+
+class _Pass:
+    """A pass over all operators while its block is drafted: tasks by what they are of.
+
+    Attributes:
+        done: of operators, one for each piece.
+        again: of operators that are recomputed.
+        returned: of edges backward, for their producer and for their reader.
+        ends: of operators, behind which their gradients are complete.
+    """
+
+    def __init__(self, writer: _Writer, *, backwards: bool = False) -> None:
+        self.draft = Draft(writer.table.graph.names)
+        self.done: dict[int, list[int]] = {}
+        self.again: dict[int, int] = {}
+        self.returned: dict[int, tuple[list[int], list[int]]] = {}
+        self.ends: dict[int, int] = {}
+        self.gathers, self.host = _Prefetch(writer, self.draft), _Host(writer, self.draft)
+        self._table, self._backwards = writer.table, backwards
+        self._marks: list[tuple[int, ...]] = []
+        self._launched: list[list[int]] = []
+
+    def places(self) -> Iterator[int]:
+        """Places of operators in the order of the pass, but those of copies that need no writing.
+
+        See `repeats`.
+        """
+        repeat, size = self._table.repeat, len(self._table.operators)
+        if repeat is not None and self._backwards:
+            repeat = repeat.backwards(size)
+        return sparing(range(size), repeat, self._mark, self._skip)
+
+    @property
+    def _kept(self) -> tuple[dict[int, Any], ...]:
+        """What later operators look up, by operator but for the first, which is by edge."""
+        return (self.returned, self.done, self.again, self.ends, self.gathers.made)
+
+    def _mark(self) -> None:
+        passed = len(self.gathers.passed)
+        self._marks.append((len(self.draft), passed, *map(len, self._kept)))
+        self._launched.append(self.host.last)
+
+    def _skip(self, times: int) -> bool:
+        """Extrapolate what the next copies draft, and what they leave for later operators."""
+        steps = [self._edge_step, *[self._operator_step] * 4]
+        tasks = self._marks[3][0] - self._marks[2][0]
+        before, last = self._launched[2:]
+        launches = 0 if last == before else tasks
+        if last != _later(before, launches):
+            return False
+        added: list[list[tuple[int, Any]]] = []
+        sizes = zip(*(mark[2:] for mark in self._marks[1:]), strict=True)
+        for kept, step, (a, b, c) in zip(self._kept, steps, sizes, strict=True):
+            items = list(kept.items())
+            one, two = items[a:b], items[b:c]
+            if two != [(key + step, _later(value, tasks)) for key, value in one]:
+                return False
+            added.append(two)
+        if not self.draft.repeat(self._marks[0][0], times):
+            return False
+        passed = self.gathers.passed[self._marks[2][1] : self._marks[3][1]]
+        for k in range(1, times + 1):
+            for kept, step, items in zip(self._kept, steps, added, strict=True):
+                kept.update((key + step * k, _later(value, tasks * k)) for key, value in items)
+            self.gathers.passed += _later(passed, tasks * k)
+        self.host.last = _later(last, launches * times)
+        return True
+
+    @property
+    def _operator_step(self) -> int:
+        """By how much the index of an operator differs from that of its like in the next copy."""
+        assert self._table.repeat is not None
+        begin, period, _ = self._table.repeat
+        step = self._table.operators[begin + period] - self._table.operators[begin]
+        return -step if self._backwards else step
+
+    @property
+    def _edge_step(self) -> int:
+        step = 0 if self._table.edge_repeat is None else self._table.edge_repeat.period
+        return -step if self._backwards else step
+
+
+def _later(tasks: Any, by: int) -> Any:
+    """The like of some tasks, an int or (tuples of) lists of them, `by` tasks later."""
+    if isinstance(tasks, int):
+        return tasks + by
+    if isinstance(tasks, tuple):
+        return tuple(_later(each, by) for each in tasks)
+    return None if tasks is None else [task + by for task in tasks]
 
 
 def _arrive(

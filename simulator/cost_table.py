@@ -10,7 +10,7 @@ baselines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -51,6 +51,7 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
+from stratagem.simulator.repeats import Repeat, find_repeat
 from stratagem.simulator.resharding import (
     COMPUTE,
     HOST,
@@ -97,6 +98,65 @@ class CostTable:
     def num_choices(self) -> int:
         """Number of distinct (operator, choice) pairs that are priced."""
         return sum(len(row.choices) for row in self.rows)
+
+    @cached_property
+    def incoming(self) -> dict[int, list[int]]:
+        """The numbers of the edges that each operator reads, if any."""
+        found: dict[int, list[int]] = {}
+        for k, edge in enumerate(self.edges):
+            found.setdefault(edge.consumer, []).append(k)
+        return found
+
+    @cached_property
+    def repeat(self) -> Repeat | None:
+        """Where its operators repeat, by place: rows, edges and segments are alike, relatively."""
+        numbers: dict[object, int] = {}
+        found = find_repeat([numbers.setdefault(kind, len(numbers)) for kind in self._kinds()])
+        if found is None:
+            return None
+        first = self.operators[found.begin]
+        step = self.operators[found.begin + found.period] - first
+        return found if self._farthest(found) <= step else None
+
+    @cached_property
+    def edge_repeat(self) -> Repeat | None:
+        """Where its edges repeat, by number."""
+        if self.repeat is None:
+            return None
+        begin, period, copies = self.repeat
+        each = [len(self.incoming.get(i, ())) for i in self.operators[: begin + period]]
+        first, edges = sum(each[:begin]), sum(each[begin:])
+        return Repeat(first, edges, copies) if edges else None
+
+    def _kinds(self) -> Iterator[object]:
+        """What is alike of operators that stand for one another in copies of a layer."""
+        inside, tied = set(self.operators), {i for tie in self.ties for i in tie}
+        segment = self.graph.segments if any(row.may_recompute for row in self.rows) else None
+        before = self.operators[0]
+        for i in self.operators:
+            yield (
+                self.row_of[i],
+                i - before,
+                segment[i] - i if segment is not None else 0,
+                i if i in tied else -1,
+                tuple(
+                    (edge.producer - i, edge.output, edge.slot, self.edge_row_of[k])
+                    for k in self.incoming.get(i, ())
+                    for edge in [self.edges[k]]
+                ),
+                tuple(
+                    (edge.consumer - i, edge.output, edge.slot, edge.consumer in inside)
+                    for edge in self.graph.readers[i]
+                ),
+            )
+            before = i
+
+    def _farthest(self, repeat: Repeat) -> int:
+        """How far apart the ends of the edges of a copy are at most."""
+        some = self.operators[repeat.begin : repeat.begin + repeat.period]
+        edges = [self.edges[k] for i in some for k in self.incoming.get(i, ())]
+        edges += [edge for i in some for edge in self.graph.readers[i]]
+        return max((edge.consumer - edge.producer for edge in edges), default=0)
 
 
 @dataclass(eq=False)

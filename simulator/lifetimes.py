@@ -15,7 +15,7 @@ so that the search reads the same table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -27,6 +27,7 @@ from stratagem.simulator.block import PREFETCH
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.graph import Edge
 from stratagem.simulator.recompute import recompute_triggers
+from stratagem.simulator.repeats import Repeat, extrapolated, sparing
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.saved import saved_slots, saves_output
@@ -139,10 +140,11 @@ def stage_lifetimes(
             step has one.
     """
     writer = _Writer(table, split, num_versions)
-    for i in table.operators:
+    for i in writer.sparing(table.operators, table.repeat):
         writer.state(i)
         writer.operator(i)
-    for k, edge in enumerate(table.edges):
+    for k in writer.sparing(range(len(table.edges)), table.edge_repeat):
+        edge = table.edges[k]
         writer.copy(edge, table.edge_rows[table.edge_row_of[k]].copy_bytes)
         writer.checkpoint(edge)
     for edge, nbytes in arriving.items():
@@ -170,6 +172,7 @@ class _Writer:
     num_versions: int | None
     rows: list[tuple[int, ...]] = field(default_factory=list)
     uses: list[Purpose] = field(default_factory=list)
+    columns: list[IntArray] = field(default_factory=list)
     pool: list[IntArray] = field(default_factory=list)
     _size: int = 0
     _seen: dict[bytes, int] = field(default_factory=dict)
@@ -188,6 +191,27 @@ class _Writer:
         self.readers: dict[int, list[Edge]] = {}
         for edge in table.edges:
             self.readers.setdefault(edge.producer, []).append(edge)
+
+    def sparing(self, items: Sequence[int], repeat: Repeat | None) -> Iterator[int]:
+        """Operators or edges, but those whose tensors need no writing (see `repeats`)."""
+        marks: list[int] = []
+
+        def skip(times: int) -> bool:
+            uses = self.uses[len(self.uses) - len(self.rows) :]
+            one, rest = divmod(len(self.rows) - marks[0], 3)
+            alike = [uses[m : m + one] for m in marks[:3]]
+            if rest or not alike[0] == alike[1] == alike[2] or marks[3] - marks[2] != one:
+                return False
+            columns = _columns(self.rows)
+            made = extrapolated(columns[:, marks[0] :], times)
+            if made is None:
+                return False
+            self.columns += [columns, made]
+            self.uses += alike[0] * times
+            self.rows.clear()
+            return True
+
+        return sparing(items, repeat, lambda: marks.append(len(self.rows)), skip)
 
     def state(self, i: int) -> None:
         """Parameters, gradients and optimizer state: all the time."""
@@ -288,7 +312,7 @@ class _Writer:
 
     def finish(self) -> Lifetimes:
         """All tensors as columns."""
-        columns = np.array(self.rows, dtype=np.int64).reshape(-1, 8).T.copy()
+        columns = np.concatenate([*self.columns, _columns(self.rows)], axis=1)
         base, first, stride, second, second_stride, birth, death, owner = columns
         return Lifetimes(
             num_operators=self.n,
@@ -472,3 +496,7 @@ class _Writer:
             # The row is kept too, so that no other gets its id.
             self._known[id(nbytes)] = nbytes, base
         return self._known[id(nbytes)][1]
+
+
+def _columns(rows: Sequence[tuple[int, ...]]) -> IntArray:
+    return np.array(rows, dtype=np.int64).reshape(-1, 8).T.copy()

@@ -1,0 +1,181 @@
+"""What is extrapolated from a few layers is what writing all of them gives, array by array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import lru_cache
+from unittest.mock import patch
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.search.space import Options, operator_choices
+from stratagem.search.strategies import with_recompute
+from stratagem.simulator import repeats
+from stratagem.simulator.block import Block, StageBlocks
+from stratagem.simulator.block_tasks import stage_blocks
+from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import CostTable, TableBuilder
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.models import gpt, llama, mlp, moe, nmt
+from stratagem.simulator.models.layers import linear
+from stratagem.simulator.plan import Choice
+from stratagem.simulator.repeats import LEAST, Repeat, extrapolated, find_repeat
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+LAUNCHING = replace(
+    CLUSTER, calibration=replace(CLUSTER.calibration, launch_us=5.0, stall_us=20.0)
+)
+MESH = DeviceMesh((MeshAxis("data", 2), MeshAxis("tensor", 2)), (0, 1, 2, 3))
+
+
+def reaching(num_layers: int, back: int) -> OperatorGraph:
+    """Layers that add what one `back` layers before them made."""
+    b = GraphBuilder("reaching")
+    made = [b.input("x", (16, 64))]
+    labels = b.input("target", (16,), "int64")
+    for i in range(num_layers):
+        x = b.pointwise("relu", linear(b, f"layers.{i}", made[-1], 64))
+        made.append(b.pointwise("add", x, made[max(0, i - back)]))
+    return b.build(b.cross_entropy(made[-1], labels))
+
+
+MODELS: dict[str, Callable[[int], OperatorGraph]] = {
+    "gpt": lambda n: gpt(num_layers=n, hidden=64, num_heads=4, sequence=16, batch=8),
+    "gpt unfused": lambda n: gpt(
+        num_layers=n, hidden=64, num_heads=4, sequence=16, batch=8, attention="unfused"
+    ),
+    "llama": lambda n: llama(num_layers=n, hidden=64, num_heads=4, sequence=16, batch=8),
+    "moe": lambda n: moe(num_layers=n, hidden=64, experts=4, sequence=16, batch=8),
+    "mlp": lambda n: mlp([64] * (n + 1), batch=16),
+    "an odd layer": lambda n: mlp([64] * n + [32] + [64] * (n + 2), batch=16),
+    "skips": lambda n: reaching(2 * n, 0),
+    "long skips": lambda n: reaching(3 * n, 5),
+    "nmt": lambda n: nmt(num_layers=1, sequence=n, hidden=32, vocabulary=64, batch=8),
+}
+
+
+@lru_cache
+def graph_of(name: str, layers: int) -> OperatorGraph:
+    return MODELS[name](layers)
+
+
+@lru_cache
+def table_of(
+    name: str, layers: int, cut: str, options: Options, which: str, launches: bool = False
+) -> CostTable:
+    """The table of a stage, all operators or cut amid a layer: every choice, or one alone."""
+    graph = graph_of(name, layers)
+    size = len(graph.operators)
+    inside = range(size // 7 if cut == "end" else 0, size - size // 9 if cut == "begin" else size)
+    again = {name for name, c in _recomputed(graph, options.recompute[0]).items() if c.recompute}
+    choices: dict[int, tuple[Choice, ...]] = {}
+    for i in range(len(graph.operators)):
+        operator = graph.operators[i]
+        listed = operator_choices(
+            graph, operator, MESH.shape, (0, 3), options, recompute=operator.name in again
+        )
+        # Equal operators have equal lists, as in a search.
+        choices[i] = listed if which == "all" else listed[-1:]
+    cluster = LAUNCHING if launches else CLUSTER
+    builder = TableBuilder(graph, MESH, cluster, Training(), default_costs(), stalls=launches)
+    return builder.build(inside, choices)
+
+
+def _recomputed(graph: OperatorGraph, policy: str) -> dict[str, Choice]:
+    plain = {
+        op.name: operator_choices(graph, op, MESH.shape, (0,), Options())[0]
+        for op in graph.operators
+    }
+    return dict(with_recompute(graph, plain, policy))
+
+
+def all_written() -> object:
+    """Within it nothing is extrapolated."""
+    return patch.object(repeats, "LEAST", 10**9)
+
+
+KINDS = st.lists(st.integers(0, 3), max_size=4)
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), KINDS)
+def test_what_repeats_is_a_run_of_equal_copies(around: list[int], layer: list[int]) -> None:
+    half = len(around) // 2
+    layer = [*layer, 9]
+    kinds = around[:half] + layer * 11 + around[half:]
+    found = find_repeat(kinds)
+    assert found is not None
+    begin, period, copies = found
+    assert copies >= LEAST
+    first = kinds[begin : begin + period]
+    assert kinds[begin : begin + period * copies] == first * copies
+    assert period * copies >= len(layer) * 10
+
+
+def test_layers_are_found_and_those_that_reach_far_are_not() -> None:
+    def repeat(name: str, layers: int) -> Repeat | None:
+        return table_of(name, layers, "nowhere", Options(recompute=("none",)), "all").repeat
+
+    assert repeat("gpt", 12) == Repeat(begin=12, period=10, copies=11)
+    assert repeat("moe", 24) is not None
+    assert repeat("skips", 10) is not None
+    assert repeat("long skips", 10) is None
+
+
+def test_layers_that_do_not_differ_alike_are_all_written() -> None:
+    assert extrapolated(np.array([[1, 2, 4]]), 3) is None
+
+
+def assert_equal_arrays(one: object, other: object) -> None:
+    assert type(one) is type(other)
+    for each in fields(one):  # type: ignore[arg-type]
+        ours, theirs = getattr(one, each.name), getattr(other, each.name)
+        if isinstance(ours, Block):
+            assert_equal_arrays(ours, theirs)
+        elif isinstance(ours, np.ndarray):
+            np.testing.assert_array_equal(ours, theirs, err_msg=each.name)
+        else:
+            assert ours == theirs, each.name
+
+
+def built(table: CostTable, **settings: object) -> tuple[StageBlocks, Lifetimes]:
+    split = bool(settings.get("split"))
+    versions = 2 if settings.get("stashes") else None
+    return (
+        stage_blocks(table, **settings),  # type: ignore[arg-type]
+        stage_lifetimes(table, {}, split=split, num_versions=versions),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_extrapolated_layers_are_the_written_ones(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(list(MODELS)))
+    layers = data.draw(st.sampled_from([10, 13]))
+    cut = data.draw(st.sampled_from(["nowhere", "begin", "end"]))
+    options = Options(
+        recompute=(data.draw(st.sampled_from(["none", "selective", "full"])),),
+        chunks=data.draw(st.sampled_from([(1,), (1, 2)])),
+        regather=data.draw(st.booleans()),
+    )
+    which = data.draw(st.sampled_from(["all", "one"]))
+    settings = {
+        "split": data.draw(st.booleans()),
+        "bucket_bytes": data.draw(st.sampled_from([0, 100_000])),
+        "inputs_first": data.draw(st.booleans()),
+        "stashes": data.draw(st.booleans()),
+    }
+    settings["split"] = settings["split"] and not settings["stashes"]
+    table = table_of(name, layers, cut, options, which, data.draw(st.booleans()))
+    found = built(replace(table), **settings)
+    with all_written():
+        written = built(replace(table), **settings)
+    for one, other in zip(found, written, strict=True):
+        assert_equal_arrays(one, other)
