@@ -72,11 +72,11 @@ class Improver:
             most: how many of them are of interest.
             stop: asked before each is awaited.
         """
-        found = list(listed)
-        self.begin_refining(listed[:most])
+        found, first = list(listed), listed[: min(most, REFINED)]
+        self.begin_refining(first)
         parts = {
             k: self._refining[entry.skeleton]
-            for k, entry in enumerate(listed[: min(most, REFINED)])
+            for k, entry in enumerate(first)
             if entry.skeleton in self._refining
         }
         results = self._workers.results(parts.values(), stop)

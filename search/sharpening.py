@@ -146,6 +146,7 @@ class Sharpener:
         self._quick = quick or QuickBounds(situation, options, headroom)
         self._options, self._zero_stages = options, zero_stages
         self._constraints, self._policies, self._seed = constraints, policies, seed
+        self._neighbourhoods: dict[tuple[str, ...], Neighbourhood] = {}
 
     @property
     def arguments(self) -> tuple[object, ...]:
@@ -277,15 +278,17 @@ class Sharpener:
         return lower_bound(problem, first, rounds=BOUND_ROUNDS, target=best, memory=memory)
 
     def neighbourhood(self, schedules: tuple[str, ...]) -> Neighbourhood:
-        """Which plans are neighbours where pipelines may run under these schedules."""
-        return Neighbourhood(
-            self.situation,
-            self._options,
-            self._policies,
-            schedules,
-            self._quick.computing,
-            self._constraints.allows_skeleton,
-        )
+        """Which plans are neighbours where pipelines may run under these schedules; one each."""
+        if schedules not in self._neighbourhoods:
+            self._neighbourhoods[schedules] = Neighbourhood(
+                self.situation,
+                self._options,
+                self._policies,
+                schedules,
+                self._quick.computing,
+                self._constraints.allows_skeleton,
+            )
+        return self._neighbourhoods[schedules]
 
     def refine(
         self, skeleton: Skeleton, plan: Plan, schedules: tuple[str, ...], most: int

@@ -329,16 +329,15 @@ class Draft:
         Returns:
             Whether they do; nothing is added otherwise.
         """
-        copies = self._tasks[first - self._behind :]
-        one, rest = divmod(len(copies), 3)
-        if rest or not one:
-            return False
-        flat = _columns(copies)
-        made = flat.repeated(times)
+        behind, copies = (
+            _columns(tasks)
+            for tasks in (self._tasks[: first - self._behind], self._tasks[first - self._behind :])
+        )
+        made = copies.repeated(times)
         if made is None:
             return False
-        self._before += [_columns(self._tasks[: first - self._behind]), flat, made]
-        self._behind, self._tasks = len(self) + one * times, []
+        self._before += [behind, copies, made]
+        self._behind, self._tasks = len(self) + len(made.labels), []
         return True
 
     def operator_task(

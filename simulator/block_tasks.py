@@ -31,7 +31,7 @@ from stratagem.simulator.block import PREFETCH, Block, Draft, Pool, Role, StageB
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.parameters import gradient_buckets
 from stratagem.simulator.recompute import recompute_triggers
-from stratagem.simulator.repeats import sparing
+from stratagem.simulator.repeats import copy_length, sparing
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray, EdgeLaunches, EdgeRow, OperatorRow, Timed
 
@@ -494,10 +494,10 @@ class _Pass:
     def _skip(self, times: int) -> bool:
         """Extrapolate what the next copies draft, and what they leave for later operators."""
         steps = [self._edge_step, *[self._operator_step] * 4]
-        tasks = self._marks[3][0] - self._marks[2][0]
+        tasks = copy_length([mark[0] for mark in self._marks])
         before, last = self._launched[2:]
         launches = 0 if last == before else tasks
-        if last != _later(before, launches):
+        if not tasks or last != _later(before, launches):
             return False
         added: list[list[tuple[int, Any]]] = []
         sizes = zip(*(mark[2:] for mark in self._marks[1:]), strict=True)
@@ -521,8 +521,7 @@ class _Pass:
     def _operator_step(self) -> int:
         """By how much the index of an operator differs from that of its like in the next copy."""
         assert self._table.repeat is not None
-        begin, period, _ = self._table.repeat
-        step = self._table.operators[begin + period] - self._table.operators[begin]
+        step = self._table.step_of(self._table.repeat)
         return -step if self._backwards else step
 
     @property

@@ -112,11 +112,13 @@ class CostTable:
         """Where its operators repeat, by place: rows, edges and segments are alike, relatively."""
         numbers: dict[object, int] = {}
         found = find_repeat([numbers.setdefault(kind, len(numbers)) for kind in self._kinds()])
-        if found is None:
+        if found is None or self._farthest(found) > self.step_of(found):
             return None
-        first = self.operators[found.begin]
-        step = self.operators[found.begin + found.period] - first
-        return found if self._farthest(found) <= step else None
+        return found
+
+    def step_of(self, repeat: Repeat) -> int:
+        """By how much indices of operators differ from one copy to the next."""
+        return self.operators[repeat.begin + repeat.period] - self.operators[repeat.begin]
 
     @cached_property
     def edge_repeat(self) -> Repeat | None:

@@ -27,7 +27,7 @@ from stratagem.simulator.block import PREFETCH
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.graph import Edge
 from stratagem.simulator.recompute import recompute_triggers
-from stratagem.simulator.repeats import Repeat, extrapolated, sparing
+from stratagem.simulator.repeats import Repeat, copy_length, extrapolated, sparing
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.saved import saved_slots, saves_output
@@ -198,9 +198,9 @@ class _Writer:
 
         def skip(times: int) -> bool:
             uses = self.uses[len(self.uses) - len(self.rows) :]
-            one, rest = divmod(len(self.rows) - marks[0], 3)
+            one = copy_length(marks)
             alike = [uses[m : m + one] for m in marks[:3]]
-            if rest or not alike[0] == alike[1] == alike[2] or marks[3] - marks[2] != one:
+            if not one or not alike[0] == alike[1] == alike[2]:
                 return False
             columns = _columns(self.rows)
             made = extrapolated(columns[:, marks[0] :], times)

@@ -102,6 +102,17 @@ def extrapolated(columns: IntArray, times: int) -> IntArray | None:
     return found
 
 
+def copy_length(marks: Sequence[int]) -> int:
+    """What each of three copies wrote that lie between four marks; 0 where they do not agree.
+
+    Example:
+        >>> copy_length([4, 7, 10, 13]), copy_length([4, 7, 11, 13])
+        (3, 0)
+    """
+    lengths = set(np.diff(marks).tolist())
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
 def sparing(
     items: Sequence[Item],
     repeat: Repeat | None,
