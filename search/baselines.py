@@ -222,7 +222,7 @@ def pipeline_plans(situation: Situation, schedule: str, name: str) -> list[Plan]
     return [
         _plan(name, situation, meshes * rounds, data_parallel, parts, schedule)
         for meshes, parts in _pipelines(situation, rounds)
-        if schedule != CHIMERA or len(meshes) % 2 == 0
+        if schedule != CHIMERA or (len(meshes) % 2 == 0 and parts % 2 == 0)
     ]
 
 
@@ -261,8 +261,10 @@ def _pipelines(situation: Situation, rounds: int) -> Iterator[tuple[list[DeviceM
         share = total // num_stages
         groups = [range(s * share, (s + 1) * share) for s in range(num_stages)]
         meshes = [_flat_mesh(group, situation.cluster) for group in groups]
-        for parts in (num_stages, 2 * num_stages, 4 * num_stages, 8 * num_stages):
-            if situation.graph.batch % (parts * share) == 0:
+        several = (num_stages, 2 * num_stages, 4 * num_stages, 8 * num_stages)
+        for parts in (1,) if situation.graph.whole_batch else several:
+            counts = situation.graph.microbatch_counts
+            if situation.graph.batch % (parts * share) == 0 and parts in counts:
                 yield meshes, parts
 
 

@@ -108,7 +108,8 @@ class Constraints:
         """The constraints with the names of a model looked up.
 
         Raises:
-            ValueError: an operator pattern or a dim that the model lacks; it names what is near.
+            ValueError: an operator pattern or a dim that the model lacks; it names what is near. A
+                number of microbatches that the batch cannot be cut into.
         """
         return BoundConstraints(self, graph)
 
@@ -135,6 +136,8 @@ class BoundConstraints:
 
     def __init__(self, constraints: Constraints, graph: OperatorGraph) -> None:
         self.constraints = constraints
+        for parts in constraints.microbatches or ():
+            graph.microbatch(parts)
         names = [op.name for op in graph.operators]
         self._pins: dict[str, Config] = {}
         for pattern, config in constraints.pin.items():

@@ -278,7 +278,7 @@ def _other_counts(
 ) -> Iterator[Neighbour]:
     now = skeleton.num_microbatches
     for count in (now // 2, 2 * now):
-        if count < 1 or 2 * min(count, now) != max(count, now) or graph.batch % count:
+        if 2 * min(count, now) != max(count, now) or count not in graph.microbatch_counts:
             continue
         if not fills_rounds(skeleton.schedule, skeleton.num_ranks, count):
             continue

@@ -283,11 +283,16 @@ def _search_graph(
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),
-        notes=run.notes,
+        notes={**run.notes, **_batch_note(graph)},
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
     )
+
+
+def _batch_note(graph: OperatorGraph) -> dict[str, str]:
+    """Why no plan cuts the batch, where none may."""
+    return {"batch not cut into microbatches": graph.whole_batch} if graph.whole_batch else {}
 
 
 def _check_method(name: str) -> None:

@@ -326,7 +326,7 @@ def skeletons(
         least = -(-share // cluster.devices_per_node)
         counts = [
             parts
-            for parts in _microbatch_counts(graph.batch, num_ranks, max_microbatches)
+            for parts in _microbatch_counts(graph, num_ranks, max_microbatches)
             if fills_rounds(schedule, num_ranks, parts)
             and (graph.batch // parts >= least or parts <= 2)
         ]
@@ -367,7 +367,7 @@ def fills_rounds(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
     return schedule != "interleaved" or num_microbatches % num_ranks == 0
 
 
-def _microbatch_counts(batch: int, num_stages: int, most: int) -> list[int]:
-    """Powers of two that divide the batch; a pipeline needs at least two microbatches."""
-    least = 1 if num_stages == 1 else 2
-    return [n for n in (2**k for k in range(20)) if least <= n <= most and batch % n == 0]
+def _microbatch_counts(graph: OperatorGraph, num_stages: int, most: int) -> list[int]:
+    """Powers of two that the batch can be cut into; of a pipeline at least two, if it can."""
+    least = 1 if num_stages == 1 or graph.whole_batch else 2
+    return [n for n in graph.microbatch_counts if least <= n <= most and n.bit_count() == 1]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from stratagem.simulator.draft import Draft, Loop, Made, Read, Stored, Tensor, bind
-from stratagem.simulator.factors import fresh
+from stratagem.simulator.factors import fresh, leaves_of
 from stratagem.simulator.finish import finish_operators, live_drafts, live_parameters
 from stratagem.simulator.fuse import fuse_elementwise
 from stratagem.simulator.graph import DimKind, GraphInput, OperatorGraph
 from stratagem.simulator.rules import DTYPE_BYTES
+from stratagem.simulator.sample_dims import settle_samples
 from stratagem.simulator.steps import (
     SOURCE_FUNCTIONS,
     STEP_FUNCTIONS,
@@ -21,8 +23,12 @@ from stratagem.simulator.steps import (
     references,
     shift_steps,
 )
+from stratagem.simulator.whole_batch import WHOLE, sums_as_sources
 
 ATTRIBUTE = DimKind.ATTRIBUTE
+
+TARGETS = "targets"
+"""Name of the input that capture adds for a loss; other inputs say what the batch is."""
 
 
 def is_float(dtype: str) -> bool:
@@ -39,6 +45,7 @@ class GraphBuilderBase:
         self._drafts: list[Draft] = []
         self._stored: list[Stored] = []
         self._inputs: list[GraphInput] = []
+        self._fed: dict[str, Draft] = {}
 
     @contextmanager
     def scope(self, module: str) -> Iterator[None]:
@@ -70,9 +77,12 @@ class GraphBuilderBase:
         self._check_new(f"input {name!r}", dtype, [given.name for given in self._inputs], name)
         self._inputs.append(GraphInput(name, tuple(shape), dtype, sample_dim))
         with self.scope(""):
-            return self.source(
+            made = self.source(
                 [["alias", [["input", name]]]], shape, dtype, sample_dim=sample_dim, name=name
             )
+        assert isinstance(made.node, Draft)
+        self._fed[name] = made.node
+        return made
 
     def parameter(
         self, name: str, shape: Sequence[int], dtype: str = "float32", *, trainable: bool = True
@@ -101,10 +111,8 @@ class GraphBuilderBase:
         draft = self._draft("source", name)
         check_steps(steps, known=SOURCE_FUNCTIONS, where=draft.where)
         draft.attributes["steps"] = steps
-        reason = "sources are computed in full on every rank"
         loops = [
-            self._loop(draft, "dim", ATTRIBUTE, size, whole=reason, labelled=True)
-            for size in shape
+            self._loop(draft, "dim", ATTRIBUTE, size, whole=WHOLE, labelled=True) for size in shape
         ]
         if sample_dim is not None:
             for factor in loops[sample_dim].factors:
@@ -159,17 +167,34 @@ class GraphBuilderBase:
                 f"graph {self.name!r}: the loss has shape {loss.shape}; it must be one number "
                 "made by an operator, such as the result of cross_entropy or reduce"
             )
+        sums_as_sources(live_drafts(self._drafts, loss.node))
         drafts = fuse_elementwise(live_drafts(self._drafts, loss.node))
         drafts.sort(key=lambda draft: draft.kind != "source")
-        operators = finish_operators(drafts)
+        sampled = [given.name for given in self._inputs if given.sample_dim is not None]
+        sampled.sort(key=lambda name: name == TARGETS)
+        return settle_samples(
+            drafts,
+            [self._fed[name] for name in sampled],
+            lambda: self._finish(drafts, loss.node.name),
+        )
+
+    def _finish(self, drafts: Sequence[Draft], loss: str) -> OperatorGraph:
         read = {name for draft in drafts for name in _inputs_read(draft)}
         return OperatorGraph(
             name=self.name,
-            inputs=tuple(given for given in self._inputs if given.name in read),
+            inputs=tuple(map(self._settled, (each for each in self._inputs if each.name in read))),
             parameters=live_parameters(drafts, self._stored),
-            operators=operators,
-            loss=loss.node.name,
+            operators=finish_operators(drafts),
+            loss=loss,
         )
+
+    def _settled(self, given: GraphInput) -> GraphInput:
+        """An input with samples only where its factors still count some."""
+        leaves = [leaf for loop in self._fed[given.name].loops for leaf in leaves_of(loop.factors)]
+        counts = any(leaf.sample for leaf in leaves) or (
+            given.sample_dim is not None and given.shape[given.sample_dim] == 1
+        )
+        return given if counts else replace(given, sample_dim=None)
 
     def _draft(self, kind: str, name: str) -> Draft:
         draft = Draft(self.full_name(name) or kind, kind, self._module)

@@ -129,7 +129,30 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     cut += f", the tokens of each in {slices} slices" if slices > 1 else ""
     return (
         f"{plan.model} trains on {devices} devices of {plan.cluster.name}, {how}; a step runs the "
-        f"batch of {graph.batch} {cut}.{_substituted(plan)}"
+        f"batch of {graph.batch} {cut}.{_uncut(graph)}{_by_microbatch(plan, graph)}"
+        f"{_substituted(plan)}"
+    )
+
+
+def _uncut(graph: OperatorGraph) -> str:
+    """Why the batch of a model is never cut."""
+    if not graph.whole_batch:
+        return ""
+    return (
+        f" It cannot be cut into microbatches: {graph.whole_batch}, and theirs would not add up "
+        "to it."
+    )
+
+
+def _by_microbatch(plan: Plan, graph: OperatorGraph) -> str:
+    """What a microbatch has of its own that one device with the whole batch has not."""
+    norms, parts = graph.batch_norms, plan.num_microbatches
+    if not norms or parts == 1:
+        return ""
+    return (
+        f" {len(norms)} batch norms (such as {norms[0]}) take the mean and variance of each "
+        f"microbatch of {graph.batch // parts} samples by itself, as one device does that adds up "
+        "gradients; one that runs the whole batch at once takes those of all."
     )
 
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 
-class _Group:
+class Linked:
     """What linked factors share."""
 
     def __init__(self, member: Factor, sample: bool) -> None:
@@ -42,7 +42,7 @@ class Factor:
     def __init__(self, size: int, *, sample: bool = False) -> None:
         self.size = size
         self.children: tuple[Factor, Factor] | None = None
-        self.group = _Group(self, sample)
+        self.group = Linked(self, sample)
 
     def __repr__(self) -> str:
         return f"Factor({self.size})"
@@ -95,7 +95,7 @@ def split(factor: Factor, front: int) -> None:
             _merge(parts[0].group, part.group)
 
 
-def _merge(one: _Group, two: _Group) -> None:
+def _merge(one: Linked, two: Linked) -> None:
     if one is two:
         return
     if len(one.members) < len(two.members):

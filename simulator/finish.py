@@ -48,11 +48,10 @@ def finish_operators(drafts: Sequence[Draft]) -> tuple[Operator, ...]:
     """The operators of live drafts.
 
     Raises:
-        ValueError: when an operator mixes samples, or reads a part of a parameter.
+        ValueError: when an operator reads a part of a parameter.
     """
     _make_names_unique(drafts)
-    names = {id(draft): _name_leaves(draft) for draft in drafts}
-    return tuple(_finish(draft, names[id(draft)]) for draft in drafts)
+    return tuple(_finish(draft, _name_leaves(draft)) for draft in drafts)
 
 
 def _make_names_unique(drafts: Sequence[Draft]) -> None:
@@ -92,7 +91,7 @@ def _leaf_name(loop: Loop, leaf: Factor, position: int, count: int) -> str:
 
 def _finish(draft: Draft, names: LeafNames) -> Operator:
     dims = tuple(
-        _dim(draft, loop, leaf, names[id(leaf)])
+        _dim(loop, leaf, names[id(leaf)])
         for loop in draft.loops
         for leaf in leaves_of(loop.factors)
     )
@@ -108,12 +107,7 @@ def _finish(draft: Draft, names: LeafNames) -> Operator:
     )
 
 
-def _dim(draft: Draft, loop: Loop, leaf: Factor, name: str) -> Dim:
-    if leaf.sample and loop.whole and draft.kind != "source":
-        raise ValueError(
-            f"{draft.where} mixes samples: its dim {loop.name!r} counts samples of the batch, and "
-            f"{loop.whole}; a batch could then not be cut into microbatches. Keep samples apart"
-        )
+def _dim(loop: Loop, leaf: Factor, name: str) -> Dim:
     return Dim(name, leaf.size, DimKind.SAMPLE if leaf.sample else loop.kind, loop.whole)
 
 

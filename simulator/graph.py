@@ -15,12 +15,16 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratagem.simulator.names import unknown
+
+if TYPE_CHECKING:
+    from stratagem.simulator.microbatches import Parts
+    from stratagem.simulator.step_shares import Place
 
 Layout = tuple[tuple[str, ...], ...]
 """Per tensor dimension the operator dims whose product it is, outermost first; () is size 1."""
@@ -328,20 +332,73 @@ class OperatorGraph:
     def microbatch(self, num_microbatches: int) -> OperatorGraph:
         """The graph of one of `num_microbatches` equal microbatches: sample dims divided.
 
+        What is the same for every microbatch and is added to a sum over samples, such as a penalty
+        on weights, is divided too (see `microbatches`).
+
         Raises:
-            ValueError: if the batch is not a multiple of `num_microbatches`.
+            ValueError: if the batch is not a multiple of `num_microbatches`, or if the losses of
+                microbatches do not add up to that of the batch.
         """
-        if num_microbatches < 1 or self.batch % num_microbatches:
-            raise ValueError(
-                f"batch {self.batch} of {self.name!r} cannot be cut into {num_microbatches} equal "
-                f"microbatches; choose a divisor of {self.batch}"
-            )
         if num_microbatches == 1:
             return self
+        if num_microbatches > 1 and self.whole_batch:
+            raise ValueError(
+                f"batch {self.batch} of {self.name!r} cannot be cut into {num_microbatches} "
+                f"microbatches: {self.whole_batch}, and microbatches would train something else; "
+                "choose 1 microbatch"
+            )
+        if num_microbatches not in self.microbatch_counts:
+            most = max(self.microbatch_counts)
+            groups = "" if most == self.batch else f" (samples belong together in {most} groups)"
+            raise ValueError(
+                f"batch {self.batch} of {self.name!r} cannot be cut into {num_microbatches} equal "
+                f"microbatches; choose a divisor of {most}{groups}"
+            )
         if num_microbatches not in self._microbatches:
-            cut = tuple(_cut_samples(o, num_microbatches) for o in self.operators)
+            cut = tuple(
+                _cut_samples(operator, num_microbatches, self._parts.added.get(operator.name, ()))
+                for operator in self.operators
+            )
             self._microbatches[num_microbatches] = replace(self, operators=cut)
         return self._microbatches[num_microbatches]
+
+    @cached_property
+    def whole_batch(self) -> str:
+        """Why a step must run the whole batch as one microbatch; empty if it may be cut.
+
+        Example:
+            >>> from stratagem.simulator.models import mlp
+            >>> mlp([8, 8], batch=4).whole_batch
+            ''
+        """
+        counted = any(dim.kind is DimKind.SAMPLE for op in self.operators for dim in op.dims)
+        return self._parts.problem if counted else ""
+
+    @cached_property
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """Into how many equal microbatches the batch can be cut, ascending.
+
+        Example:
+            >>> from stratagem.simulator.models import mlp
+            >>> mlp([8, 8], batch=12).microbatch_counts
+            (1, 2, 3, 4, 6, 12)
+        """
+        from stratagem.simulator.microbatches import sample_cuts, sizes_cut
+
+        most = 1 if self.whole_batch else sizes_cut(self, sample_cuts(self))
+        small = [n for n in range(1, math.isqrt(most) + 1) if most % n == 0]
+        return tuple(sorted({*small, *(most // n for n in small)}))
+
+    @property
+    def batch_norms(self) -> tuple[str, ...]:
+        """Operators that normalise a microbatch by its own mean and variance."""
+        return self._parts.batch_norms
+
+    @cached_property
+    def _parts(self) -> Parts:
+        from stratagem.simulator.microbatches import parts_of, sample_cuts
+
+        return parts_of(self, sample_cuts(self))
 
     @cached_property
     def _microbatches(self) -> dict[int, OperatorGraph]:
@@ -463,11 +520,13 @@ def _identity(operator: Operator) -> tuple[Any, ...]:
     return (operator.name, *operator.signature, reads, weights)
 
 
-def _cut_samples(operator: Operator, parts: int) -> Operator:
+def _cut_samples(operator: Operator, parts: int, added: Sequence[Place]) -> Operator:
+    from stratagem.simulator.microbatches import add_shares
+
     dims = tuple(
         replace(d, size=d.size // parts) if d.kind is DimKind.SAMPLE else d for d in operator.dims
     )
-    return replace(operator, dims=dims)
+    return replace(add_shares(operator, added, parts) if added else operator, dims=dims)
 
 
 def _check_names(graph: OperatorGraph) -> None:

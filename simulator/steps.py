@@ -102,6 +102,7 @@ SOURCE_FUNCTIONS: dict[str, str] = {
     "tril": "tril(x, diagonal)",
     "triu": "triu(x, diagonal)",
     "one_hot": "one_hot(x, num_classes)",
+    "softmax": "softmax(x, dim)",
 }
 """Functions of a source program (`attributes["steps"]` of kind ``source``)."""
 

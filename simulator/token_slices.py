@@ -27,6 +27,7 @@ from stratagem.simulator.graph import (
     Output,
     factors,
 )
+from stratagem.simulator.microbatches import Parts, add_shares, parts_of
 from stratagem.simulator.placement import Config, Shard
 
 Slices = int | tuple[int, ...]
@@ -157,6 +158,12 @@ def token_slices(graph: OperatorGraph, slices: Slices) -> tuple[TokenSlice, ...]
     """
     dims = token_dims(graph)
     total = num_positions(graph, dims)
+    added, count = _parts(graph, dims).added, num_slices(slices)
+    shared = tuple(
+        add_shares(operator, added[operator.name], count) if operator.name in added else operator
+        for operator in graph.operators
+    )
+    graph = replace(graph, operators=shared)
     ends = [0, *accumulate(slice_lengths(graph, slices, total))]
     return tuple(
         _token_slice(graph, dims, number, start, stop, total)
@@ -192,7 +199,8 @@ def token_dims(graph: OperatorGraph) -> tuple[TokenDims, ...]:
 
     Raises:
         ValueError: when the model is not causal: it has no attention, or one that sees what comes
-            later, or an operator that mixes positions or has a parameter for each of them.
+            later, an operator that mixes positions or has a parameter for each of them, or a loss
+            that is no sum over tokens.
     """
     attentions = [i for i, op in enumerate(graph.operators) if op.kind == "attention"]
     if not attentions:
@@ -213,7 +221,18 @@ def token_dims(graph: OperatorGraph) -> tuple[TokenDims, ...]:
         _check_operator(graph, operator, dims)
     for edge in graph.edges:
         _check_edge(graph, edge, found[edge.producer])
+    problem = _parts(graph, found).problem
+    if problem:
+        raise ValueError(
+            f"graph {graph.name!r}: {problem}, and token slices would train something else: set "
+            "token_slices to 1"
+        )
     return found
+
+
+def _parts(graph: OperatorGraph, dims: Sequence[TokenDims]) -> Parts:
+    """How the losses of slices add up."""
+    return parts_of(graph, [each.all for each in dims], "tokens", apart=True)
 
 
 def num_positions(graph: OperatorGraph, dims: Sequence[TokenDims]) -> int:

@@ -147,10 +147,9 @@ class _Search:
         )
 
     def _microbatch_counts(self) -> list[int]:
-        batch = self.situation.graph.batch
-        divisors = [n for n in range(1, batch + 1) if batch % n == 0]
-        allowed = [n for n in divisors if self.limits.allows_microbatches(n)]
-        self.pruned.add("numbers of microbatches not allowed", len(divisors) - len(allowed))
+        counts = self.situation.graph.microbatch_counts
+        allowed = [n for n in counts if self.limits.allows_microbatches(n)]
+        self.pruned.add("numbers of microbatches not allowed", len(counts) - len(allowed))
         return allowed[::-1]
 
     def _solved(

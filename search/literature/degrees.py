@@ -127,10 +127,12 @@ def _tensor_ways(situation: Situation) -> list[int]:
 
 
 def _microbatches(situation: Situation, data: int = 1) -> list[int]:
-    """Powers of two of which the samples of a replica are a multiple."""
-    batch = situation.graph.batch
+    """Powers of two of samples of a replica at once, or all of them if they stay together."""
+    batch, counts = situation.graph.batch, situation.graph.microbatch_counts
+    if counts == (1,):
+        return [batch // data] if batch % data == 0 else []
     sizes = [1 << k for k in range(MAX_MICROBATCH.bit_length())]
-    return [n for n in sizes if batch % (n * data) == 0]
+    return [n for n in sizes if batch % (n * data) == 0 and batch // (n * data) in counts]
 
 
 def _divisors(number: int) -> list[int]:

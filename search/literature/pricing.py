@@ -180,7 +180,7 @@ def fewest_microbatches(
     """
     batch, ways = situation.graph.batch, mesh.shape[0]
     counts = [1]
-    while batch % (2 * counts[-1]) == 0:
+    while 2 * counts[-1] in situation.graph.microbatch_counts:
         if smallest_shard(batch // (2 * counts[-1]), [ways]) < 1:
             break
         counts.append(2 * counts[-1])

@@ -203,8 +203,13 @@ class Rates:
         return shortened(self.situation.graph)
 
     def _layer_rates(self, setup: TrainingSetup, data: int) -> _Layers:
-        """Layers as one data-parallel rank sees them; experts are shared out over all ranks."""
-        ways = data if setup.expert_parallel else 1
+        """Layers as one data-parallel rank sees them; experts are shared out over all ranks.
+
+        What one rank has of a batch is priced as a microbatch, where the batch can be cut so far.
+        """
+        graph = self.situation.graph
+        alone = graph.batch // setup.microbatch in graph.microbatch_counts
+        ways = data if setup.expert_parallel or not alone else 1
         key = (
             setup.tensor,
             ways,

@@ -129,6 +129,7 @@ SOURCE_KERNELS: dict[str, Function] = {
     "tril": torch.tril,
     "triu": torch.triu,
     "one_hot": functional.one_hot,
+    "softmax": functional.softmax,
 }
 """Functions of a source program."""
 
