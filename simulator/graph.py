@@ -371,8 +371,8 @@ class OperatorGraph:
             >>> mlp([8, 8], batch=4).whole_batch
             ''
         """
-        counted = any(dim.kind is DimKind.SAMPLE for op in self.operators for dim in op.dims)
-        return self._parts.problem if counted else ""
+        sizes = [each.shape[each.sample_dim] for each in self.inputs if each.sample_dim is not None]
+        return self._parts.problem if max(sizes, default=1) > 1 else ""
 
     @cached_property
     def microbatch_counts(self) -> tuple[int, ...]:

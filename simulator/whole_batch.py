@@ -26,17 +26,23 @@ Reference = list[Any]
 def sums_as_sources(drafts: Sequence[Draft]) -> None:
     """Turn what mixes samples, and depends on inputs and constants alone, into sources.
 
+    What leads to nothing that depends on a parameter stays: it is trained by nobody.
+
     Args:
         drafts: live ones in order, before elementwise chains are fused. They are changed in place;
             what nobody reads any more is left among them.
     """
     free: set[int] = set()
     for draft in drafts:
-        if not _is_free(draft, free):
-            continue
-        if draft.kind != "source" and _mixes_samples(draft):
+        if _is_free(draft, free):
+            free.add(id(draft))
+    needed: set[int] = set()
+    for draft in reversed(drafts):
+        if id(draft) not in free or id(draft) in needed:
+            needed.update(id(read.tensor.node) for read in draft.reads)
+    for draft in drafts:
+        if id(draft) in free & needed and draft.kind != "source" and _mixes_samples(draft):
             _make_source(draft)
-        free.add(id(draft))
 
 
 def _is_free(draft: Draft, free: set[int]) -> bool:

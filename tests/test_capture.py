@@ -545,16 +545,6 @@ def test_what_depends_on_values_is_refused_at_its_line() -> None:
         capture(SelectsByValues(), (torch.zeros(3, 4),))
 
 
-class MixesSamples(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(x, 0).sum()
-
-
-def test_softmax_over_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="mixes samples"):
-        capture(MixesSamples(), (torch.zeros(3, 4),))
-
-
 def test_model_without_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="no scalar float to minimise"):
         capture(nn.Linear(3, 3), (torch.zeros(2, 3),))

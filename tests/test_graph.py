@@ -259,7 +259,6 @@ REFUSED: list[tuple[str, Callable[[GraphBuilder, Tensor], object]]] = [
     ("elements 4 to 8 of dim 1 of size 6", lambda b, x: b.narrow(x, dim=1, start=4, length=4)),
     ("must be a graph input or a source", lambda b, x: b.cross_entropy(x, b.softmax(x))),
     ("it must be one number", lambda b, x: b.build(x)),
-    ("mixes samples", lambda b, x: b.build(b.reduce(b.softmax(x, dim=0)))),
     ("reads a part of parameter 'p'", lambda b, x: b.build(b.reduce(b.pointwise(
         "add", x, select(b.parameter("p", (2, 6)), 0, 1))))),
     ("declared twice|dim 'hidden'", lambda b, x: b.layer_norm(x, b.parameter("p", (5,)))),
