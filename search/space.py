@@ -27,6 +27,7 @@ from stratagem.simulator.placement import (
     local_sizes,
     smallest_shard,
     splits_of,
+    statistics_fit,
     weight_gradient_placements,
     windows_fit,
 )
@@ -224,6 +225,7 @@ def _configs(operator: Operator, shape: tuple[int, ...]) -> list[Config]:
         for config in itertools.product(*axes)
         if all(_is_balanced(dim.size, splits_of(config, dim.name, shape)) for dim in free)
         and windows_fit(operator, config, shape)
+        and statistics_fit(operator, config, shape)
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.local_statistics import LOCAL
 from stratagem.simulator.memory import DeviceMemory
 from stratagem.simulator.placement import Pin, Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
@@ -147,7 +148,14 @@ def _uncut(graph: OperatorGraph) -> str:
 def _by_microbatch(plan: Plan, graph: OperatorGraph) -> str:
     """What a microbatch has of its own that one device with the whole batch has not."""
     norms, parts = graph.batch_norms, plan.num_microbatches
-    if not norms or parts == 1:
+    if not norms:
+        return ""
+    if any(graph.operator(name).attributes.get(LOCAL) for name in norms):
+        return (
+            f" {len(norms)} batch norms (such as {norms[0]}) take the mean and variance of each "
+            "device's own samples of a microbatch, as DistributedDataParallel does."
+        )
+    if parts == 1:
         return ""
     return (
         f" {len(norms)} batch norms (such as {norms[0]}) take the mean and variance of each "

@@ -348,11 +348,9 @@ class OperatorGraph:
                 "choose 1 microbatch"
             )
         if num_microbatches not in self.microbatch_counts:
-            most = max(self.microbatch_counts)
-            groups = "" if most == self.batch else f" (samples belong together in {most} groups)"
             raise ValueError(
                 f"batch {self.batch} of {self.name!r} cannot be cut into {num_microbatches} equal "
-                f"microbatches; choose a divisor of {most}{groups}"
+                f"microbatches; {self._allowed_counts()}"
             )
         if num_microbatches not in self._microbatches:
             cut = tuple(
@@ -361,6 +359,13 @@ class OperatorGraph:
             )
             self._microbatches[num_microbatches] = replace(self, operators=cut)
         return self._microbatches[num_microbatches]
+
+    def _allowed_counts(self) -> str:
+        most = max(self.microbatch_counts)
+        if self.batch_norms and most < self.batch:
+            return f"choose a divisor of {most}, as batch norms need 2 values of a channel"
+        apart = "" if most == self.batch else f" (samples belong together in {most} groups)"
+        return f"choose a divisor of {most}{apart}"
 
     @cached_property
     def whole_batch(self) -> str:
@@ -371,8 +376,9 @@ class OperatorGraph:
             >>> mlp([8, 8], batch=4).whole_batch
             ''
         """
-        sizes = [each.shape[each.sample_dim] for each in self.inputs if each.sample_dim is not None]
-        return self._parts.problem if max(sizes, default=1) > 1 else ""
+        dims = ((each.shape, each.sample_dim) for each in self.inputs)
+        batches = (shape[dim] for shape, dim in dims if dim is not None)
+        return self._parts.problem if max(batches, default=1) > 1 else ""
 
     @cached_property
     def microbatch_counts(self) -> tuple[int, ...]:
@@ -383,11 +389,13 @@ class OperatorGraph:
             >>> mlp([8, 8], batch=12).microbatch_counts
             (1, 2, 3, 4, 6, 12)
         """
-        from stratagem.simulator.microbatches import sample_cuts, sizes_cut
+        from stratagem.simulator.microbatches import fewest_values, sample_cuts, sizes_cut
 
         most = 1 if self.whole_batch else sizes_cut(self, sample_cuts(self))
         small = [n for n in range(1, math.isqrt(most) + 1) if most % n == 0]
-        return tuple(sorted({*small, *(most // n for n in small)}))
+        divisors = sorted({*small, *(most // n for n in small)})
+        values = fewest_values(self)
+        return tuple(n for n in divisors if n == 1 or values is None or values // n > 1)
 
     @property
     def batch_norms(self) -> tuple[str, ...]:

@@ -118,6 +118,15 @@ def sizes_cut(graph: OperatorGraph, cuts: Cuts) -> int:
     return fold(math.gcd, (op.sizes[name] for op, names in named for name in names), 0) or 1
 
 
+def fewest_values(graph: OperatorGraph) -> int | None:
+    """The fewest values that a batch norm takes a mean and variance of; None if it has none."""
+    found = []
+    for operator in map(graph.operator, graph.batch_norms):
+        channel = factors(operator.weights[0].layout)
+        found.append(math.prod(d.size for d in operator.dims if d.name not in channel))
+    return min(found, default=None)
+
+
 def add_shares(operator: Operator, places: Sequence[Place], parts: int) -> Operator:
     """The operator of one of `parts`, which adds its share of what is the same for all of them.
 

@@ -13,7 +13,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stratagem.simulator.graph import Dim, Input, Layout, Operator, Output, Weight, factors
+from stratagem.simulator.graph import (
+    Dim,
+    DimKind,
+    Input,
+    Layout,
+    Operator,
+    Output,
+    Weight,
+    factors,
+)
+from stratagem.simulator.local_statistics import LOCAL
 
 
 @dataclass(frozen=True, order=True)
@@ -88,7 +98,8 @@ def check_config(operator: Operator, config: Config, shape: Sequence[int]) -> No
 
     Raises:
         ValueError: the number of placements is not the number of axes; a dim is unknown, must be
-            whole, or has too few elements for its shards; a Pin is beyond its axis.
+            whole, or has too few elements for its shards; a Pin is beyond its axis; a batch norm
+            with statistics of its own has one value of a channel.
     """
     if len(config) != len(shape):
         raise ValueError(
@@ -105,6 +116,27 @@ def check_config(operator: Operator, config: Config, shape: Sequence[int]) -> No
             raise ValueError(
                 f"{_named(operator)}: a config cannot be Partial (axis {axis}); outputs become so"
             )
+
+    if not statistics_fit(operator, config, shape):
+        raise ValueError(
+            f"{_named(operator)}: with statistics of its own a device needs at least 2 values of "
+            "a channel, and the smallest shard has 1: use fewer devices, larger microbatches or "
+            "shared statistics"
+        )
+
+
+def statistics_fit(operator: Operator, config: Config, shape: Sequence[int]) -> bool:
+    """Whether every device can take the mean and variance that it normalises by."""
+    if not operator.attributes.get(LOCAL):
+        return True
+    channel = factors(operator.weights[0].layout)
+    values = 1
+    for dim in operator.dims:
+        if dim.name not in channel:
+            own = dim.kind is DimKind.SAMPLE
+            splits = splits_of(config, dim.name, shape) if own else []
+            values *= smallest_shard(dim.size, splits)
+    return values > 1
 
 
 def _named(operator: Operator, dim: Dim | None = None) -> str:

@@ -15,6 +15,7 @@ from stratagem.simulator.chimera import (
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.files import decode, encode, read_text, write_text
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.local_statistics import local_statistics
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.overlap import check_fusion, check_pieces
 from stratagem.simulator.placement import REPLICATE, Config, check_config, parse_placement
@@ -222,12 +223,14 @@ class Plan:
     def rewrite(self, graph: OperatorGraph) -> Rewritten:
         """What the plan's substitutions make of a model's graph, which is what the plan runs.
 
-        A graph that has been rewritten stays as it is; a plan for split images splits them.
+        A graph that has been rewritten stays as it is; a plan for split images splits them, one
+        for local statistics makes them local.
 
         Raises:
             ValueError: a substitution does not fit `graph`.
         """
-        for known in (graph, split_images(graph)):
+        split = split_images(graph)
+        for known in (graph, split, local_statistics(graph), local_statistics(split)):
             if known.fingerprint == self.fingerprint:
                 return Rewritten(known)
         if not self.substitutions:

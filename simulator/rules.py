@@ -26,7 +26,7 @@ embedding      ids (...)                    weight (vocabulary,       (..., hidd
 layer_norm     x (..., normalised…)         weight, bias              like x; `eps`
 rms_norm       x (..., normalised…)         weight                    like x; `eps`
 batch_norm     x (sample, channel, …)       weight, bias, running     like x; `eps`, `momentum`,
-                                            mean, running variance    `training`
+                                            mean, running variance    `training` [, `local`]
 attention      q (sample, head, query, e),  none                      (sample, head, query, f);
                k (.., key, e),                                        `causal`, `scale`,
                v (.., key, f)                                         [`dropout`, `first_query`]
@@ -73,6 +73,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
+from stratagem.simulator.local_statistics import statistics_dims
 from stratagem.simulator.names import unknown
 from stratagem.simulator.spatial import Window, window_of
 
@@ -221,9 +222,8 @@ def _pool_flops(operator: Operator, sizes: Sizes) -> float:
 
 def _batch_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction, ...]:
     """Mean and squares are summed over shards of samples (and their gradients on the way back)."""
-    channel = factors(operator.weights[0].layout)
-    others = tuple(n for n in factors(operator.inputs[0].layout) if n not in channel)
-    return (InnerReduction(others, 2 * _product(sizes, channel), 1, 1),)
+    channel, shared = factors(operator.weights[0].layout), statistics_dims(operator)
+    return (InnerReduction(shared, 2 * _product(sizes, channel), 1, 1),) if shared else ()
 
 
 def _token_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction, ...]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
+from stratagem.simulator.graph import DimKind, Operator, shape_of
+from stratagem.simulator.local_statistics import statistics_dims
 from stratagem.simulator.torch_ops.shards import Shards, positions
 
 Tensors = Sequence[Tensor]
@@ -55,12 +56,14 @@ def softmax(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensor
 
 
 def batch_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    """Batch norm with the statistics of the whole batch; updates the running ones in place."""
+    """Batch norm with statistics over all shards; updates the running ones in place.
+
+    A `local` one has those of this shard's samples.
+    """
     x, given = inputs[0], operator.attributes
     weight, bias, mean, variance = weights
     training = given.get("training", True)
-    layout = operator.inputs[0].layout
-    shared = factors((layout[0], *layout[2:]))
+    shared = statistics_dims(operator)
     if training and shards.split(operator, shared):
         return _batch_norm_together(operator, shards, x, weights, shared)
     wide = mean.dtype
@@ -81,8 +84,9 @@ def _batch_norm_together(
     """
     weight, bias, running_mean, running_variance = weights
     others = [dim for dim in range(x.dim()) if dim != 1]
-    here = math.prod(shards.sizes[name] for name in shared)
-    total = math.prod(operator.sizes[name] for name in shared)
+    total = here = x.numel() // x.shape[1]
+    for name in shared:
+        total = total // shards.sizes[name] * operator.sizes[name]
     wide = x if x.dtype == torch.float64 else x.float()
     own_variance, own_mean = torch.var_mean(wide, others, correction=0)
     own_variance, own_mean = own_variance.double(), own_mean.double()

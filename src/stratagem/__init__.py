@@ -56,6 +56,7 @@ _HOMES = {
     "load_checkpoint": "stratagem.executor.checkpoint_reader",
     "export": "stratagem.exports",
     "local_cluster": "stratagem.face",
+    "local_statistics": "stratagem.simulator.local_statistics",
     "plot_memory": "stratagem.simulator.memory_plot",
     "plot_timelines": "stratagem.simulator.plot",
     "profile": "stratagem.face",
