@@ -22,10 +22,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.batches import Batches, Data
+from stratagem.executor.checking import judge
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import Limits
 from stratagem.executor.models import make_data, make_model, make_rate
-from stratagem.executor.reference import check_comparable, errors_against
+from stratagem.executor.reference import reference_of
 from stratagem.executor.report import report_of
 from stratagem.executor.run import (
     PROCESS_BACKENDS,
@@ -35,7 +36,8 @@ from stratagem.executor.run import (
     process_rank,
 )
 from stratagem.executor.states import model_state
-from stratagem.executor.training_loop import RunOptions, Show, check_equal, train
+from stratagem.executor.training_loop import RunOptions, Show, check_equal, first_step, train
+from stratagem.executor.verdict import Verdict
 from stratagem.executor.watch import Watch
 from stratagem.progress import progress_bar, status_file
 from stratagem.simulator.plan import Plan
@@ -47,11 +49,11 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     place = watch.place
     place.enter(-1, "building the model", slow=True)
     plan = Plan.load(arguments.plan)
-    if arguments.check:
-        check_comparable(plan)
     model, example = make_model(arguments.model, plan.seed)
     graph = capture(model, (), example, name=plan.model)
     program = prepare(plan, graph)
+    if arguments.check:
+        reference_of(plan, plan.rewrite(graph).graph)  # Refused here where there is none.
     check_world(program, comm.world_size)
     state = model_state(model)
     place.enter(-1, "comparing the models of all ranks", waits=True, slow=True)
@@ -72,20 +74,20 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     )
     place.enter(-1, "preparing the first step", waits=True, slow=True)
     interpreter = Interpreter(program, comm, state)
-    errors: dict[str, float] = {}
+    verdict: Verdict | None = None
     if arguments.check:
         once = Batches(first, graph, buffers=state)
-        checked = train(interpreter, once, RunOptions(gradients=True), place=place)
+        checked = first_step(interpreter, once, place)
         interpreter.reset()
-        place.enter(-1, "comparing with one process of torch", slow=True)
+        place.enter(-1, "comparing with one device", slow=True)
         if comm.rank == 0:
-            errors = errors_against(model, {k: first[k] for k in example}, checked)
+            verdict = judge(model, {k: first[k] for k in example}, checked, plan, graph)
     told = comm.rank == program.loss_rank and arguments.status is None
     with progress_bar(enabled=told) as bar:
         show: Show = status_file(arguments.status) if arguments.status else bar
         result = train(interpreter, batches, options, place=place, show=show)
     if comm.rank == 0 and arguments.out:
-        report_of(plan.name, result, errors).save(arguments.out)
+        report_of(plan.name, result, verdict).save(arguments.out)
 
 
 _SAME_MODEL = (

@@ -139,6 +139,16 @@ class Interpreter:
             self._masters[stored.value] = part
 
     @property
+    def overflowed(self) -> bool:
+        """Whether a gradient of the last step was not finite in float16, on any rank."""
+        return self._overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by; 1 but in float16."""
+        return 1.0 if self.scale is None else self.scale.value
+
+    @property
     def waits(self) -> bool:
         """Whether this rank waits for a collective that was begun earlier."""
         return self._memory.waits
@@ -338,9 +348,9 @@ class Interpreter:
         def run() -> None:
             squares = torch.zeros((), dtype=torch.float64, device=comm.device)
             for value in counted:
-                squares += (
-                    torch.linalg.vector_norm(values[value], dtype=torch.float32).double() ** 2
-                )
+                gradient = values[value]
+                widest = torch.promote_types(gradient.dtype, torch.float32)
+                squares += torch.linalg.vector_norm(gradient, dtype=widest).double() ** 2
             norm = comm.all_reduce(squares, everyone).sqrt() / self._memory.seed
             values[instruction.value] = norm
             if self.scale is not None:

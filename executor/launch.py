@@ -58,15 +58,15 @@ def launch(
 
     Example:
         >>> report = launch("plan.json", "mymodels:gpt", steps=10, check=True)  # doctest: +SKIP
-        >>> report.max_error  # doctest: +SKIP
-        4.1e-07
+        >>> report.verdict.agrees, report.verdict.max_error  # doctest: +SKIP
+        (True, 4.1e-07)
 
     Args:
         plan_path: plan file.
         model: ``module:function``; the function returns (model, dict of example inputs).
         steps: training steps, those before a checkpoint to go on from counted.
         warmup: steps to run and undo first.
-        check: whether to compare loss and gradients of a first step with one process of torch.
+        check: whether to compare a first step with that of one device, see `judge`.
         data: ``module:function``; the function returns an iterable of batches, the same on every
             rank. The example inputs are the batch of every step when left out.
         rate: ``constant``, ``linear`` or ``cosine``, or ``module:function`` of the step from 0,

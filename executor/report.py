@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from stratagem.executor.result import ExecutionResult
+from stratagem.executor.verdict import Verdict
 from stratagem.simulator.files import read_text, write_text
 from stratagem.simulator.timeline import Timeline
 
@@ -23,8 +24,7 @@ class Report:
         losses: of every step.
         step_times: of every step in seconds, that of the slowest rank.
         timeline: of the step with the median time, measured.
-        errors: if checked, the relative error of the loss and of every gradient by name,
-            max |a − b| / max |b| against one process of torch.
+        verdict: whether a first step was that of one device, if it was checked.
         peak_bytes: per rank the most bytes that it held at once; empty unless asked for.
         no_graph: why steps were run one by one though a CUDA graph was asked for; empty otherwise.
     """
@@ -33,7 +33,7 @@ class Report:
     losses: tuple[float, ...]
     step_times: tuple[float, ...]
     timeline: Timeline
-    errors: dict[str, float] = field(default_factory=dict)
+    verdict: Verdict | None = None
     peak_bytes: tuple[int, ...] = ()
     no_graph: str = ""
 
@@ -41,11 +41,6 @@ class Report:
     def step_time(self) -> float:
         """Median step time in seconds."""
         return sorted(self.step_times)[(len(self.step_times) - 1) // 2]
-
-    @property
-    def max_error(self) -> float:
-        """The largest of the errors."""
-        return max(self.errors.values(), default=0.0)
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all."""
@@ -55,7 +50,7 @@ class Report:
             "losses": self.losses,
             "step_times": self.step_times,
             "timeline": self.timeline.to_dict(),
-            "errors": self.errors,
+            "verdict": None if self.verdict is None else asdict(self.verdict),
             "peak_bytes": self.peak_bytes,
             "no_graph": self.no_graph,
         }
@@ -78,7 +73,7 @@ class Report:
                 losses=tuple(columns["losses"]),
                 step_times=tuple(columns["step_times"]),
                 timeline=Timeline.from_dict(columns["timeline"]),
-                errors=columns["errors"],
+                verdict=Verdict(**columns["verdict"]) if columns.get("verdict") else None,
                 peak_bytes=tuple(columns.get("peak_bytes", ())),
                 no_graph=columns.get("no_graph", ""),
             )
@@ -86,14 +81,14 @@ class Report:
             raise ValueError(f"result file {path} is broken: {error}") from error
 
 
-def report_of(plan: str, result: ExecutionResult, errors: dict[str, float]) -> Report:
+def report_of(plan: str, result: ExecutionResult, verdict: Verdict | None = None) -> Report:
     """The report of a result."""
     return Report(
         plan,
         result.losses,
         result.step_times,
         result.timeline,
-        errors,
+        verdict,
         peak_bytes=result.peak_bytes,
         no_graph=result.no_graph,
     )

@@ -147,6 +147,18 @@ def train(
     return replace(result, peak_bytes=peaks, no_graph=refused or "")
 
 
+def first_step(interpreter: Interpreter, batches: Batches, place: Place) -> ExecutionResult:
+    """Make one step, and bring its gradients together; every rank calls this.
+
+    A step that overflows in float16 changes no parameter: it is made again with the smaller loss
+    scale that follows from it.
+    """
+    while True:
+        result = train(interpreter, batches, RunOptions(gradients=True), place=place)
+        if not interpreter.overflowed or interpreter.loss_scale < 1:
+            return result
+
+
 def _begin(
     interpreter: Interpreter, batches: Batches, options: RunOptions, place: Place
 ) -> tuple[int, int]:

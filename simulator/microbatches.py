@@ -97,7 +97,7 @@ def parts_of(
             given = [shares[graph.index[read.source]][read.output] for read in operator.inputs]
             if cuts[i]:
                 made = _of_cut(operator, cuts[i], given, where, what)
-                if _takes_statistics(operator):
+                if takes_statistics(operator):
                     norms.append(operator.name)
             else:
                 made, places = _of_whole(operator, given, where, what, _is_float(graph, i))
@@ -125,6 +125,17 @@ def fewest_values(graph: OperatorGraph) -> int | None:
         channel = factors(operator.weights[0].layout)
         found.append(math.prod(d.size for d in operator.dims if d.name not in channel))
     return min(found, default=None)
+
+
+def takes_statistics(operator: Operator) -> bool:
+    """Whether an operator normalises by the mean and variance of what it is given.
+
+    Example:
+        >>> from stratagem.simulator.models import resnet
+        >>> takes_statistics(resnet(18, batch=8).operator("bn1"))
+        True
+    """
+    return operator.kind == "batch_norm" and bool(operator.attributes.get("training", True))
 
 
 def add_shares(operator: Operator, places: Sequence[Place], parts: int) -> Operator:
@@ -215,7 +226,7 @@ def _of_whole(
     """The outputs of an operator of which every part runs all, and what each adds a share of."""
     count = len(operator.outputs)
     if SUM not in given:
-        if _takes_statistics(operator):
+        if takes_statistics(operator):
             raise _MixedError(f"{where} would count its statistics once a microbatch")
         return (SAME,) * count, ()
     if operator.kind == "elementwise":
@@ -232,10 +243,6 @@ def _of_whole(
     if operator.kind in LINEAR and alike and not biased:
         return (SUM,) * count, ()
     raise _MixedError(f"{where} makes something else than a sum of a sum over {what}")
-
-
-def _takes_statistics(operator: Operator) -> bool:
-    return operator.kind == "batch_norm" and bool(operator.attributes.get("training", True))
 
 
 def _is_float(graph: OperatorGraph, i: int) -> bool:

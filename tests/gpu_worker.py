@@ -10,9 +10,9 @@ import torch
 from examples.models import SmallGPT
 from stratagem.executor import execute, model_state
 from stratagem.executor.batches import Batches
+from stratagem.executor.checking import judge
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import Limits
-from stratagem.executor.reference import errors_against
 from stratagem.executor.run import prepare, process_rank
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.simulator.plan import Plan
@@ -75,7 +75,8 @@ def main() -> None:
         plan, graph, model_state(model), batch, warmup=1, gradients=True, backend="nccl"
     )
     if result.gradients:
-        torch.save(errors_against(model, batch, result), Path(out, "result.pt"))
+        errors = judge(model, batch, result, plan, graph).errors
+        torch.save(dict(errors), Path(out, "result.pt"))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from stratagem.executor import lower, model_state
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.batches import Batches
+from stratagem.executor.checking import judge
 from stratagem.executor.gpu.kernels import has_cupy
 from stratagem.executor.gpu.memory import use_torch_memory
 from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
@@ -21,7 +22,6 @@ from stratagem.executor.gpu.streams import CudaStreams
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.optimizers import make_optimizer
-from stratagem.executor.reference import errors_against
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
@@ -205,8 +205,8 @@ def test_plans_on_one_gpu_equal_torch(case: Case, name: str) -> None:
         return train(Interpreter(program, comm, state), batches, options, place=Place())
 
     result = run_local(program.world_size, run, device="cuda")[0]
-    errors = errors_against(case.model, case.batch, result)
-    assert max(errors.values()) < 1e-4, errors
+    verdict = judge(case.model, case.batch, result, plan, case.graph)
+    assert verdict.max_error < 1e-4, verdict.sentence()
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from stratagem.executor import execute, grid, launch, lower, model_state, verify
 from stratagem.executor.instructions import Backward, Forward, Free, Instruction, Stash
 from stratagem.executor.live import peak_bytes
 from stratagem.executor.program import Program
-from stratagem.executor.reference import check_comparable, first_scalar, gradient_errors
+from stratagem.executor.reference import first_scalar, gradient_errors, reference_of
 from stratagem.search.baselines import Situation, baseline_plans
 from stratagem.search.checkpoint import Checkpoint
 from stratagem.search.constraints import Constraints
@@ -349,7 +349,7 @@ def test_processes_train_by_the_published_rule_and_checkpoints_need_no_older_wei
     assert resumed.losses == pytest.approx(truth.losses[2:], rel=TOLERANCE)
     truth.check(resumed.parameters)
     with pytest.raises(ValueError, match="compare the plan under 1f1b"):
-        check_comparable(plan)
+        reference_of(plan, case.graph)
 
 
 # -- programs -----------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from examples.models import SmallGPT
 from stratagem.executor import execute, lower, model_state
+from stratagem.executor.checking import judge
 from stratagem.executor.instructions import Convert
-from stratagem.executor.reference import errors_against, gradient_errors, relative_error
+from stratagem.executor.reference import gradient_errors, relative_error
 from stratagem.search.rewriting import steps
 from stratagem.search.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.builder import GraphBuilder
@@ -172,8 +173,8 @@ def test_plan_of_a_rewritten_model_trains_the_model(name: str, ways: int, tmp_pa
     plan = Plan.load(tmp_path / "plan.json")
     assert [step.rule for step in plan.substitutions] == list(rules)
     result = execute(plan, graph, model_state(model), batch, gradients=True, timeout=60)
-    errors = errors_against(model, batch, result)
-    assert max(errors.values()) < TOLERANCE, errors
+    verdict = judge(model, batch, result, plan, graph)
+    assert verdict.max_error < TOLERANCE, verdict.sentence()
     assert dict(model.named_parameters()).keys() <= result.parameters.keys()
 
 

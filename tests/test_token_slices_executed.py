@@ -313,5 +313,6 @@ def test_processes_equal_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     report = launch(
         tmp_path / "plan.json", "sliced_model:llama", check=True, folder=tmp_path, steps=2
     )
-    assert 0 < report.max_error < TOLERANCE
-    assert len(report.errors) == 1 + len(list(case.model.parameters()))
+    assert report.verdict is not None
+    assert 0 < report.verdict.max_error < TOLERANCE
+    assert len(report.verdict.errors) == 1 + len(list(case.model.parameters()))

@@ -29,7 +29,10 @@ def run(
         int, typer.Option(help="training steps, those before a checkpoint counted")
     ] = 10,
     warmup: Annotated[int, typer.Option(help="steps to run and undo first")] = 2,
-    check: Annotated[bool, typer.Option("--check", help="compare with one process")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="compare a step with one device; exit code 1 if it differs"),
+    ] = False,
     data: Annotated[
         str | None,
         typer.Option(help="module:function returning batches, the same on every rank"),
@@ -109,11 +112,10 @@ def run(
         console.print(f"{fullest} in the memory of the fullest device")
     if report.no_graph:
         console.print(f"[yellow]{escape(not_graphed(report.no_graph))}")
-    if check:
-        console.print(
-            f"loss and {len(report.errors) - 1} gradients agree with one process of torch to "
-            f"{report.max_error:.1e}"
-        )
+    verdict = report.verdict
+    if verdict is not None:
+        color = "" if verdict.agrees else "[bold red]"
+        console.print(f"{color}a step {escape(verdict.sentence())}")
     if out is not None:
         report.save(out)
         console.print(f"Written to {out}", soft_wrap=True)
@@ -125,4 +127,16 @@ def run(
         }
         if report.peak_bytes:
             facts["peak_bytes"] = report.peak_bytes
-        print_json({**facts, "max_error": report.max_error} if check else facts)
+        if verdict is not None:
+            facts |= {
+                "agrees": verdict.agrees,
+                "verdict": verdict.sentence(),
+                "worst": verdict.worst,
+                "error": verdict.errors[verdict.worst],
+                "allowed": verdict.allowed[verdict.worst],
+                "max_error": verdict.max_error,
+                "reference": verdict.reference,
+            }
+        print_json(facts)
+    if verdict is not None and not verdict.agrees:
+        raise typer.Exit(1)
