@@ -14,17 +14,63 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from stratagem.executor.backends.base import Communicator
+from stratagem.executor.backends.local import run_local
+from stratagem.executor.batches import Batches
+from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.reference import Outcome, reference_of
 from stratagem.executor.result import ExecutionResult
+from stratagem.executor.run import LOCAL_SECONDS, prepare
+from stratagem.executor.states import check_state, model_state
+from stratagem.executor.training_loop import first_step
 from stratagem.executor.verdict import Verdict
+from stratagem.executor.where import Place
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.torch_ops.capture import capture
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 """Relative errors that small models have in a precision, with some room."""
 
 ROUNDING = 8.0
 """How many times as far from float64 as torch's own value one may be: orders of sums differ."""
+
+
+def check(
+    plan: Plan,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    graph: OperatorGraph | None = None,
+) -> Verdict:
+    """Make a step by a plan, with its ranks as threads of this process, and judge it.
+
+    Example:
+        >>> verdict = sg.check(plan, model, batch)  # doctest: +SKIP
+        >>> print(verdict.sentence())  # doctest: +SKIP
+        agrees with one process of torch: loss and 12 gradients to 3.1e-07 (worst: head.weight, …)
+
+    Args:
+        plan: for this model and batch.
+        model: its parameters and buffers are read, not changed.
+        batch: the keyword arguments of the model's `forward`.
+        graph: what `capture` gave; the model is captured anew when left out.
+
+    Raises:
+        ValueError: when the plan is not for this model and batch or cannot be executed; when one
+            device cannot repeat its step, see `judge`.
+    """
+    used = graph or capture(model, kwargs=batch)
+    reference_of(plan, plan.rewrite(used).graph)  # Refused here where there is none.
+    program, state = prepare(plan, used), model_state(model)
+    check_state(program, state)
+    batches = Batches(batch, used, seed=plan.seed, buffers=state)
+
+    def run(comm: Communicator) -> ExecutionResult:
+        return first_step(Interpreter(program, comm, state), batches, Place())
+
+    result = run_local(program.world_size, run, timeout=LOCAL_SECONDS)[0]
+    return judge(model, batch, result, plan, used)
 
 
 def judge(

@@ -13,19 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typer.testing import CliRunner
 
+import stratagem as sg
 from examples.models import SmallGPT
 from stratagem.cli import app
 from stratagem.executor import ExecutionResult, execute, model_state
-from stratagem.executor.batches import Batches
 from stratagem.executor.checking import judge
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.lowering import lower
 from stratagem.executor.reference import statistics_apart
 from stratagem.executor.report import Report
-from stratagem.executor.run import run_local
-from stratagem.executor.training_loop import first_step
 from stratagem.executor.verdict import Verdict
-from stratagem.executor.where import Place
 from stratagem.simulator.local_statistics import local_statistics
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
@@ -148,15 +143,13 @@ def test_lower_precisions_are_judged_by_torchs_own_rounding(precision: str) -> N
     case = Case(model, batch, capture(model, (), batch))
     training = replace(SGD, precision=precision)
     plan = make_plan(case, sharding("sample"), (2,), num_microbatches=2, training=training)
-    program, state = lower(plan, case.graph), model_state(model)
-
-    def step(comm):  # type: ignore[no-untyped-def]
-        interpreter = Interpreter(program, comm, state)
-        return first_step(interpreter, Batches(batch, case.graph, buffers=state), Place())
-
-    result = run_local(program.world_size, step)[0]
-    verdict = judge(model, batch, result, plan, case.graph)
+    verdict = sg.check(plan, model, batch)
     assert verdict.agrees, verdict.sentence()
+    assert max(verdict.errors.values()) > 1e-4
+    result = execute(
+        plan, case.graph, model_state(model), batch, steps=8, rate=lambda step: 0, gradients=True
+    )
+    assert judge(model, batch, result, plan, case.graph).agrees
     assert result.gradients is not None
     wrong = {name: 2 * value for name, value in result.gradients.items()}
     assert not judge(model, batch, replace(result, gradients=wrong), plan, case.graph).agrees

@@ -45,6 +45,7 @@ _HOMES = {
     "Training": "stratagem.simulator.training",
     "TrainingSetup": "stratagem.search.setup",
     "capture": "stratagem.simulator.torch_ops.capture",
+    "check": "stratagem.executor.checking",
     "compare": "stratagem.comparison",
     "compare_schedules": "stratagem.face",
     "doctor": "stratagem.machine",
