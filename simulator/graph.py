@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stratagem.simulator.names import unknown
 
 if TYPE_CHECKING:
-    from stratagem.simulator.microbatches import Parts
-    from stratagem.simulator.step_shares import Place
+    from stratagem.simulator.microbatches import Added, Parts
 
 Layout = tuple[tuple[str, ...], ...]
 """Per tensor dimension the operator dims whose product it is, outermost first; () is size 1."""
@@ -354,7 +353,7 @@ class OperatorGraph:
             )
         if num_microbatches not in self._microbatches:
             cut = tuple(
-                _cut_samples(operator, num_microbatches, self._parts.added.get(operator.name, ()))
+                _cut_samples(operator, num_microbatches, self._parts.added.get(operator.name))
                 for operator in self.operators
             )
             self._microbatches[num_microbatches] = replace(self, operators=cut)
@@ -528,7 +527,7 @@ def _identity(operator: Operator) -> tuple[Any, ...]:
     return (operator.name, *operator.signature, reads, weights)
 
 
-def _cut_samples(operator: Operator, parts: int, added: Sequence[Place]) -> Operator:
+def _cut_samples(operator: Operator, parts: int, added: Added | None) -> Operator:
     from stratagem.simulator.microbatches import add_shares
 
     dims = tuple(

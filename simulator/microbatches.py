@@ -39,20 +39,33 @@ LINEAR = frozenset({"reduce", "cat", "narrow", "linear", "linear_sum"})
 
 
 @dataclass(frozen=True)
+class Added:
+    """What an elementwise operator adds to a sum though it is the same for every part.
+
+    Attributes:
+        places: the arguments of its steps that are added.
+        dtype: what they are cast to before each part takes its share, as some may be whole
+            numbers; empty if none is.
+    """
+
+    places: tuple[Place, ...]
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
 class Parts:
     """How the values of a graph come together from those of parts of its batch.
 
     Attributes:
         problem: why parts do not make the whole; empty if they do.
         shares: of each output of every operator, as far as it was followed.
-        added: per elementwise operator the arguments of its steps that are the same for every part
-            and are added to a sum.
+        added: per elementwise operator what is the same for every part and is added to a sum.
         batch_norms: operators that normalise by the statistics of a part.
     """
 
     problem: str = ""
     shares: tuple[tuple[Share, ...], ...] = ()
-    added: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
+    added: Mapping[str, Added] = field(default_factory=dict)
     batch_norms: tuple[str, ...] = ()
 
 
@@ -86,7 +99,7 @@ def parts_of(
         apart: whether it is known that operators keep apart what these dims count.
     """
     shares: list[tuple[Share, ...]] = []
-    added: dict[str, tuple[Place, ...]] = {}
+    added: dict[str, Added] = {}
     norms: list[str] = []
     try:
         for i, operator in enumerate(graph.operators):
@@ -100,9 +113,9 @@ def parts_of(
                 if takes_statistics(operator):
                     norms.append(operator.name)
             else:
-                made, places = _of_whole(operator, given, where, what, _is_float(graph, i))
+                made, places = _of_whole(operator, given, where, what)
                 if places:
-                    added[operator.name] = places
+                    added[operator.name] = Added(places, _counting_dtype(graph, i))
             shares.append(made)
         share = shares[graph.index[graph.loss]][0]
         if share is not SUM:
@@ -138,22 +151,25 @@ def takes_statistics(operator: Operator) -> bool:
     return operator.kind == "batch_norm" and bool(operator.attributes.get("training", True))
 
 
-def add_shares(operator: Operator, places: Sequence[Place], parts: int) -> Operator:
+def add_shares(operator: Operator, added: Added, parts: int) -> Operator:
     """The operator of one of `parts`, which adds its share of what is the same for all of them.
 
     Example:
         >>> operator = Operator("x", "elementwise", (), (), (), (),
         ...                     {"steps": [["add", [["in", 0], ["weight", 0]]]]})
-        >>> add_shares(operator, [(0, 1)], 4).attributes["steps"]
+        >>> add_shares(operator, Added(((0, 1),)), 4).attributes["steps"]
         [['div', [['weight', 0], 4]], ['add', [['in', 0], ['step', 0]]]]
     """
     steps: Steps = []
     moved: dict[tuple[str, object], list[object]] = {}
     for number, (function, arguments) in enumerate(operator.attributes["steps"]):
         given = shift_steps([[function, arguments]], moved)[0][1]
-        for step, position in places:
+        for step, position in added.places:
             if step == number:
                 if isinstance(given[position], list):
+                    if added.dtype:
+                        steps.append(["cast", [given[position], added.dtype]])
+                        given[position] = ["step", len(steps) - 1]
                     steps.append(["div", [given[position], parts]])
                     given[position] = ["step", len(steps) - 1]
                 else:
@@ -221,7 +237,7 @@ def _ordered(operator: Operator) -> tuple[str, ...]:
 
 
 def _of_whole(
-    operator: Operator, given: Sequence[Share], where: str, what: str, is_float: bool
+    operator: Operator, given: Sequence[Share], where: str, what: str
 ) -> tuple[tuple[Share, ...], tuple[Place, ...]]:
     """The outputs of an operator of which every part runs all, and what each adds a share of."""
     count = len(operator.outputs)
@@ -233,7 +249,7 @@ def _of_whole(
         found = step_shares(operator.attributes["steps"], given)
         if found.problem:
             raise _MixedError(f"{where} {found.problem} a sum over {what}")
-        if found.added and not is_float:
+        if found.added and not all("float" in each.dtype for each in operator.outputs):
             raise _MixedError(f"{where} adds whole numbers to a sum over {what}")
         return (found.share,) * count, found.added
     if operator.kind == "matmul" and tuple(given).count(SUM) == 1:
@@ -245,7 +261,8 @@ def _of_whole(
     raise _MixedError(f"{where} makes something else than a sum of a sum over {what}")
 
 
-def _is_float(graph: OperatorGraph, i: int) -> bool:
+def _counting_dtype(graph: OperatorGraph, i: int) -> str:
+    """The dtype of what an operator makes, if it reads whole numbers; empty otherwise."""
     operator = graph.operators[i]
-    made = [graph.operator(read.source).outputs[read.output] for read in operator.inputs]
-    return all("float" in each.dtype for each in (*made, *operator.outputs))
+    read = [graph.operator(each.source).outputs[each.output].dtype for each in operator.inputs]
+    return "" if all("float" in dtype for dtype in read) else operator.outputs[0].dtype
