@@ -162,30 +162,32 @@ class GraphBuilderBase:
         Raises:
             ValueError: `loss` is no scalar of this builder, or an operator cannot be finished.
         """
-        if not isinstance(loss.node, Draft) or math.prod(loss.shape) != 1:
+        made = loss.node
+        if not isinstance(made, Draft) or math.prod(loss.shape) != 1:
             raise ValueError(
                 f"graph {self.name!r}: the loss has shape {loss.shape}; it must be one number "
                 "made by an operator, such as the result of cross_entropy or reduce"
             )
-        sums_as_sources(live_drafts(self._drafts, loss.node))
-        drafts = fuse_elementwise(live_drafts(self._drafts, loss.node))
+        sums_as_sources(live_drafts(self._drafts, made))
+        drafts = fuse_elementwise(live_drafts(self._drafts, made))
         drafts.sort(key=lambda draft: draft.kind != "source")
         sampled = [given.name for given in self._inputs if given.sample_dim is not None]
         sampled.sort(key=lambda name: name == TARGETS)
         return settle_samples(
             drafts,
             [self._fed[name] for name in sampled],
-            lambda: self._finish(drafts, loss.node.name),
+            lambda: self._finish(drafts, made),
         )
 
-    def _finish(self, drafts: Sequence[Draft], loss: str) -> OperatorGraph:
+    def _finish(self, drafts: Sequence[Draft], loss: Draft) -> OperatorGraph:
+        operators = finish_operators(drafts)  # it makes names unique, that of the loss too
         read = {name for draft in drafts for name in _inputs_read(draft)}
         return OperatorGraph(
             name=self.name,
             inputs=tuple(map(self._settled, (each for each in self._inputs if each.name in read))),
             parameters=live_parameters(drafts, self._stored),
-            operators=finish_operators(drafts),
-            loss=loss,
+            operators=operators,
+            loss=loss.name,
         )
 
     def _settled(self, given: GraphInput) -> GraphInput:

@@ -228,6 +228,16 @@ def test_cross_entropy_counts_the_targets_of_the_whole_batch() -> None:
     assert cut.operator("count").attributes == graph.operator("count").attributes
 
 
+def test_a_loss_that_shares_its_name_is_the_last_of_that_name() -> None:
+    """The loss was found by the name that it had before names were made unique: the first sum."""
+    b = GraphBuilder("twice")
+    x = b.input("x", (4, 6))
+    rows = b.reduce(b.linear(x, b.parameter("weight", (3, 6))), [1], name="sum")
+    graph = b.build(b.reduce(rows, name="sum"))
+    assert [o.name for o in graph.operators][-2:] == ["sum", "sum_1"]
+    assert graph.loss == "sum_1"
+
+
 def test_dead_code_is_dropped() -> None:
     b = GraphBuilder("dead")
     x = b.input("x", (4, 6))
