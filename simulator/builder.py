@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from stratagem.simulator.builder_base import is_float
 from stratagem.simulator.builder_contractions import label, window_sizes
 from stratagem.simulator.builder_experts import ExpertBuilder
 from stratagem.simulator.draft import Draft, Loop, Tensor
@@ -48,10 +49,13 @@ class GraphBuilder(ExpertBuilder):
         weight: Tensor | None,
         *,
         num_dims: int = 1,
-        eps: float = 1e-6,
+        eps: float | None = 1e-6,
         name: str = "",
     ) -> Tensor:
-        """Divide the last `num_dims` dims of x by their root mean square."""
+        """Divide the last `num_dims` dims of x by their root mean square.
+
+        `eps` None is the smallest of the dtype that the norm runs in, as torch has it.
+        """
         return self._norm("rms_norm", x, [weight], num_dims, eps, name)
 
     def _norm(
@@ -60,7 +64,7 @@ class GraphBuilder(ExpertBuilder):
         x: Tensor,
         weights: Sequence[Tensor | None],
         num_dims: int,
-        eps: float,
+        eps: float | None,
         name: str,
     ) -> Tensor:
         x = self._written(x)
@@ -202,7 +206,10 @@ class GraphBuilder(ExpertBuilder):
         keep: bool = False,
         name: str = "reduce",
     ) -> Tensor:
-        """`scale` × the sum over `dims` (all by default), which stay with size 1 if `keep`."""
+        """`scale` × the sum over `dims` (all by default), which stay with size 1 if `keep`.
+
+        Sums of whole numbers and of truth values are in int64, as in torch.
+        """
         x = self._written(x)
         draft = self._draft("reduce", name)
         rank = len(x.dims)
@@ -216,7 +223,7 @@ class GraphBuilder(ExpertBuilder):
         kept = [
             None if i in gone else loop for i, loop in enumerate(loops) if keep or i not in gone
         ]
-        return self._made(draft, kept, x.dtype)
+        return self._made(draft, kept, x.dtype if is_float(x.dtype) else "int64")
 
     def mean(
         self,

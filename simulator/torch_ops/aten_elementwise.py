@@ -9,6 +9,7 @@ from typing import Any
 from stratagem.simulator.draft import Tensor, expand, permute
 from stratagem.simulator.steps import Steps
 from stratagem.simulator.torch_ops.calls import Call
+from stratagem.simulator.torch_ops.checks import check_kind, kind_of_steps
 from stratagem.simulator.torch_ops.expressions import Expression, is_constant
 from stratagem.simulator.torch_ops.pointwise import POINTWISE, Term
 
@@ -46,10 +47,11 @@ def _mse_loss(call: Call) -> Tensor:
 
 def _dropout(call: Call) -> Tensor:
     x = call.tensor("input")
-    if not call.given("train") or call.given("p") == 0:
+    train, p = call.given("train"), call.given("p")
+    if not train or p == 0:
         return x
     shared = [len(x.dims) - 2] if call.operator == "feature_dropout" else []
-    steps: Steps = [["dropout", [["in", 0], call.given("p"), *shared]]]
+    steps: Steps = [["dropout", [["in", 0], p, *shared]]]
     return call.builder.elementwise([x], steps, name=call.label("dropout"))
 
 
@@ -68,7 +70,20 @@ def _detach(call: Call) -> Tensor:
 
 
 def _pointwise(call: Call) -> Tensor:
-    """An elementwise operator of the term that the table gives for the aten operator."""
+    """An elementwise operator of the term that the table gives for the aten operator.
+
+    Constants of one element become numbers, unless the result then has another dtype or shape.
+    """
+    term, kind = POINTWISE[call.operator](call.arguments), (call.shape, call.dtype)
+    operands, steps = _chain(call, term, numbers=True)
+    if kind_of_steps(steps, operands) != kind:
+        operands, steps = _chain(call, term, numbers=False)
+    check_kind(kind_of_steps(steps, operands), kind)
+    return call.builder.elementwise(operands, steps, call.dtype, name=call.label(steps[-1][0]))
+
+
+def _chain(call: Call, term: Term, *, numbers: bool) -> tuple[list[Tensor], Steps]:
+    """The operands and steps of a term; constants of one element are `numbers` in them."""
     operands: list[Tensor] = []
     steps: Steps = []
 
@@ -76,7 +91,7 @@ def _pointwise(call: Call) -> Tensor:
         if isinstance(argument, Term):
             steps.append([argument.function, [write(each) for each in argument.arguments]])
             return ["step", len(steps) - 1]
-        if isinstance(argument, Expression) and math.prod(argument.shape) == 1:
+        if numbers and isinstance(argument, Expression) and math.prod(argument.shape) == 1:
             known = call.constant(argument) if is_constant(argument) else None
             if known is not None:
                 return known.item()
@@ -85,8 +100,8 @@ def _pointwise(call: Call) -> Tensor:
             return ["in", len(operands) - 1]
         return argument
 
-    write(POINTWISE[call.operator](call.arguments))
-    return call.builder.elementwise(operands, steps, call.dtype, name=call.label(steps[-1][0]))
+    write(term)
+    return operands, steps
 
 
 def _where(call: Call) -> Tensor:
@@ -97,7 +112,8 @@ def _where(call: Call) -> Tensor:
         known = call.constant(condition)
     if known is None or bool(known.any()) != bool(known.all()):
         return _pointwise(call)
-    taken = call.given("self" if bool(known.any()) else "other")
+    one, other = call.given("self"), call.given("other")
+    taken = one if bool(known.any()) else other
     if not isinstance(taken, Tensor) or taken.dtype != call.dtype:
         return _pointwise(call)
     return expand(taken, call.shape)

@@ -75,12 +75,11 @@ def _layer_norm(call: Call) -> Tensor:
 
 
 def _rms_norm(call: Call) -> Tensor:
-    eps = call.given("eps")
     return call.builder.rms_norm(
         call.tensor("input"),
         call.optional("weight"),
         num_dims=len(call.given("normalized_shape")),
-        eps=1.1920928955078125e-07 if eps is None else eps,
+        eps=call.given("eps"),
         name=call.label("rms_norm"),
     )
 
@@ -119,7 +118,7 @@ def _attention(call: Call) -> Tensor:
 
 
 def _softmax(call: Call) -> Tensor:
-    x = call.tensor("self")
+    x = call.in_dtype("self")
     return call.builder.softmax(x, dim=call.given("dim"), name=call.label("softmax"))
 
 
@@ -160,7 +159,7 @@ def _adaptive_pool(call: Call) -> Tensor:
 
 
 def _reduce(call: Call) -> Tensor:
-    x = call.tensor("self")
+    x = call.in_dtype("self")
     dims = call.arguments.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or None
     make = call.builder.mean if call.operator == "mean" else call.builder.reduce

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.builder_base import is_float
 from stratagem.simulator.draft import Tensor
 from stratagem.simulator.torch_ops.expressions import Expression, Sources
-from stratagem.simulator.torch_ops.pointwise import Arguments
+from stratagem.simulator.torch_ops.given import Given
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +20,7 @@ class Call:
     builder: GraphBuilder
     sources: Sources
     operator: str
-    arguments: Arguments
+    arguments: Given
     shape: tuple[int, ...]
     dtype: str
     leaf: bool
@@ -33,6 +34,16 @@ class Call:
     def tensor(self, name: str, *, broadcast: bool = False) -> Tensor:
         """An argument as a tensor; a source is made of an expression."""
         return self.handle(self.arguments[name], broadcast=broadcast)
+
+    def in_dtype(self, name: str) -> Tensor:
+        """An argument as a tensor, cast to the dtype of the result where that is another.
+
+        Sums of whole numbers and of truth values are in int64 by themselves.
+        """
+        x = self.tensor(name)
+        if x.dtype == self.dtype or (self.dtype == "int64" and not is_float(x.dtype)):
+            return x
+        return self.builder.elementwise([x], [["cast", [["in", 0], self.dtype]]], self.dtype)
 
     def optional(self, name: str) -> Tensor | None:
         """An argument as a tensor, unless it is None."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from stratagem.simulator.torch_ops.given import Given
 from stratagem.simulator.torch_ops.sources import dtype_name
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -56,14 +57,16 @@ def aten_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def by_schema(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_schema(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
     """The arguments of an aten call by the names of its schema, defaults included."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return dict(kwargs)
-    given = {each.name: each.default_value for each in schema.arguments}
-    given.update(zip((each.name for each in schema.arguments), args, strict=False))
-    return {**given, **kwargs}
+        return Given(kwargs, {})
+    defaults = {
+        each.name: each.default_value for each in schema.arguments if each.has_default_value()
+    }
+    named = zip((each.name for each in schema.arguments), args, strict=False)
+    return Given({**defaults, **dict(named), **kwargs}, defaults)
 
 
 def look_up(argument: Any, values: dict[Node, Any]) -> Any:

@@ -6,11 +6,11 @@ makes a term from the arguments of one aten operator, by their schema names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Arguments = dict[str, Any]
+Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -152,7 +152,7 @@ def elementwise(
     if any(function == "dropout" for function, _ in steps):
         masks = step_masks(operator, shards, next(iter(given.values())).device)
         kernels = {**STEP_KERNELS, "dropout": _dropping(masks)}
-    return _run(steps, kernels, given).expand(shape_of(target, sizes))
+    return run_steps(steps, kernels, given).expand(shape_of(target, sizes))
 
 
 def _dropping(masks: Iterator[Tensor]) -> Function:
@@ -189,7 +189,7 @@ def run_source(
     given = {("input", name): tensor.to(device) for name, tensor in graph_inputs.items()}
     with torch.device(device), torch.no_grad():
         try:
-            result = _run(operator.attributes["steps"], SOURCE_KERNELS, given)
+            result = run_steps(operator.attributes["steps"], SOURCE_KERNELS, given)
         except KeyError as error:
             raise ValueError(
                 f"operator {operator.name!r} (source) reads graph input {error.args[0][1]!r}, "
@@ -204,11 +204,12 @@ def run_source(
     return result
 
 
-def _run(
+def run_steps(
     steps: Sequence[Any],
     kernels: Mapping[str, Function],
     given: Mapping[tuple[str, Any], Tensor],
 ) -> Tensor:
+    """What steps make of `given`, by kind and number of the reference (see `simulator.steps`)."""
     values: dict[tuple[str, Any], Any] = dict(given)
     result: Any = None
     for position, (function, arguments) in enumerate(steps):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from stratagem.simulator.builder_base import is_float
 from stratagem.simulator.torch_ops.expressions import Expression
 from stratagem.simulator.torch_ops.pointwise import POINTWISE, Arguments, Term
 
@@ -27,7 +28,8 @@ def _alias(a: Arguments, shape: Shape, dtype: str) -> Term:
 
 
 def _cast(a: Arguments, shape: Shape, dtype: str) -> Term:
-    return Term("alias" if a["self"].dtype == dtype else "cast", (a["self"], dtype))
+    x = a["self"]
+    return Term("alias", (x,)) if x.dtype == dtype else Term("cast", (x, dtype))
 
 
 def _arange(a: Arguments, shape: Shape, dtype: str) -> Term:
@@ -72,8 +74,15 @@ def slice_bounds(a: Arguments, shape: Shape) -> tuple[int, int]:
 
 
 def _sum(a: Arguments, shape: Shape, dtype: str) -> Term:
-    summed = Term("sum", (a["self"], a.get("dim"), a.get("keepdim", False)))
-    return Term("cast", (summed, dtype))
+    x = a["self"]
+    if x.dtype != dtype and (dtype != "int64" or is_float(x.dtype)):
+        x = Term("cast", (x, dtype))
+    return Term("sum", (x, a.get("dim"), a.get("keepdim", False)))
+
+
+def _cumsum(a: Arguments, shape: Shape, dtype: str) -> Term:
+    x = a["self"] if a["self"].dtype == dtype else Term("cast", (a["self"], dtype))
+    return Term("cumsum", (x, a["dim"]))
 
 
 def _over(function: str) -> Callable[[Arguments, Shape, str], Term]:
@@ -143,7 +152,7 @@ SOURCES: dict[str, Callable[[Arguments, Shape, str], Term]] = {
     "pad": _pad,
     "roll": _plain("roll", "self", "shifts", "dims"),
     "flip": _plain("flip", "self", "dims"),
-    "cumsum": _plain("cumsum", "self", "dim"),
+    "cumsum": _cumsum,
     "diff": _plain("diff", "self", "n", "dim", "prepend", "append"),
     "index": _plain("index", "self", "indices"),
     "gather": _plain("gather", "self", "dim", "index"),

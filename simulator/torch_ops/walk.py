@@ -19,7 +19,14 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.names import nearest
 from stratagem.simulator.torch_ops.aten import HANDLERS, VIEWS
 from stratagem.simulator.torch_ops.calls import Call
+from stratagem.simulator.torch_ops.checks import (
+    check_arguments,
+    check_kind,
+    check_made,
+    kind_of_term,
+)
 from stratagem.simulator.torch_ops.expressions import Expression, Sources, evaluate
+from stratagem.simulator.torch_ops.given import Given
 from stratagem.simulator.torch_ops.nodes import (
     aten_name,
     by_schema,
@@ -179,23 +186,33 @@ class Walker:
             )
         values[changed] = result
 
-    def _convert(self, node: Node, name: str, given: dict[str, Any]) -> Any:
+    def _convert(self, node: Node, name: str, given: Given) -> Any:
         if "num_batches_tracked" in str(node.args[:1]):
             return given["self"]
-        tensors = [x for x in flat(given.values()) if isinstance(x, (Tensor, Expression))]
         try:
-            shape, dtype = shape_and_dtype(node)
-            if name in SOURCES and all(map(_is_source, tensors)) and not _is_random(name, given):
-                return expression_of(SOURCES[name](given, shape, dtype), shape, dtype, node)
-            if name in ("split", "unbind", "chunk") and all(_is_source(x) for x in tensors):
-                return self._parts(node, name, given)
-            if name not in HANDLERS:
-                raise ValueError(_unsupported(name))
-            return HANDLERS[name](self._make_call(node, name, given, shape, dtype))
+            made = self._made(node, name, given)
+            check_arguments(name, given)
+            check_made(node, made)
         except ValueError as error:
             raise ValueError(f"{self._describe(node)}: {error}") from error
+        return made
 
-    def _parts(self, node: Node, name: str, given: dict[str, Any]) -> list[Expression]:
+    def _made(self, node: Node, name: str, given: Given) -> Any:
+        """A source where an operator reads sources only, else what its handler makes."""
+        tensors = [x for x in flat(given.everything()) if isinstance(x, (Tensor, Expression))]
+        is_source = all(map(_is_source, tensors))
+        shape, dtype = shape_and_dtype(node)
+        if name in SOURCES and is_source and not _is_random(name, given):
+            term = SOURCES[name](given, shape, dtype)
+            check_kind(kind_of_term(term), (shape, dtype))
+            return expression_of(term, shape, dtype, node)
+        if name in ("split", "unbind", "chunk") and is_source:
+            return self._parts(node, name, given)
+        if name not in HANDLERS:
+            raise ValueError(_unsupported(name))
+        return HANDLERS[name](self._make_call(node, name, given, shape, dtype))
+
+    def _parts(self, node: Node, name: str, given: Given) -> list[Expression]:
         """Parts of an expression, as slices or selections of it."""
         whole: Expression = given["self"]
         dim, start = given["dim"] % len(whole.shape), 0
@@ -214,7 +231,7 @@ class Walker:
         return parts
 
     def _make_call(
-        self, node: Node, name: str, given: dict[str, Any], shape: tuple[int, ...], dtype: str
+        self, node: Node, name: str, given: Given, shape: tuple[int, ...], dtype: str
     ) -> Call:
         return Call(
             builder=self._builder,
@@ -293,9 +310,9 @@ def _is_source(value: Tensor | Expression) -> bool:
     return value.function != "input" or "float" not in value.dtype
 
 
-def _is_random(name: str, given: dict[str, Any]) -> bool:
+def _is_random(name: str, given: Given) -> bool:
     """Whether an operator draws random numbers, as a source cannot: it has no shards."""
-    return name == "dropout" and bool(given["train"]) and given["p"] > 0
+    return name == "dropout" and min(given["train"], given["p"]) > 0
 
 
 def _enabled(args: Sequence[Any]) -> bool:
