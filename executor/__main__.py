@@ -58,7 +58,7 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     state = model_state(model)
     place.enter(-1, "comparing the models of all ranks", waits=True, slow=True)
     check_equal(state, comm, "parameters to start from", _SAME_MODEL)
-    place.enter(-1, "taking the first batch", slow=True)
+    place.enter(-1, "taking the first batch", slow=True, idle=True)
     data: Data = make_data(arguments.data, plan.seed) if arguments.data else example
     batches = Batches(data, graph, seed=plan.seed, buffers=state)
     first = batches.at(0)

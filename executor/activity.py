@@ -56,3 +56,28 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def ranks_here(setting: str, parent: int | None = None) -> dict[int, int]:
+    """The processes of ranks on this machine, by rank: what the system knows, not what they say.
+
+    Args:
+        setting: that their environment has, such as ``NAME=value``.
+        parent: the process that started them; any one when left out.
+    """
+    found: dict[int, int] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")) if Path("/proc").is_dir() else ():
+        try:
+            settings = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+            if setting.encode() not in settings or state_of(int(name)) in "ZX":
+                continue
+            if parent is not None and _parent_of(int(name)) != parent:
+                continue
+        except OSError:
+            continue
+        found |= {int(each[5:]): int(name) for each in settings if each.startswith(b"RANK=")}
+    return found
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

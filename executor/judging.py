@@ -30,8 +30,8 @@ class Limits:
             that never said anything as lost.
         patience: how many times as long as expected an instruction may take, where that is longer.
         preparing: seconds for what has no expected time, such as building the model or writing a
-            checkpoint, while the process computes, reads or writes, or the ranks connect; one that
-            does none of these is stuck after `stalled`.
+            checkpoint, while the process computes, reads or writes; one that does none of these
+            is stuck after `stalled`, unless it may be idle: while ranks connect or take a batch.
 
     Raises:
         ValueError: when one is not above 0.
@@ -116,7 +116,7 @@ class Judge:
         active = [beat for beat in beats.values() if not beat.done]
         places = {rank: beat.where for rank, beat in beats.items() if not beat.done}
         moved = places != self._places or not places or len(beats) < len(self._counts)
-        working = any(beat.where.slow and (beat.working or beat.where.connects) for beat in active)
+        working = any(beat.where.slow and (beat.working or beat.where.idle) for beat in active)
         self._places = places
         self._still = 0 if moved else self._still + 1
         self._idle = 0 if moved or working else self._idle + 1

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-import signal
-import subprocess
+import secrets
+import socket
 import sys
-import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from stratagem.executor.activity import ranks_here
+from stratagem.executor.failures import failure_of, keep_logs
 from stratagem.executor.judging import Limits
 from stratagem.executor.report import Report
+from stratagem.executor.scratch import Scratch
+from stratagem.executor.stores import STORE_FOLDER
 from stratagem.executor.training_loop import Show
-from stratagem.executor.watch import RankError
 from stratagem.progress import show_status
 from stratagem.simulator.plan import Plan
-
-TAIL_LINES = 20
-"""Lines of the failing rank that an error shows."""
-
-STOP_SECONDS = 40.0
-"""How long torchrun gets to stop its ranks."""
 
 GRACE_SECONDS = 5
 """How long torchrun waits for a rank to stop before it kills it."""
 
-LOOK_SECONDS = 0.25
-"""How often progress is looked for."""
+LAST_SECONDS = 10.0
+"""How long ranks may take to end once the result of their run is there."""
 
 
 def launch(
@@ -88,8 +82,8 @@ def launch(
         TimeoutError: when the run takes longer than `timeout`.
     """
     plan, limits = Plan.load(plan_path), limits or Limits()
-    with tempfile.TemporaryDirectory(prefix="stratagem-") as name:
-        out, status = Path(name, "result.json"), Path(name, "status.json")
+    with Scratch() as scratch:
+        out, status = scratch.folder / "result.json", scratch.folder / "status.json"
         arguments = [
             *("stratagem.executor", str(Path(plan_path).resolve()), "--model", model),
             *("--steps", str(steps), "--warmup", str(warmup), "--out", str(out)),
@@ -108,7 +102,15 @@ def launch(
             if show is not None:
                 show_status(status, show)
 
-        run_ranks(arguments, plan.num_devices, folder=folder, timeout=timeout, look=look)
+        run_ranks(
+            arguments,
+            plan.num_devices,
+            folder=folder,
+            timeout=timeout,
+            look=look,
+            scratch=scratch,
+            result=out,
+        )
         return Report.load(out)
 
 
@@ -119,8 +121,13 @@ def run_ranks(
     folder: str | Path | None = None,
     timeout: float | None = 600.0,
     look: Callable[[], None] | None = None,
+    scratch: Scratch | None = None,
+    result: Path | None = None,
 ) -> None:
     """Run a module as ranks under torchrun, to its end.
+
+    They find one another in a folder that only this user may enter, and listen to this machine
+    alone. When this process ends, however it does, they end too.
 
     Args:
         arguments: the module's name and its arguments.
@@ -128,121 +135,119 @@ def run_ranks(
         folder: where they run; the current directory by default.
         timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
         look: is called now and then while they run.
+        scratch: the run's folder; one for this call when left out.
+        result: the file that rank 0 writes, whole, when all is done: with it the run has not
+            failed any more, and ranks that then take long to end are stopped, with a warning.
 
     Raises:
-        RuntimeError: when a rank fails, with its last lines.
+        RuntimeError: when a rank fails, with its last lines, and where the logs of all are kept.
         TimeoutError: when the run takes longer than `timeout`.
     """
-    with tempfile.TemporaryDirectory(prefix="stratagem-") as name:
-        logs = Path(name, "logs")
-        logs.mkdir()
-        command = [*_torchrun(num_ranks, logs), "-m", *arguments]
-        if _run(command, num_ranks, folder, timeout, logs, look) != 0:
-            raise RuntimeError(f"a run of {num_ranks} ranks failed: {_failure(logs)}")
+    if scratch is None:
+        with Scratch() as own:
+            return run_ranks(
+                arguments,
+                num_ranks,
+                folder=folder,
+                timeout=timeout,
+                look=look,
+                scratch=own,
+                result=result,
+            )
+    logs, store = scratch.folder / "logs", scratch.folder / "store"
+    logs.mkdir()
+    store.mkdir()
+    ending = _Ending(result, store)
 
+    def over() -> bool:
+        if look is not None:
+            look()
+        return ending.is_over()
 
-def _torchrun(num_ranks: int, logs: Path) -> list[str]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
-        *("--log-dir", str(logs), "--redirects", "3"),
-    ]
-
-
-def _run(
-    command: list[str],
-    num_ranks: int,
-    folder: str | Path | None,
-    timeout: float | None,
-    logs: Path,
-    look: Callable[[], None] | None,
-) -> int:
-    """Run torchrun to its end; whatever happens, none of its processes stays."""
-    environment = dict(os.environ)
-    threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
-    environment["MASTER_ADDR"] = "127.0.0.1"
-    with (logs / "torchrun.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code = _wait(process, timeout, look)
-        finally:
-            _stop(process)
-    if code is None:
+    code = scratch.run(
+        [*_torchrun(num_ranks, logs, store), "-m", *arguments],
+        log=logs / "torchrun.log",
+        folder=folder,
+        environment=_environment(num_ranks, store),
+        timeout=timeout,
+        look=over,
+    )
+    if ending.has_result():
+        ending.warn(code)
+    elif code is None:
         raise TimeoutError(
             f"the run of {num_ranks} ranks took longer than {timeout:g} s and was stopped; give "
             f"it a longer timeout if it was not stuck"
         )
-    return code
-
-
-def _wait(
-    process: subprocess.Popen[bytes], timeout: float | None, look: Callable[[], None] | None
-) -> int | None:
-    """The exit code of a process; None if it takes longer than `timeout` seconds."""
-    until = math.inf if timeout is None else time.monotonic() + timeout
-    while time.monotonic() < until:
-        try:
-            return process.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            if look is not None:
-                look()
+    elif code != 0:
+        failure = failure_of(logs)
+        raise RuntimeError(f"a run of {num_ranks} ranks failed: {failure}\n{keep_logs(logs)}")
     return None
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask torchrun to stop, which stops its ranks; insist if it does not."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+class _Ending:
+    """The end of a run whose result is there: ranks get a while to end by themselves."""
+
+    def __init__(self, result: Path | None, store: Path) -> None:
+        self._result, self._store = result, store
+        self._since: float | None = None
+        self._late: list[int] = []
+
+    def has_result(self) -> bool:
+        """Whether rank 0 has written the result."""
+        return self._result is not None and self._result.exists()
+
+    def is_over(self) -> bool:
+        """Whether ranks have had their time to end."""
+        if not self.has_result():
+            return False
+        if self._since is None:
+            self._since = time.monotonic()
+        if time.monotonic() - self._since < LAST_SECONDS:
+            return False
+        self._late = sorted(ranks_here(f"{STORE_FOLDER}={self._store}"))
+        return True
+
+    def warn(self, code: int | None) -> None:
+        """Say of a run that has its result what was wrong at its end."""
+        if self._late:
+            named = ", ".join(map(str, self._late))
+            warnings.warn(
+                f"rank {named} did not end within {LAST_SECONDS:g} s of the run's result, which "
+                f"is kept, and was stopped: something hangs at its exit (a hook, a thread)",
+                stacklevel=4,
+            )
+        elif code != 0:
+            warnings.warn(
+                f"a rank failed at its exit (torchrun's exit code {code}), after the run's result "
+                f"was written, which is kept",
+                stacklevel=4,
+            )
 
 
-def _failure(logs: Path) -> str:
-    """What the rank that failed first said last; else what any rank said, or torchrun.
-
-    A rank that only stopped because of another one counts where no other has told anything.
-    """
-    failed: list[tuple[bool, float, Path, str]] = []
-    for path in logs.rglob("error.json"):
-        try:
-            message = json.loads(path.read_text())["message"]
-            text = str(message["message"])
-            follows = text.startswith(RankError.__name__)
-            failed.append((follows, float(message["extraInfo"]["timestamp"]), path.parent, text))
-        except (ValueError, KeyError, TypeError):
-            continue
-    if failed:
-        follows, _, folder, text = min(failed)
-        if follows:
-            return text.partition(": ")[2]
-        lines = _tail(folder / "stderr.log")
-        place = [line for line in lines if line.startswith(f"rank {folder.name} was at ")]
-        first = "; ".join([f"rank {folder.name} ended with {text}", *place[-1:]])
-        return "\n".join([first, *lines])
-    written = [path for path in sorted(logs.rglob("stderr.log")) if path.stat().st_size]
-    if written:
-        return "\n".join([f"rank {written[0].parent.name} wrote", *_tail(written[0])])
-    return "\n".join([_first_lost(logs), "torchrun wrote", *_tail(logs / "torchrun.log")])
+def _torchrun(num_ranks: int, logs: Path, store: Path) -> list[str]:
+    """torchrun, whose own rendezvous is a file, and which then listens nowhere."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={store / 'torchrun'}"),
+        # One node is alone there: nobody needs to hear often that it lives, and the file grows.
+        "--rdzv-conf=store_type=file,keep_alive_interval=86400",
+        *(f"--rdzv-id={secrets.token_hex(16)}", "--local-addr=127.0.0.1"),
+        *("--log-dir", str(logs), "--redirects", "3"),
+    ]
 
 
-def _first_lost(logs: Path) -> str:
-    """Which rank ended first, in torchrun's words: it did so before it could say anything."""
-    text = (logs / "torchrun.log").read_text(errors="replace")
-    cause = re.search(r"Root Cause.*?rank *: (\d+).*?exitcode *: (\S+)", text, re.DOTALL)
-    if cause is None:
-        return "no rank started"
-    return f"rank {cause[1]} ended with exit code {cause[2]} before it joined the run"
-
-
-def _tail(path: Path) -> list[str]:
-    """The last lines of a file, without the names of ranks before them."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines[-TAIL_LINES:]]
+def _environment(num_ranks: int, store: Path) -> dict[str, str]:
+    """What torchrun and its ranks are told: to meet in a folder, and to stay on this machine."""
+    environment = dict(os.environ)
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    return environment | {
+        STORE_FOLDER: str(store),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+    }

@@ -157,9 +157,7 @@ def process_rank(
     with Watch(rank, world_size, limits) as watch:
         try:
             with watch.guard():
-                watch.place.enter(
-                    -1, "joining the other ranks", waits=True, slow=True, connects=True
-                )
+                watch.place.enter(-1, "joining the other ranks", waits=True, slow=True, idle=True)
                 comm = _join(backend)
                 watch.place.enter(-1, "starting", slow=True)
                 with comm.working():

@@ -117,7 +117,7 @@ def train(
     speed = _Speed(interpreter.program, start, options.steps)
     base = interpreter.program.plan.training.learning_rate
     for step in range(start, options.steps):
-        place.enter(step, "taking the batch")
+        place.enter(step, "taking the batch", slow=True, idle=True)
         batch = batches.at(step)
         if batches.draws and (step == start or batches.position[1] == 1):
             check_equal(batch, comm, f"batches in step {step}", _SAME_DATA)

@@ -21,8 +21,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -31,8 +29,9 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from stratagem.executor.activity import Activity, state_of
+from stratagem.executor.activity import Activity, ranks_here, state_of
 from stratagem.executor.judging import PERIOD, Beat, Follower, Judge, Limits, not_arrived
+from stratagem.executor.stores import WatchStore, watch_store
 from stratagem.executor.termination import TerminationSignal
 from stratagem.executor.where import Place, Where
 
@@ -41,9 +40,6 @@ JUDGE_SECONDS = 0.25
 
 CLOSING_SECONDS = 10.0
 """How long a rank that failed may take to end by itself."""
-
-_WORLDS = count()
-"""Numbers the worlds that this process joins, one after the other."""
 
 
 class RankError(RuntimeError):
@@ -143,7 +139,7 @@ class Watch:
                 finding = judge(beats, limit)
                 if finding is not None:
                     self._accuse(finding.text)
-                    self._kill(beats.get(finding.silent))
+                    self._kill(finding.silent)
                 fault = self._fault()
                 self._unheard = 0
             except RuntimeError:
@@ -171,12 +167,16 @@ class Watch:
         with suppress(RuntimeError):
             self._store.compare_set("fault", "", text)
 
-    def _kill(self, frozen: Beat | None) -> None:
-        """End a stopped process of this machine, which torchrun cannot ask to end."""
-        ours = frozen is not None and self._host and frozen.host == self._host
-        if frozen is not None and ours and state_of(frozen.pid) in "Tt":
+    def _kill(self, rank: int) -> None:
+        """End a stopped rank of this machine, which torchrun cannot ask to end.
+
+        Which process that is, the system says: what is in a store decides about no process.
+        """
+        run = f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+        pid = ranks_here(run, self._parent).get(rank)
+        if pid is not None and state_of(pid) in "Tt":
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(frozen.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def _fault(self) -> str | None:
         return self._store.get("fault").decode() if self._store.check(["fault"]) else None
@@ -258,31 +258,13 @@ class Watch:
             os._exit(1)
 
 
-def _connect(rank: int, limits: Limits) -> Any:
-    """A connection of our own to the store of the run, which waits for nobody else's.
-
-    torchrun keeps the store; without it the first rank does.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _connect(rank: int, limits: Limits) -> WatchStore:
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            is_master=rank == 0 and not kept,
-            timeout=timedelta(seconds=limits.stalled),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return watch_store(rank, connect=limits.stalled, answer=limits.silent)
     except RuntimeError as error:
         raise RankError(
-            f"rank {rank} does not reach the store of the run at {address}:{port} within "
-            f"{limits.stalled:g} s: {error}"
+            f"rank {rank} does not reach the store of the run within {limits.stalled:g} s: {error}"
         ) from error
-    store.set_timeout(timedelta(seconds=limits.silent))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"stratagem/watch/{attempt}/{next(_WORLDS)}/"
-    return dist.PrefixStore(key, store)  # type: ignore[attr-defined]
 
 
 def _beat_key(rank: int) -> str:

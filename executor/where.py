@@ -26,7 +26,7 @@ class Where:
         instruction: its number in the rank's program, -1 outside.
         waits: whether this may need other ranks to go on.
         slow: whether nobody can say how long this takes.
-        connects: whether ranks find one another meanwhile, which a process may do idly.
+        idle: whether the process may wait idly for what is outside the run.
         expected: seconds that it should take, as predicted or as in the step before; 0 where it
             is always short.
     """
@@ -36,7 +36,7 @@ class Where:
     instruction: int = -1
     waits: bool = False
     slow: bool = True
-    connects: bool = False
+    idle: bool = False
     expected: float = 0.0
 
     def __str__(self) -> str:
@@ -74,10 +74,10 @@ class Place:
         *,
         waits: bool = False,
         slow: bool = False,
-        connects: bool = False,
+        idle: bool = False,
     ) -> None:
         """Say what is done now, outside the instructions of a step."""
-        self._outside = Where(step, doing, waits=waits, slow=slow, connects=connects)
+        self._outside = Where(step, doing, waits=waits, slow=slow, idle=idle)
 
     @property
     def now(self) -> Where:

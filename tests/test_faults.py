@@ -146,6 +146,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     make_plan(MLP([6, 8, 3]), batch).save(tmp_path / "plan.json")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     before = set(shared_memory())
     yield tmp_path
@@ -258,7 +259,7 @@ def test_an_exception_on_one_rank_is_the_error_of_the_run(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(place: Path) -> None:
-    told = fail("hanging", limits=Limits(stalled=4.0))
+    told = fail("hanging", limits=Limits(stalled=4.0, preparing=4.0))
     assert "no rank has gone on for 4 s: rank 1 is at step 12, taking the batch, while" in told
     assert_checkpoint_is_whole()
 

@@ -30,6 +30,7 @@ from stratagem.executor.backends.base import (
 )
 from stratagem.executor.backends.member import ProcessMember, packed, prepared
 from stratagem.executor.clock import HostClock
+from stratagem.executor.stores import world_store
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
 
@@ -61,7 +62,10 @@ class GlooCommunicator(ProcessMember):
             )
         keep_freed_memory()
         self._timeout = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", timeout=self._timeout)
+        store, rank, size = world_store(timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=self._timeout
+        )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = torch.device("cpu")

@@ -21,8 +21,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -45,10 +43,11 @@ from stratagem.executor.gpu.kernels import INSTALL, check_gpu
 from stratagem.executor.gpu.memory import use_torch_memory
 from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
 from stratagem.executor.gpu.wire import Among, Wire, rounds
+from stratagem.executor.stores import world_store
 from stratagem.simulator.collectives import Collective
 
-_WORLDS = count()
-"""Numbers the worlds that this process joins, one after the other."""
+NCCL_KEY = "nccl"
+"""Under which the first rank tells the others how NCCL finds it."""
 
 NO_COLOR = -1
 """What a rank that is in no group passes when communicators are split."""
@@ -71,7 +70,6 @@ def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
     """
     check_gpu("backend 'nccl'")
     from cupy.cuda import nccl
-    from torch.distributed.rendezvous import rendezvous
 
     if not nccl.available:
         raise RuntimeError(f"backend 'nccl' needs NCCL, which CuPy does not find: {INSTALL}")
@@ -81,14 +79,12 @@ def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
             f"local rank {local} has no GPU of its own: this machine has "
             f"{torch.cuda.device_count()}; start as many ranks, or use backend 'gloo'"
         )
-    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"stratagem/nccl/{attempt}/{next(_WORLDS)}"
+    store, rank, world_size = world_store(timeout)
     streams = CudaStreams(torch.device("cuda", local), cupy=True)
     use_torch_memory()
     if rank == 0:
-        store.set(key, nccl.get_unique_id().hex())
-    unique = bytes.fromhex(store.get(key).decode())
+        store.set(NCCL_KEY, nccl.get_unique_id().hex())
+    unique = bytes.fromhex(store.get(NCCL_KEY).decode())
     with streams.used():
         return NcclCommunicator(nccl, unique, rank, world_size, streams, store=store)
 

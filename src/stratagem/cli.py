@@ -27,6 +27,7 @@ from stratagem.doctor_cli import doctor
 from stratagem.export_cli import export
 from stratagem.extras import install_hint
 from stratagem.model_spec import load_graph
+from stratagem.places import LOGS_OF
 from stratagem.profile_cli import profile
 from stratagem.run_cli import run
 from stratagem.search_cli import search
@@ -62,7 +63,8 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     failures = [line for line in lines if _FAILURE.match(line)]
     if len(lines) > 1 and failures:
-        lines = [lines[0], failures[-1]]
+        logs = [f"; {line}" for line in lines[1:] if line.startswith(LOGS_OF)]
+        lines = [lines[0], failures[-1] + "".join(logs)]
     return " ".join(lines) or type(error).__name__
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from stratagem.executor.launch import run_ranks
 from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.program import Program
 from stratagem.executor.run import prepare
+from stratagem.executor.scratch import Scratch
 from stratagem.profiler.keys import Measurement
 from stratagem.profiler.links import CollectiveTiming, fit_link
 from stratagem.profiler.timing import Effort, evictor, summarise, time_operator
@@ -181,7 +180,13 @@ def measure_collectives(
     """
     if num_processes < 2:
         raise ValueError(f"num_processes is {num_processes}; a link is between at least 2")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "timings.json"
-        run_ranks(["stratagem.link_worker", str(path)], num_processes, timeout=timeout)
+    with Scratch() as scratch:
+        path = scratch.folder / "timings.json"
+        run_ranks(
+            ["stratagem.link_worker", str(path)],
+            num_processes,
+            timeout=timeout,
+            scratch=scratch,
+            result=path,
+        )
         return decode(read_text(path, "link timings"), list[CollectiveTiming], "link timings")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,9 +23,11 @@ from stratagem.executor.launch import run_ranks
 from stratagem.executor.rates import Rate
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.run import ProcessBackend, execute
+from stratagem.executor.scratch import Scratch
 from stratagem.executor.training_loop import RunOptions, Show
 from stratagem.feeding import Fed, Feeder
 from stratagem.progress import show_status, status_file
+from stratagem.simulator.files import atomic_path
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
 from stratagem.simulator.plan import Plan
@@ -69,7 +70,8 @@ def run_processes(
         every=every,
         resume=None if resume is None else Path(resume).resolve(),
     )
-    with tempfile.TemporaryDirectory(prefix="stratagem-") as name:
+    with Scratch() as scratch:
+        name = str(scratch.folder)
         task = {
             "plan": plan.to_json(),
             "graph": graph_to_json(graph),
@@ -98,7 +100,14 @@ def run_processes(
                 if feeder is not None:
                     feeder.check()
 
-            run_ranks(["stratagem.ranks", name], plan.num_devices, timeout=timeout, look=look)
+            run_ranks(
+                ["stratagem.ranks", name],
+                plan.num_devices,
+                timeout=timeout,
+                look=look,
+                scratch=scratch,
+                result=Path(name, RESULT),
+            )
         found = torch.load(Path(name, RESULT), weights_only=True)
     if found["no_graph"]:
         warnings.warn(not_graphed(found["no_graph"]), stacklevel=3)
@@ -162,7 +171,8 @@ def main() -> None:
             "no_graph": result.no_graph,
             "gradients": None if result.gradients is None else dict(result.gradients),
         }
-        torch.save(found, Path(folder, RESULT))
+        with atomic_path(Path(folder, RESULT)) as path:
+            torch.save(found, path)
 
 
 if __name__ == "__main__":
