@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import secrets
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
+from stratagem.simulator.texts import check_texts
 
 T = TypeVar("T")
 
@@ -19,21 +25,92 @@ T = TypeVar("T")
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` when the block succeeds.
 
+    Links are followed, so the file that one points to is written. A file that is there keeps its
+    mode and owner; a new one gets what the umask leaves. What is no file (a device, a pipe) is
+    written to and stays what it is. The new content is on the disk when this returns, and a
+    machine that stops before has the old one. A file of several names (hard links) is changed
+    under this one.
+
     Example:
         >>> with atomic_path("/nonexistent/x") as temporary:  # doctest: +SKIP
         ...     temporary.write_text("whole or not at all")
+
+    Raises:
+        OSError: when it cannot be written; what was there is there still.
     """
-    target = Path(path)
+    if _is_written_to(path):
+        with tempfile.TemporaryDirectory(prefix="stratagem-") as folder:
+            temporary = Path(folder, "content")
+            temporary.touch()
+            yield temporary
+            with temporary.open("rb") as content, Path(path).open("wb") as out:
+                shutil.copyfileobj(content, out)
+        return
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
+    before = _status(path)
+    temporary = _create_beside(target, 0o666 if before is None else before.st_mode & 0o777)
     try:
         yield temporary
-        temporary.chmod(0o644)
+        if before is not None:
+            _make_alike(temporary, before)
+        sync(temporary)
         temporary.replace(target)
+        sync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk, where its file system can do so."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _status(path: str | Path) -> os.stat_result | None:
+    """What is at a path, links followed; None where nothing is."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _is_written_to(path: str | Path) -> bool:
+    """Whether something that is no file must stay what it is, such as a device or open output."""
+    status = _status(path)
+    if status is None or stat.S_ISDIR(status.st_mode):
+        return False
+    folder = os.path.realpath(Path(path).parent)
+    open_output = folder.startswith(("/dev", "/proc")) and Path(path).is_symlink()
+    return open_output or not stat.S_ISREG(status.st_mode)
+
+
+def _create_beside(target: Path, mode: int) -> Path:
+    """An empty file of a new name in the folder of `target`, which others may read as they may it.
+
+    The system takes from `mode` what the umask has.
+    """
+    name = target.name.encode()[:NAME_BYTES].decode(errors="ignore")
+    temporary = target.with_name(f".{name}.{secrets.token_hex(8)}.tmp")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+    return temporary
+
+
+def _make_alike(temporary: Path, before: os.stat_result) -> None:
+    """Give a file the owner and mode of the one that it replaces, as far as one may."""
+    with suppress(PermissionError):
+        os.chown(temporary, before.st_uid, before.st_gid)
+    temporary.chmod(stat.S_IMODE(before.st_mode))
+
+
+NAME_BYTES = 200
+"""Of a file's name that come into that of the temporary one, which is longer."""
 
 
 def check_place(path: str | Path) -> None:
@@ -45,9 +122,13 @@ def check_place(path: str | Path) -> None:
     Raises:
         ValueError: it is a folder, or the nearest folder above it is none or is read-only.
     """
-    target = Path(path).absolute()
+    target = Path(os.path.realpath(path))
     if target.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it to write")
+    if _is_written_to(path):
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"{path} cannot be written to by this user; name another file")
+        return
     folder = next(each for each in target.parents if each.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written: {folder} is no folder that can be written to")
@@ -82,7 +163,9 @@ def decode(text: str, kind: type[T], what: str) -> T:
         value = msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ValueError(f"{what} is broken: {error}") from error
-    unknown = _unknown_field(msgspec.json.decode(text), msgspec.to_builtins(value), "$")
+    given = msgspec.json.decode(text)
+    check_texts(given, what)
+    unknown = _unknown_field(given, msgspec.to_builtins(value), "$")
     if unknown is not None:
         raise ValueError(f"{what} is broken: unknown field {unknown}")
     _fill(value)

@@ -1,4 +1,4 @@
-"""Runs whose caller, torchrun or network is not as it should be: nothing is open, nothing stays."""
+"""Runs whose caller, torchrun or network is not as it should be: nothing is open or left over."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.simulator.files import write_text
 from stratagem.simulator.names import nearest, unknown
 from stratagem.simulator.table import format_bytes
+from stratagem.simulator.texts import printable
 from stratagem.tables import simple_table
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ def _print_left_out(console: Console, file: Path, left_out: Counter[str]) -> Non
         return
     console.print(f"{file}: {left_out.total()} left out:", soft_wrap=True)
     for reason, count in left_out.most_common(_MOST_REASONS):
-        console.print(f"  {count} × {reason}", soft_wrap=True, markup=False)
+        console.print(f"  {count} × {printable(reason)}", soft_wrap=True)
     rest = len(left_out) - _MOST_REASONS
     if rest > 0:
         console.print(f"  and {rest} other reasons")

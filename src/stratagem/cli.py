@@ -34,6 +34,7 @@ from stratagem.search_cli import search
 from stratagem.simulate_cli import compare, diff, schedules, simulate
 from stratagem.simulator.files import write_text
 from stratagem.simulator.graph_io import graph_to_json
+from stratagem.simulator.texts import printable
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 """What is wrong with the input or the machine; anything else is a mistake of this program."""
@@ -52,8 +53,8 @@ class Commands(TyperGroup):
             if type(error).__module__.startswith(("click", "typer")):
                 raise
             hint = install_hint(error)
-            Console(stderr=True, soft_wrap=True, highlight=False).print(
-                f"error: {_one_line(error)}{f' ({hint})' if hint else ''}", markup=False
+            Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False).print(
+                f"error: {printable(_one_line(error))}{f' ({hint})' if hint else ''}"
             )
             raise typer.Exit(WRONG_INPUT) from error
 

@@ -97,8 +97,8 @@ AsJson = Annotated[
 
 
 def speaker(as_json: bool) -> Console:
-    """Where a verb prints words and tables: nowhere if it is to print JSON."""
-    return Console(highlight=False, quiet=as_json)
+    """Where a verb prints words and tables as they are: nowhere if it is to print JSON."""
+    return Console(highlight=False, markup=False, emoji=False, quiet=as_json)
 
 
 def print_json(answer: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def export(
     console = speaker(as_json)
     console.print(made.summary, soft_wrap=True)
     for sentence in made.missing:
-        console.print(f"• {sentence}", soft_wrap=True, markup=False)
+        console.print(f"• {sentence}", soft_wrap=True)
     console.print(f"Written to {out}", soft_wrap=True)
     if as_json:
         print_json({"to": to, "summary": made.summary, "missing": made.missing, "out": out})

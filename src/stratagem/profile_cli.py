@@ -85,7 +85,9 @@ def profile(
         )
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ["interrupted"]):
-            Console(stderr=True, highlight=False).print(note, soft_wrap=True)
+            Console(stderr=True, highlight=False, markup=False, emoji=False).print(
+                note, soft_wrap=True
+            )
         raise typer.Exit(INTERRUPTED) from None
     say = speaker(as_json)
     _print(say, done, training)

@@ -31,7 +31,7 @@ def progress_bar(*, enabled: bool = True) -> Iterator[Show]:
         >>> with progress_bar(enabled=False) as show:
         ...     show("searching", 0.5, "best 18.0 ms")
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if not enabled:
         yield lambda what, fraction, remark: None
     elif console.is_jupyter:
@@ -64,10 +64,10 @@ def show_status(path: Path, show: Show) -> None:
 @contextmanager
 def _terminal_bar(console: Console) -> Iterator[Show]:
     columns = (
-        TextColumn("  {task.description}"),
+        TextColumn("  {task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[remark]}"),
+        TextColumn("{task.fields[remark]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )

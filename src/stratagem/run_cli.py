@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.progress import progress_bar
@@ -111,11 +110,10 @@ def run(
         fullest = format_bytes(max(report.peak_bytes))
         console.print(f"{fullest} in the memory of the fullest device")
     if report.no_graph:
-        console.print(f"[yellow]{escape(not_graphed(report.no_graph))}")
+        console.print(not_graphed(report.no_graph), style="yellow")
     verdict = report.verdict
     if verdict is not None:
-        color = "" if verdict.agrees else "[bold red]"
-        console.print(f"{color}a step {escape(verdict.sentence())}")
+        console.print(f"a step {verdict.sentence()}", style="" if verdict.agrees else "bold red")
     if out is not None:
         report.save(out)
         console.print(f"Written to {out}", soft_wrap=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from stratagem.comparison import Comparison
 from stratagem.simulator import table as results
@@ -16,14 +16,14 @@ from stratagem.simulator.timeline import format_duration
 
 def strategy_table(simulations: Mapping[str, Simulation], *, title: str = "") -> Table:
     """Plans by name, the first one emphasised: step time, memory, whether they fit."""
-    table = Table(title=title or None, title_justify="left", title_style="bold")
+    table = Table(title=Text(title) if title else None, title_justify="left", title_style="bold")
     table.add_column("strategy")
     table.add_column("predicted\nstep", justify="right")
     table.add_column("peak memory\nper device", justify="right")
     table.add_column("fits")
     for number, (name, simulation) in enumerate(simulations.items()):
         table.add_row(
-            escape(name),
+            Text(name),
             format_duration(simulation.step_time),
             format_bytes(simulation.peak_memory),
             "yes" if simulation.fits else f"no, {_missing(simulation)} too much",
@@ -39,16 +39,16 @@ def _missing(simulation: Simulation) -> str:
 
 def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
     """Where a device's time goes, predicted beside measured."""
-    table = Table(title=title or None, title_justify="left", title_style="bold")
+    table = Table(title=Text(title) if title else None, title_justify="left", title_style="bold")
     table.add_column("time of a device in a step")
     for heading in ("predicted", "measured", "error"):
-        table.add_column(heading, justify="right")
+        table.add_column(Text(heading), justify="right")
     for number, row in enumerate(comparison.rows):
         table.add_row(
-            escape(row.what),
+            Text(row.what),
             format_duration(row.predicted),
             format_duration(row.measured),
-            row.error,
+            Text(row.error),
             style="bold" if number == 0 else None,
             end_section=number == 0,
         )
@@ -58,11 +58,11 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
 def result_table(result: results.Table, *, most: int | None = None) -> Table:
     """A table of results, of which the first `most` rows; numbers stand on the right."""
     shown = result if most is None else result.head(most)
-    table = Table(title=shown.title, title_justify="left", title_style="bold")
+    table = Table(title=Text(shown.title), title_justify="left", title_style="bold")
     for heading, unit in shown.columns.items():
-        table.add_column(heading, justify="left" if unit is Unit.TEXT else "right")
+        table.add_column(Text(heading), justify="left" if unit is Unit.TEXT else "right")
     for row in shown.texts():
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -70,7 +70,7 @@ def simple_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Tabl
     """Plain columns of text."""
     table = Table()
     for heading in headings:
-        table.add_column(heading)
+        table.add_column(Text(heading))
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table

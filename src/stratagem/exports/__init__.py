@@ -98,5 +98,11 @@ def _headed(made: Export, comment: str) -> str:
     """The text below a comment that says what it leaves out, where the format has comments."""
     if not comment:
         return made.text
-    said = "\n".join(f"{comment}{line}" for line in (made.summary, *made.missing))
+    sentences = (made.summary, *made.missing)
+    lines = [line for sentence in sentences for line in sentence.splitlines()]
+    said = "\n".join(f"{comment}{line.replace(NUL, REPLACED)}" for line in lines)
     return f"{said}\n{made.text}"
+
+
+NUL, REPLACED = "\0", "\ufffd"
+"""What no text of a program may have in it, and what stands there instead."""

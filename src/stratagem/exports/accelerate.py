@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -186,7 +188,14 @@ def _yaml(config: Yaml, indent: str = "") -> str:
         if isinstance(value, Mapping):
             lines.append(f"{indent}{key}:\n{_yaml(value, indent + '  ')}")
         else:
-            said = str(value).lower() if isinstance(value, bool) else str(value)
-            said = f"'{said}'" if said in ("no", "none", "NO") else said
-            lines.append(f"{indent}{key}: {said}\n")
+            lines.append(f"{indent}{key}: {_scalar(value)}\n")
     return "".join(lines)
+
+
+def _scalar(value: Any) -> str:
+    """A word, number or truth value; text that is more than a word is quoted, as JSON does it."""
+    if not isinstance(value, str):
+        return str(value).lower()
+    if value.lower() in ("no", "none"):
+        return f"'{value}'"
+    return value if re.fullmatch("[A-Za-z][A-Za-z0-9_]*", value) else json.dumps(value)

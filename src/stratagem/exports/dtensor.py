@@ -18,6 +18,7 @@ from stratagem.simulator.describe import collapse
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.placement import Partial, Placements
 from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.texts import python_text
 
 HEAD = """\
 import torch
@@ -145,7 +146,7 @@ def _stage(graph: OperatorGraph, stage: Stage) -> str:
     axis = axes[0] if axes else len(stage.mesh.axes) - 1
     name = stage.mesh.axes[axis].name
     styles = module_styles(graph, stage, axis) if len(axes) <= 1 else {}
-    sizes = ", ".join(f'"{axis.name}": {axis.size}' for axis in stage.mesh.axes)
+    sizes = ", ".join(f"{python_text(axis.name)}: {axis.size}" for axis in stage.mesh.axes)
     parameters = {
         name: _tuple(placed) for name, placed in parameter_placements(graph, stage).items()
     }
@@ -153,7 +154,7 @@ def _stage(graph: OperatorGraph, stage: Stage) -> str:
         "    {\n"
         f'        "devices": {list(stage.mesh.devices)},\n'
         f'        "axes": {{{sizes}}},\n'
-        f'        "axis": {_quoted(name) if len(axes) <= 1 else None},\n'
+        f'        "axis": {python_text(name) if len(axes) <= 1 else None},\n'
         f"{_table('styles', styles)}"
         f"{_table('parameters', parameters)}"
         f"{_table('modules', dict(_modules(graph, stage)))}"
@@ -210,12 +211,10 @@ def _missing(graph: OperatorGraph, nearest: Plan) -> Iterator[str]:
 
 
 def _table(name: str, entries: Mapping[str, str]) -> str:
-    lines = "".join(f"            {_quoted(key)}: {value},\n" for key, value in entries.items())
+    lines = "".join(
+        f"            {python_text(key)}: {value},\n" for key, value in entries.items()
+    )
     return f'        "{name}": {{\n{lines}        }},\n' if lines else f'        "{name}": {{}},\n'
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
 
 
 def _tuple(placements: Placements) -> str:

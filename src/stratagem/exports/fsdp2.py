@@ -15,6 +15,7 @@ from stratagem.exports.units import unit_gradient_bytes, unit_of, wrapped_module
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.texts import python_text
 from stratagem.simulator.training import Training
 
 
@@ -123,7 +124,7 @@ def _unit_stages(plan: Plan, graph: OperatorGraph, units: tuple[str, ...]) -> di
 
 
 def _text(stages: dict[str, int], ranks: int, training: Training) -> str:
-    listed = ", ".join(f'"{unit}": {zero}' for unit, zero in stages.items())
+    listed = ", ".join(f"{python_text(unit)}: {zero}" for unit, zero in stages.items())
     policy = "MixedPrecisionPolicy()"
     if training.precision != "float32":
         reduced = training.gradient_precision or training.precision
