@@ -83,15 +83,14 @@ def operator_footprint(
 def _loss_bytes(logits: int, training: Training) -> tuple[int, int]:
     """What a cross-entropy of so many logits keeps, and what its backward pass makes.
 
-    It keeps probabilities in float32. Its gradient is float32 twice, of the logarithms and of the
-    logits, before it has the precision of the logits. A fused one keeps the logits and writes
-    their gradient over them.
+    It keeps probabilities in float32, and makes gradients in float32 twice: of the logarithms and
+    of the logits. The gradient in the precision of the logits is their producer's, and comes
+    behind that (see `lifetimes`). A fused one keeps the logits and writes their gradient over
+    them.
     """
-    item = training.parameter_bytes
     if training.fused_loss:
-        return item * logits, 0
-    widened = 2 * _FLOAT32 if item < _FLOAT32 else 0
-    return _FLOAT32 * logits, (item + widened) * logits
+        return training.parameter_bytes * logits, 0
+    return _FLOAT32 * logits, 2 * _FLOAT32 * logits
 
 
 def _state_bytes(

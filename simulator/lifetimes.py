@@ -346,9 +346,15 @@ class _Writer:
             self._add_pair(Purpose.TENSORS, alone, used, place, last)
             self._kept(i, alone, held, (place, last, kept), self._is_dropped(i, output))
         if self.table.graph.needs_gradient[i]:
-            born = 2 * self.n - 1 - last
+            born = 2 * self.n - 1 - last + self._is_read_by_loss(reads, last)
             late = self._weight_place(i) if self._weighs(i) else back
             self._add(Purpose.TENSORS, i, nbytes, born, late)
+
+    def _is_read_by_loss(self, reads: Sequence[Edge], last: int) -> bool:
+        """Whether the last reader is a loss, whose own row has all that its pass makes."""
+        reader = self.table.operators[last]
+        is_loss = self.table.graph.operators[reader].kind == "cross_entropy"
+        return is_loss and any(edge.consumer == reader for edge in reads)
 
     def _kept(
         self,

@@ -115,13 +115,14 @@ def alive_by_definition(graph: OperatorGraph, again: set[str]) -> int:
         for place in kept:
             alive[place] += own
         if graph.needs_gradient[i]:
-            born = back(max([i, *uses]))
+            last = max([i, *uses])
+            born = back(last) + (i < last and graph.operators[last].kind == "cross_entropy")
             alive[born : back(i) + 1] += size
             read = sum(
                 int(np.prod([operator.sizes[f] for g in r.layout for f in g]))
                 for r in operator.inputs
             )
-            alive[back(i)] += 4 * read
+            alive[back(i)] += 2 * own if operator.kind == "cross_entropy" else 4 * read
     return int(alive.max())
 
 
