@@ -122,13 +122,14 @@ class HoldingBounds:
     def _count(self, model: MicrobatchModel, names: Sequence[str], policy: str) -> tuple[int, int]:
         graph = model.graph
         again, inside = model.recomputed(policy), {graph.index[name] for name in names}
+        fused = self._models.situation.training.fused_elementwise
         state = held = 0
         for i in inside:
             whole = self._footprint(model, i, inside)
             state += whole.parameters + whole.gradients + whole.optimizer
             held += 0 if graph.operators[i].name in again else whole.own
             for output, nbytes in enumerate(whole.outputs):
-                if nbytes and _is_held(graph, i, output, inside, again):
+                if nbytes and _is_held(graph, i, output, inside, again, fused=fused):
                     held += nbytes
         return state, held
 
@@ -148,7 +149,13 @@ class HoldingBounds:
 
 
 def _is_held(
-    graph: OperatorGraph, i: int, output: int, inside: set[int], again: frozenset[str]
+    graph: OperatorGraph,
+    i: int,
+    output: int,
+    inside: set[int],
+    again: frozenset[str],
+    *,
+    fused: bool,
 ) -> bool:
     """Whether a stage holds a result, or a converted copy of it, until its backward pass.
 
@@ -165,7 +172,7 @@ def _is_held(
         graph.operators[edge.consumer].name in again
         or (
             graph.needs_gradient[edge.consumer]
-            and edge.slot in saved_slots(graph.operators[edge.consumer])
+            and edge.slot in saved_slots(graph.operators[edge.consumer], fused=fused)
         )
         for edge in reads
         if edge.consumer in inside

@@ -205,9 +205,9 @@ def _chain_forward(operator: Operator, sizes: Sizes, training: Training) -> Move
 def _chain_backward(operator: Operator, sizes: Sizes, training: Training) -> Moved:
     chain = _Chain(operator, sizes, training)
     if training.fused_elementwise:
-        saved = sum(chain.nbytes(["in", i]) for i in saved_slots(operator))
-        inside, masks = saved_inside(operator)
-        saved += (inside + saves_output(operator) + masks / chain.item) * chain.whole
+        saved = sum(chain.nbytes(["in", i]) for i in saved_slots(operator, fused=True))
+        _, masks = saved_inside(operator, fused=True)
+        saved += (saves_output(operator) + masks / chain.item) * chain.whole
         made = sum(chain.nbytes(["in", i]) for i in range(len(operator.inputs)))
         return Moved(chain.whole + saved + made, 1)
     total, kernels = 0.0, 0

@@ -379,7 +379,8 @@ class TableBuilder:
             backward = Timed(back.ns.T.copy(), back.mask.T.copy())
         copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape)
         recomputed = np.array([choice.recompute for choice in theirs])
-        kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved_slots(consumer)
+        saved = saved_slots(consumer, fused=self.training.fused_elementwise)
+        kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved
         regathered = np.array([kept and c.regather and not c.recompute for c in theirs])
         makes = self._pieces(producer, ours, made.layout)
         reads = self._pieces(consumer, theirs, read.layout)

@@ -63,7 +63,7 @@ def operator_footprint(
         return Footprint(outputs=(0,) * len(operator.outputs))
     elements = [math.prod(shape_of(out.layout, sizes)) for out in operator.outputs]
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]
-    tensors, masks = saved_inside(operator)
+    tensors, masks = saved_inside(operator, fused=training.fused_elementwise)
     own = (tensors * itemsize[0] + masks) * elements[0]
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
     made = read * training.bytes_of("float32")

@@ -30,7 +30,6 @@ from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.repeats import Repeat, copy_length, extrapolated, sparing
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import BoolArray
-from stratagem.simulator.saved import saved_slots, saves_output
 
 
 class Purpose(Enum):
@@ -383,7 +382,7 @@ class _Writer:
 
     def _only_need(self, i: int, output: int) -> Edge | None:
         """The edge of the only operator whose backward needs a result, if it is but one."""
-        if self._saved[self.table.row_of[i]][1] and self.table.graph.needs_gradient[i]:
+        if self.table.row(i).saves_output and self.table.graph.needs_gradient[i]:
             return None
         reads = [e for e in self.readers.get(i, ()) if e.output == output]
         needs = [e for e in reads if self._needed_until(e) is not None]
@@ -414,19 +413,12 @@ class _Writer:
         return self._divided[key].parts
 
     @cached_property
-    def _saved(self) -> dict[int, tuple[frozenset[int], bool]]:
-        """What backward needs of the operators of each row: which inputs; whether the output."""
-        operators = self.table.graph.operators
-        some = {row: operators[i] for i, row in self.table.row_of.items()}
-        return {row: (saved_slots(op), saves_output(op)) for row, op in some.items()}
-
-    @cached_property
     def _row_of(self) -> dict[Edge, int]:
         return dict(zip(self.table.edges, self.table.edge_row_of, strict=True))
 
     def _kept_until(self, i: int, output: int) -> int | None:
         """The last place whose backward needs a result; None if none does."""
-        saves = self._saved[self.table.row_of[i]][1] and self.table.graph.needs_gradient[i]
+        saves = self.table.row(i).saves_output and self.table.graph.needs_gradient[i]
         needed = [self._back(i)] if saves else []
         for edge in self.readers.get(i, ()):
             until = self._needed_until(edge) if edge.output == output else None
@@ -442,7 +434,7 @@ class _Writer:
     def _find_need(self, edge: Edge) -> int | None:
         if not self.table.graph.needs_gradient[edge.consumer]:
             return None
-        if edge.slot not in self._saved[self.table.row_of[edge.consumer]][0]:
+        if edge.slot not in self.table.row(edge.consumer).saved_slots:
             return None
         weighs = self._weighs(edge.consumer) and edge.slot == 0
         return self._weight_place(edge.consumer) if weighs else self._back(edge.consumer)

@@ -34,6 +34,7 @@ from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import COMPUTE, HOST, IntArray, Resharder, link_mask
 from stratagem.simulator.rows import OperatorRow, timed_rows
 from stratagem.simulator.rules import Inner, InnerReduction, rule_of
+from stratagem.simulator.saved import saved_slots, saves_output
 from stratagem.simulator.training import Training
 
 Priced = tuple[float, int]
@@ -132,6 +133,8 @@ class OperatorPricer:
             input_gradient_bytes=_column(footprints, "input_gradients"),
             gathered_bytes=_column(footprints, "gathered"),
             whole_gradient_bytes=_column(footprints, "whole_gradients"),
+            saved_slots=saved_slots(operator, fused=self.training.fused_elementwise),
+            saves_output=saves_output(operator),
         )
 
     def _footprint(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> Footprint:

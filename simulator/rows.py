@@ -61,7 +61,8 @@ class OperatorRow:
     are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
     choice, how many of its parameters take each distinct path in the sync, and the latency of that
     path in seconds.
-    `relative_error` is that of forward and backward.
+    `relative_error` is that of forward and backward. `saved_slots` are the inputs that backward
+    needs, `saves_output` says whether it needs the output.
     """
 
     choices: tuple[Choice, ...]
@@ -92,6 +93,8 @@ class OperatorRow:
     input_gradient_bytes: IntArray
     gathered_bytes: IntArray
     whole_gradient_bytes: IntArray
+    saved_slots: frozenset[int]
+    saves_output: bool
 
     @property
     def passes_ns(self) -> IntArray:

@@ -2,7 +2,8 @@
 
 These are the tensors that autograd saves, as the published formulas count them: a GELU keeps its
 input, a dropout one byte an element, a softmax its output (Korthikanti et al. 2022, arXiv
-2205.05198). Statistics of norms, two numbers a token, are left out, as there.
+2205.05198). Statistics of norms, two numbers a token, are left out, as there. A chain that is one
+kernel keeps only what it reads: a fused SwiGLU its gate and its up, not silu(gate).
 """
 
 from __future__ import annotations
@@ -27,37 +28,66 @@ TRUTHS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not
 """Steps whose results are masks of one byte an element."""
 
 
-def saved_slots(operator: Operator) -> frozenset[int]:
+def saved_slots(operator: Operator, *, fused: bool = False) -> frozenset[int]:
     """Which inputs the backward pass of an operator needs.
 
     Example: the gradient of a residual addition needs neither of them, that of a product of two
     tensors needs both.
+
+    Args:
+        operator: of any kind.
+        fused: whether chains are one kernel a pass (`Training.fused_elementwise`): its backward
+            makes what lies inside again, from all the inputs which that is made of.
     """
     if operator.kind != "elementwise":
         saved = rule_of(operator).saved_inputs
         return frozenset(range(len(operator.inputs)) if saved is None else saved)
-    return frozenset(position for what, position in _saved_by_steps(operator) if what == "in")
+    found = _saved_by_steps(operator)
+    if fused:
+        found |= _made_of(operator, {j for what, j in found if what == "step"} - {_last(operator)})
+    return frozenset(position for what, position in found if what == "in")
 
 
 def saves_output(operator: Operator) -> bool:
     """Whether the backward pass needs the operator's output: that of a softmax, or of a ReLU."""
     if operator.kind != "elementwise":
         return rule_of(operator).saved_output
-    return ("step", len(operator.attributes["steps"]) - 1) in _saved_by_steps(operator)
+    return ("step", _last(operator)) in _saved_by_steps(operator)
 
 
-def saved_inside(operator: Operator) -> tuple[int, int]:
+def saved_inside(operator: Operator, *, fused: bool = False) -> tuple[int, int]:
     """How many tensors and how many masks of one byte inside a chain its backward needs.
 
-    All of them have the shape of the output, which is not counted.
+    All of them have the shape of the output, which is not counted. A `fused` chain keeps what it
+    has drawn, and nothing that it can make again.
     """
     if operator.kind != "elementwise":
         return 0, 0
     steps = operator.attributes["steps"]
-    kept = {j for what, j in _saved_by_steps(operator) if what == "step"} - {len(steps) - 1}
-    masks = sum(steps[j][0] in TRUTHS for j in kept)
     drawn = sum(function == "dropout" for function, _ in steps)
+    if fused:
+        return 0, drawn
+    kept = {j for what, j in _saved_by_steps(operator) if what == "step"} - {_last(operator)}
+    masks = sum(steps[j][0] in TRUTHS for j in kept)
     return len(kept) - masks, masks + drawn
+
+
+def _last(operator: Operator) -> int:
+    """The number of the last step of a chain, whose result is the output."""
+    return len(operator.attributes["steps"]) - 1
+
+
+def _made_of(operator: Operator, results: set[int]) -> set[tuple[str, int]]:
+    """What the results of some steps of a chain are made of, down to inputs and weights."""
+    found: set[tuple[str, int]] = set()
+    steps, waiting = operator.attributes["steps"], sorted(results)
+    while waiting:
+        _, arguments = steps[waiting.pop()]
+        for what, which in filter(is_reference, arguments):
+            if (what, which) not in found and what == "step":
+                waiting.append(which)
+            found.add((what, which))
+    return found
 
 
 def _saved_by_steps(operator: Operator) -> set[tuple[str, int]]:

@@ -43,7 +43,8 @@ class Training:
 
     Below float32 the optimizer keeps a float32 master copy beside its states (mixed precision,
     Micikevicius et al. 2018). `fused_elementwise` says that a chain of elementwise steps runs as
-    one kernel, as a compiler makes it, not as one kernel a step.
+    one kernel, as a compiler makes it, not as one kernel a step, and that nothing inside is kept
+    for backward. The executor runs and keeps steps.
 
     Raises:
         ValueError: on an unknown precision or optimizer, a beta that is not in [0, 1), or a

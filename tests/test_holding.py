@@ -73,6 +73,7 @@ def test_no_plan_holds_less(data: st.DataObject) -> None:
         gradient_precision=data.draw(st.sampled_from(["", "float32"])),
         fused_loss=data.draw(st.booleans()),
         bucketed_gradients=data.draw(st.booleans()),
+        fused_elementwise=data.draw(st.booleans()),
     )
     here = situation(graph, training=training)
     options = Options(chunks=(1, 2), fuse=True, regather=data.draw(st.booleans()))

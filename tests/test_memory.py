@@ -28,7 +28,7 @@ from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.memory import MemoryTimeline
 from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp, resnet
+from stratagem.simulator.models import gpt, llama, mlp, resnet
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
 from stratagem.simulator.simulation import simulate_plan
@@ -287,6 +287,55 @@ def test_backward_keeps_what_autograd_keeps() -> None:
         assert saved_slots(operator) == slots
         assert saves_output(operator) == output
         assert saved_inside(operator) == inside
+
+
+def test_a_fused_chain_keeps_what_it_reads_and_what_it_draws() -> None:
+    """Its backward is one kernel, which makes the rest again: x + b for its GELU, silu(gate)."""
+    b = GraphBuilder("chains")
+    x, y = b.input("x", (4, 8)), b.input("y", (4, 8))
+    cases = {
+        "gated": ([["silu", [["in", 0]]], ["mul", [["step", 0], ["in", 1]]]], {0, 1}, (0, 0)),
+        "behind": ([["add", [["in", 0], ["in", 1]]], ["gelu", [["step", 0], "tanh"]],
+                    ["neg", [["step", 1]]]], {0, 1}, (0, 0)),
+        "masked": ([["gt", [["in", 0], 0.0]], ["masked_fill", [["in", 1], ["step", 0], 0.0]]],
+                   {0}, (0, 0)),
+        "dropped": ([["gelu", [["in", 0], "tanh"]], ["dropout", [["step", 0], 0.5]]],
+                    {0}, (0, 1)),
+        "added": ([["add", [["in", 0], ["in", 1]]], ["neg", [["step", 0]]]], set(), (0, 0)),
+    }  # fmt: skip
+    total = b.pointwise("neg", x)
+    for name, (steps, *_) in cases.items():
+        inputs = [x, y] if "['in', 1]" in str(steps) else [x]
+        total = b.cat([total, b.elementwise(inputs, steps, name=name)], dim=1)
+    graph = b.build(b.reduce(total))
+    for name, (_, slots, inside) in cases.items():
+        assert saved_slots(graph.operator(name), fused=True) == slots, name
+        assert saved_inside(graph.operator(name), fused=True) == inside, name
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_fused_swiglu_holds_one_tensor_less(policy: str) -> None:
+    """2·s·b·ffn bytes a layer in 16 bits: silu(gate), unless the layer runs again anyway."""
+    sequence, batch, ffn, held = 32, 4, 96, []
+    for num_layers in (2, 3):
+        graph = llama(
+            num_layers=num_layers, hidden=64, num_heads=4, ffn=ffn, vocabulary=96,
+            sequence=sequence, batch=batch,
+        )  # fmt: skip
+        choices = with_recompute(graph, replicated(graph, (1,)), policy)
+        plan = plan_of(graph, choices, 1, 1, "1f1b", 1)
+        held.append(
+            [
+                simulate_plan(
+                    replace(plan, training=Training("bfloat16", fused_elementwise=fused)),
+                    graph,
+                    COSTS,
+                ).memory[0].activations
+                for fused in (False, True)
+            ]
+        )  # fmt: skip
+    eager, fused = (after - before for before, after in zip(*held, strict=True))
+    assert eager - fused == (2 * sequence * batch * ffn if policy == "none" else 0)
 
 
 class TestPlot:
