@@ -28,6 +28,7 @@ from stratagem.simulator.plan import Plan
 from stratagem.simulator.recompute import Triggers, triggers
 from stratagem.simulator.resharding import Resharder, Step
 from stratagem.simulator.schedule import Action
+from stratagem.simulator.segments import run_again
 from stratagem.simulator.token_slices import TokenSlice
 from stratagem.simulator.transfers import Transfer
 
@@ -378,7 +379,15 @@ class Context:
 
     @cached_property
     def recomputes(self) -> tuple[bool, ...]:
-        """Which operators are run again in the backward pass."""
+        """Which operators are run again in the backward pass, of those that a plan recomputes."""
+        again = set[int]()
+        for operators in self.operators:
+            again |= run_again(self.graph, operators, [i for i in operators if self.drops[i]])
+        return tuple(i in again for i in range(len(self.graph.operators)))
+
+    @cached_property
+    def drops(self) -> tuple[bool, ...]:
+        """Which operators keep nothing for backward: what it needs is brought back."""
         return tuple(self.plan.choice(o.name).recompute for o in self.graph.operators)
 
     def triggers(self, stage: int) -> Triggers:
@@ -407,7 +416,8 @@ class Context:
         if self.is_source[edge.producer] or self.crosses(edge):
             return False
         if self.is_converted(edge):
-            return self.plan.choice(self.graph.operators[edge.consumer].name).regather
+            reader = self.plan.choice(self.graph.operators[edge.consumer].name)
+            return reader.regather or reader.recompute
         return self.is_dropped(edge)
 
     def weighs(self, i: int) -> bool:

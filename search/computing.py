@@ -12,6 +12,7 @@ from stratagem.simulator.cost_table import TableBuilder, price_key
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.rules import rule_of
+from stratagem.simulator.segments import run_again
 
 SPLIT_BACKWARD = ("zb-h1",)
 """Schedules that make gradients of parameters apart from those of inputs."""
@@ -71,7 +72,7 @@ class ComputingBounds:
         if key in self._stages:
             return self._stages[key]
         model = self.models[parts]
-        again = model.recomputed(policy)
+        again = self._again(model, names, policy)
         builder: TableBuilder | None = None
         total = 0.0
         for name in names:
@@ -87,6 +88,15 @@ class ComputingBounds:
             total += self._known[row]
         self._stages[key] = total
         return total
+
+    def _again(
+        self, model: MicrobatchModel, names: tuple[str, ...], policy: str
+    ) -> frozenset[str]:
+        """The operators of a stage that run again under a policy."""
+        graph, dropped = model.graph, model.recomputed(policy)
+        inside = [graph.index[name] for name in names]
+        found = run_again(graph, inside, [i for i in inside if graph.operators[i].name in dropped])
+        return frozenset(graph.operators[i].name for i in found)
 
     def _price_number(self, mesh: DeviceMesh) -> int:
         """Equal for meshes on which everything costs the same."""

@@ -69,6 +69,7 @@ from stratagem.simulator.rows import (
     to_ns,
 )
 from stratagem.simulator.saved import saved_slots
+from stratagem.simulator.segments import run_again
 from stratagem.simulator.training import Training
 
 
@@ -241,17 +242,19 @@ class TableBuilder:
     ) -> CostTable:
         """The table of a stage that runs `operators`, each with its list of `choices`."""
         inside = set(operators)
+        may = [i for i in operators if any(choice.recompute for choice in choices[i])]
+        again = run_again(self.graph, inside, may)
         rows: dict[Any, tuple[int, OperatorRow]] = {}
         row_of: dict[int, int] = {}
         for i in operators:
-            key, row = self._operator_row(i, tuple(choices[i]), inside)
+            key, row = self._operator_row(i, tuple(choices[i]), inside, i in again)
             row_of[i] = rows.setdefault(key, (len(rows), row))[0]
         reads = self.graph.reads
         edges = tuple(e for i in sorted(inside) for e in reads[i] if self._is_priced(e, inside))
         edge_rows: dict[Any, tuple[int, EdgeRow]] = {}
         edge_row_of: list[int] = []
         for edge in edges:
-            key, edge_row = self._edge_row(edge, choices)
+            key, edge_row = self._edge_row(edge, choices, edge.consumer in again)
             edge_row_of.append(edge_rows.setdefault(key, (len(edge_rows), edge_row))[0])
         ties = self.ties(operators)
         return CostTable(
@@ -285,7 +288,7 @@ class TableBuilder:
     # -- operators ------------------------------------------------------------------------------
 
     def _operator_row(
-        self, i: int, choices: tuple[Choice, ...], inside: set[int]
+        self, i: int, choices: tuple[Choice, ...], inside: set[int], runs_again: bool
     ) -> tuple[Any, OperatorRow]:
         operator = self.graph.operators[i]
         uses = tuple(
@@ -294,9 +297,9 @@ class TableBuilder:
         number = self._memory.number
         needed = self.graph.needs_gradient[i]
         flows = makes_input_gradients(self.graph, i)
-        key = (number(operator.signature), number(choices), uses, needed, flows)
+        key = (number(operator.signature), number(choices), uses, needed, flows, runs_again)
         if key not in self._rows:
-            self._rows[key] = self._pricer.row(i, choices, uses)
+            self._rows[key] = self._pricer.row(i, choices, uses, runs_again=runs_again)
         return key, self._rows[key]
 
     def ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
@@ -342,7 +345,7 @@ class TableBuilder:
     # -- edges ----------------------------------------------------------------------------------
 
     def _edge_row(
-        self, edge: Edge, choices: Mapping[int, Sequence[Choice]]
+        self, edge: Edge, choices: Mapping[int, Sequence[Choice]], runs_again: bool
     ) -> tuple[Any, EdgeRow]:
         producer = self.graph.operators[edge.producer]
         consumer = self.graph.operators[edge.consumer]
@@ -351,13 +354,19 @@ class TableBuilder:
         number = self._memory.number
         ends = (number(producer.signature), edge.output, number(ours))
         runs_back = self.graph.needs_gradient[edge.consumer]
-        key = (*ends, number(consumer.signature), edge.slot, number(theirs), flows, runs_back)
+        there = (number(consumer.signature), edge.slot, number(theirs))
+        key = (*ends, *there, flows, runs_back, runs_again)
         if key not in self._edge_rows:
-            self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows)
+            self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows, runs_again)
         return key, self._edge_rows[key]
 
     def _price_edge(
-        self, edge: Edge, ours: tuple[Choice, ...], theirs: tuple[Choice, ...], flows: bool
+        self,
+        edge: Edge,
+        ours: tuple[Choice, ...],
+        theirs: tuple[Choice, ...],
+        flows: bool,
+        runs_again: bool,
     ) -> EdgeRow:
         producer = self.graph.operators[edge.producer]
         consumer = self.graph.operators[edge.consumer]
@@ -378,9 +387,9 @@ class TableBuilder:
             back = self._conversions(sizes, itemsize, grads, needed)
             backward = Timed(back.ns.T.copy(), back.mask.T.copy())
         copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape)
-        recomputed = np.array([choice.recompute for choice in theirs])
         saved = saved_slots(consumer, fused=self.training.fused_elementwise)
         kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved
+        recomputed = np.array([(kept or runs_again) and choice.recompute for choice in theirs])
         regathered = np.array([kept and c.regather and not c.recompute for c in theirs])
         makes = self._pieces(producer, ours, made.layout)
         reads = self._pieces(consumer, theirs, read.layout)

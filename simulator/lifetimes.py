@@ -268,7 +268,7 @@ class _Writer:
 
     def checkpoint(self, edge: Edge) -> None:
         """A result that no backward pass needs as it is, but a reader that runs again."""
-        if edge.consumer not in self.triggers:
+        if edge.consumer not in self.triggers or not self._is_read_again(edge):
             return
         is_kept = self._kept_until(edge.producer, edge.output) is not None
         if is_kept and self._only_need(edge.producer, edge.output) != edge:
@@ -296,7 +296,7 @@ class _Writer:
     def arrival(self, edge: Edge, nbytes: IntArray) -> None:
         """What another stage sends: kept for backward or for running again, else used at once."""
         place, back = self.place[edge.consumer], self._needed_until(edge)
-        if back is None and edge.consumer in self.triggers:
+        if back is None and edge.consumer in self.triggers and self._is_read_again(edge):
             keeps = self.table.row(edge.consumer).keeps[None, :]
             until = self._trigger(edge.consumer)
             self._add_pair(Purpose.ACTIVATIONS, edge, np.where(keeps, 0, nbytes), 0, until)
@@ -438,6 +438,11 @@ class _Writer:
             return None
         weighs = self._weighs(edge.consumer) and edge.slot == 0
         return self._weight_place(edge.consumer) if weighs else self._back(edge.consumer)
+
+    def _is_read_again(self, edge: Edge) -> bool:
+        """Whether a reader that is recomputed reads its input once more."""
+        runs_again = self.table.row(edge.consumer).runs_again
+        return runs_again or self._needed_until(edge) is not None
 
     def _is_dropped(self, i: int, output: int) -> bool:
         """Whether recomputing an operator drops a result: read in its own segment only."""

@@ -62,8 +62,13 @@ class OperatorPricer:
     number: Callable[[Any], int]
     known: dict[Any, tuple[float, float, str]]
 
-    def row(self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...]) -> OperatorRow:
-        """The row of operator `i`; `uses` says what it is to each of its weights."""
+    def row(
+        self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...], *, runs_again: bool
+    ) -> OperatorRow:
+        """The row of operator `i`; `uses` says what it is to each of its weights.
+
+        Where it is recomputed it `runs_again`, or has only its inputs brought back.
+        """
         operator = self.graph.operators[i]
         # ZeRO changes nothing about passes, recompute and pieces nothing about parameters.
         passed = {_pass_key(choice): choice for choice in reversed(choices)}
@@ -75,20 +80,24 @@ class OperatorPricer:
         kept = {(choice.config, choice.zero): choice for choice in choices}
         keeping = {key: self._footprint(operator, uses, c) for key, c in kept.items()}
         footprints = [keeping[choice.config, choice.zero] for choice in choices]
+        again = [runs_again and choice.recompute for choice in choices]
         forward, backward, input_gradient, weight_gradient, recompute = timed_rows(
             [
                 [p.forward for p in passes],
                 [p.backward for p in passes],
                 [p.input_gradient for p in passes],
                 [p.weight_gradient for p in passes],
-                [p.recompute for p in passes],
+                [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
             ]
         )
         launch_forward, launch_backward, launch_recompute = timed_rows(
             [
                 [self._launch(i, c, Direction.FORWARD) for c in choices],
                 [self._launch(i, c, Direction.BACKWARD) for c in choices],
-                [self._launch(i, c, Direction.FORWARD) if c.recompute else IDLE for c in choices],
+                [
+                    self._launch(i, c, Direction.FORWARD) if a else IDLE
+                    for c, a in zip(choices, again, strict=True)
+                ],
             ]
         )
         gather, sync, each_sync, update, publish, stash = timed_rows(
@@ -135,6 +144,7 @@ class OperatorPricer:
             whole_gradient_bytes=_column(footprints, "whole_gradients"),
             saved_slots=saved_slots(operator, fused=self.training.fused_elementwise),
             saves_output=saves_output(operator),
+            runs_again=runs_again,
         )
 
     def _footprint(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> Footprint:

@@ -62,7 +62,8 @@ class OperatorRow:
     choice, how many of its parameters take each distinct path in the sync, and the latency of that
     path in seconds.
     `relative_error` is that of forward and backward. `saved_slots` are the inputs that backward
-    needs, `saves_output` says whether it needs the output.
+    needs, `saves_output` says whether it needs the output. `runs_again` says whether recomputing
+    it means to run it again, or only to bring back its inputs (see `segments.run_again`).
     """
 
     choices: tuple[Choice, ...]
@@ -95,6 +96,7 @@ class OperatorRow:
     whole_gradient_bytes: IntArray
     saved_slots: frozenset[int]
     saves_output: bool
+    runs_again: bool
 
     @property
     def passes_ns(self) -> IntArray:
@@ -156,8 +158,9 @@ class EdgeRow:
     operator that makes the tensor (backward: the consumer makes its gradient); if that one runs
     whole, in those of the operator that reads it. The first are counted by `made_forward` and
     `made_backward` (1 where both run whole), the others by `read_forward` and `read_backward`.
-    `recompute` is the whole forward conversion where the consumer is recomputed, `regather` where
-    only its input is converted again. `copy_bytes` is the size of the converted copy. `launches`
+    `recompute` is the whole forward conversion where the consumer is recomputed (of one that does
+    not run again, where backward needs the input), `regather` where only its input is converted
+    again. `copy_bytes` is the size of the converted copy. `launches`
     are None where launching a collective costs its hosts nothing.
     """
 

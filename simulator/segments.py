@@ -7,15 +7,19 @@ there:
 
     kept ──▶ │ norm ▸ linear ▸ gelu ▸ linear ▸ add │ ──▶ kept ──▶ │ norm ▸ …
                 └──── dropped, and made again ───┘
+
+What nobody reads in backward is dropped and not made again: here the result of the second linear,
+which only the sum reads. Such an operator has its inputs brought back, and does not run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
-from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.graph import Edge, OperatorGraph
 from stratagem.simulator.names import unknown
-from stratagem.simulator.saved import saved_inside
+from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")
 """Names that `recomputed_operators` knows."""
@@ -56,6 +60,54 @@ def recomputed_operators(graph: OperatorGraph, policy: str) -> frozenset[str]:
         if i not in outside or any(saved_inside(operator))
         if core is None or i in core
     )
+
+
+def run_again(
+    graph: OperatorGraph, inside: Collection[int], may: Collection[int]
+) -> frozenset[int]:
+    """The operators that a stage runs again in backward, of those that it drops.
+
+    Others drop their results too, but neither a backward pass nor what runs again reads them.
+
+    Example:
+        >>> from stratagem.simulator.models import gpt
+        >>> graph = gpt(num_layers=3, hidden=8, num_heads=2, sequence=4, batch=2)
+        >>> dropped = [graph.index[name] for name in recomputed_operators(graph, "full")]
+        >>> again = run_again(graph, range(len(graph.operators)), dropped)
+        >>> graph.index["h.1.mlp.up"] in again, graph.index["h.1.mlp.down"] in again
+        (True, False)
+
+    Args:
+        graph: the model.
+        inside: the operators of the stage.
+        may: those of them that some choice recomputes.
+    """
+    inside, may, found = set(inside), set(may), set[int]()
+    for i in sorted(may, reverse=True):
+        operator = graph.operators[i]
+        keeps_own = operator.kind == "cross_entropy" or any(saved_inside(operator))
+        read = [e for e in _dropped_reads(graph, i) if e.consumer in inside]
+        if (
+            keeps_own
+            or saves_output(operator)
+            or any(e.consumer in found or _is_saved(graph, e) for e in read)
+        ):
+            found.add(i)
+    return frozenset(found)
+
+
+def _dropped_reads(graph: OperatorGraph, i: int) -> list[Edge]:
+    """The edges along which dropped results of an operator are read: its segment's own."""
+    segment = graph.segments
+    kept = {e.output for e in graph.readers[i] if segment[e.consumer] != segment[i]}
+    return [edge for edge in graph.readers[i] if edge.output not in kept]
+
+
+def _is_saved(graph: OperatorGraph, edge: Edge) -> bool:
+    """Whether backward of a reader needs what it read, be its chains one kernel or several."""
+    reader = graph.operators[edge.consumer]
+    needed = saved_slots(reader) | saved_slots(reader, fused=True)
+    return graph.needs_gradient[edge.consumer] and edge.slot in needed
 
 
 def _attention_core(graph: OperatorGraph) -> set[int]:

@@ -21,7 +21,7 @@ from stratagem.simulator.pipeline import FORWARD
 from stratagem.simulator.placement import Shard
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.plan_model import StageModel, block_times, plan_model
-from stratagem.simulator.segments import recomputed_operators
+from stratagem.simulator.segments import recomputed_operators, run_again
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
@@ -102,7 +102,8 @@ class TestRecompute:
         again = recomputed_operators(graph, "full")
         before = only_stage(plan_of(graph, plain), graph)
         after = only_stage(plan_of(graph, changed(plain, again, recompute=True)), graph)
-        more = sum(int(before.table.row(graph.index[name]).forward.ns[0]) for name in again)
+        runs = run_again(graph, range(len(graph.operators)), {graph.index[n] for n in again})
+        more = sum(int(before.table.row(i).forward.ns[0]) for i in runs)
         none = np.zeros(len(graph.operators), dtype=np.int64)
         spans = [
             simulate(s.blocks.task_graph(s.blocks.backward, none, last=True)).makespan
