@@ -34,6 +34,7 @@ from torch import nn
 from benchmarks.random_training import Drawing, draw
 from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.reference import gradient_errors, relative_error, statistics_apart
+from stratagem.executor.run import prepare
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
@@ -95,6 +96,11 @@ def compare(seed: int, number: int, plans: int = PLANS_PER_MODEL) -> tuple[str, 
     case = Case(drawn.model, drawn.batch, graph)
     rng = random.Random(f"{seed}/{number}/plans")
     for plan in random_plans(case, rng, plans):
+        try:
+            prepare(plan, graph)
+        except ValueError:
+            tally.refused += 1
+            continue
         try:
             result = execute(
                 plan, graph, model_state(drawn.model), drawn.batch, steps=STEPS, gradients=True
