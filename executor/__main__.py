@@ -29,7 +29,6 @@ from stratagem.executor.models import make_data, make_model, make_rate
 from stratagem.executor.reference import reference_of
 from stratagem.executor.report import report_of
 from stratagem.executor.run import (
-    PROCESS_BACKENDS,
     check_world,
     default_backend,
     prepare,
@@ -41,6 +40,7 @@ from stratagem.executor.verdict import Verdict
 from stratagem.executor.watch import Watch
 from stratagem.progress import progress_bar, status_file
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.provenance import PROCESS_BACKENDS
 from stratagem.simulator.torch_ops.capture import capture
 
 
@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--backend",
         choices=PROCESS_BACKENDS,
-        help="nccl where every rank has a GPU and CuPy is installed, else gloo",
+        help="nccl where torch sees GPUs and the plan is not one of CPUs, else gloo",
     )
     made.add_argument(
         "--memory",
@@ -165,7 +165,7 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
 def main() -> None:
     """Parse the command line and run this process's rank."""
     arguments = parser().parse_args()
-    backend = arguments.backend or default_backend()
+    backend = arguments.backend or default_backend(Plan.load(arguments.plan))
     with process_rank(limits_of(arguments), backend=backend) as (comm, watch):
         run_rank(arguments, comm, watch)
 

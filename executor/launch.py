@@ -13,13 +13,16 @@ from pathlib import Path
 
 from stratagem.executor.activity import ranks_here
 from stratagem.executor.failures import failure_of, keep_logs
+from stratagem.executor.gpu.own_gpu import check_gpus
 from stratagem.executor.judging import Limits
 from stratagem.executor.report import Report
+from stratagem.executor.run import default_backend
 from stratagem.executor.scratch import Scratch
 from stratagem.executor.stores import STORE_FOLDER
 from stratagem.executor.training_loop import Show
 from stratagem.progress import show_status
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.provenance import ProcessBackend
 
 GRACE_SECONDS = 5
 """How long torchrun waits for a rank to stop before it kills it."""
@@ -43,6 +46,7 @@ def launch(
     resume: str | Path | None = None,
     memory: bool = False,
     cuda_graph: bool = False,
+    backend: ProcessBackend | None = None,
     limits: Limits | None = None,
     timeout: float | None = 600.0,
     folder: str | Path | None = None,
@@ -71,6 +75,7 @@ def launch(
         resume: a checkpoint, or a folder of checkpoints with the last of them, to go on from.
         memory: whether to find the most bytes that each rank holds, in a step that is undone.
         cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph.
+        backend: ``gloo`` or ``nccl``; that of `default_backend` when left out.
         limits: how long ranks wait for one another.
         timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
         folder: where the modules are found; the current directory by default.
@@ -78,10 +83,14 @@ def launch(
 
     Raises:
         ValueError: when the plan file cannot be read.
-        RuntimeError: when a rank fails; says which, where it was, and its last lines.
+        RuntimeError: when there are GPUs here, and CuPy or NCCL is missing or there are too few
+            of them; when a rank fails, says which, where it was, and its last lines.
         TimeoutError: when the run takes longer than `timeout`.
     """
     plan, limits = Plan.load(plan_path), limits or Limits()
+    backend = backend or default_backend(plan)
+    if backend == "nccl":
+        check_gpus(plan.num_devices)
     with Scratch() as scratch:
         out, status = scratch.folder / "result.json", scratch.folder / "status.json"
         arguments = [
@@ -89,6 +98,7 @@ def launch(
             *("--steps", str(steps), "--warmup", str(warmup), "--out", str(out)),
             *("--timeout", str(limits.stalled), "--patience", str(limits.patience)),
             *("--preparing", str(limits.preparing), "--status", str(status)),
+            *("--backend", backend),
             *("--rate", rate, "--rate-warmup", str(rate_warmup), "--every", str(every)),
             *(["--check"] if check else []),
             *(["--memory"] if memory else []),

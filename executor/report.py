@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.verdict import Verdict
 from stratagem.simulator.files import read_text, write_text
+from stratagem.simulator.provenance import Provenance
 from stratagem.simulator.timeline import Timeline
 
 REPORT_VERSION = 1
@@ -27,6 +30,8 @@ class Report:
         verdict: whether a first step was that of one device, if it was checked.
         peak_bytes: per rank the most bytes that it held at once; empty unless asked for.
         no_graph: why steps were run one by one though a CUDA graph was asked for; empty otherwise.
+        provenance: what ran it: backend, devices, precision and versions; None in files from
+            before they said it.
     """
 
     plan: str
@@ -36,6 +41,7 @@ class Report:
     verdict: Verdict | None = None
     peak_bytes: tuple[int, ...] = ()
     no_graph: str = ""
+    provenance: Provenance | None = None
 
     @property
     def step_time(self) -> float:
@@ -53,6 +59,7 @@ class Report:
             "verdict": None if self.verdict is None else asdict(self.verdict),
             "peak_bytes": self.peak_bytes,
             "no_graph": self.no_graph,
+            "provenance": None if self.provenance is None else asdict(self.provenance),
         }
         write_text(path, json.dumps(columns, ensure_ascii=False) + "\n")
 
@@ -76,6 +83,7 @@ class Report:
                 verdict=Verdict(**columns["verdict"]) if columns.get("verdict") else None,
                 peak_bytes=tuple(columns.get("peak_bytes", ())),
                 no_graph=columns.get("no_graph", ""),
+                provenance=msgspec.convert(columns.get("provenance"), Provenance | None),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"result file {path} is broken: {error}") from error
@@ -91,4 +99,5 @@ def report_of(plan: str, result: ExecutionResult, verdict: Verdict | None = None
         verdict,
         peak_bytes=result.peak_bytes,
         no_graph=result.no_graph,
+        provenance=result.provenance,
     )

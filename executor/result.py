@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from stratagem.simulator.provenance import Provenance
 from stratagem.simulator.timeline import Timeline
 
 
@@ -19,6 +20,7 @@ class ExecutionResult:
         step_times: of every step in seconds, that of the slowest rank.
         timeline: of a step with the median time, measured.
         parameters: whole parameters and buffers after the steps, by name.
+        provenance: what ran it: backend, devices, precision and versions.
         gradients: whole gradients of the last step, by name; None unless asked for.
         first_step: how many steps the checkpoint had made that the run went on from.
         peak_bytes: per rank the most bytes that it held at once; empty unless asked for.
@@ -29,10 +31,16 @@ class ExecutionResult:
     step_times: tuple[float, ...]
     timeline: Timeline
     parameters: Mapping[str, Tensor]
+    provenance: Provenance
     gradients: Mapping[str, Tensor] | None = None
     first_step: int = 0
     peak_bytes: tuple[int, ...] = ()
     no_graph: str = ""
+
+    @property
+    def backend(self) -> str:
+        """What the ranks talked by: ``local`` (threads of one process), ``gloo`` or ``nccl``."""
+        return self.provenance.backend
 
     @property
     def step_time(self) -> float:

@@ -16,7 +16,8 @@ from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches, Data
-from stratagem.executor.gpu.kernels import has_cupy
+from stratagem.executor.gpu.kernels import check_gpu
+from stratagem.executor.gpu.own_gpu import ON_CPUS
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import BACKEND_SECONDS, Limits
 from stratagem.executor.lowering import lower
@@ -31,8 +32,7 @@ from stratagem.executor.where import Place
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
-
-ProcessBackend = Literal["gloo", "nccl"]
+from stratagem.simulator.provenance import PROCESS_BACKENDS, ProcessBackend
 
 
 def execute(
@@ -125,17 +125,34 @@ def execute(
         return run(comm, watch)
 
 
-PROCESS_BACKENDS = ("gloo", "nccl")
-
 LOCAL_SECONDS = 120.0
 """That a rank of this process may wait for another one unless told."""
 
 
-def default_backend() -> ProcessBackend:
-    """NCCL where every rank of this machine can have a GPU and CuPy is installed, else gloo."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "nccl" if 0 < local <= gpus and has_cupy() else "gloo"
+def default_backend(plan: Plan | None = None) -> ProcessBackend:
+    """NCCL where torch sees GPUs, unless the plan is one of CPUs; else gloo.
+
+    Example:
+        >>> default_backend()  # doctest: +SKIP
+        'nccl'
+
+    A rank that sees one GPU has it for itself (`own_gpu`), however many ranks there are.
+
+    Raises:
+        RuntimeError: when there are GPUs, but CuPy or NCCL is missing, or there are fewer than
+            ranks of this machine: nothing is trained on CPUs instead that nobody asked for.
+    """
+    of_cpus = plan is not None and {kind.name for kind in plan.device_types} == {"cpu"}
+    if of_cpus or not torch.cuda.is_available():
+        return "gloo"
+    check_gpu("training on the GPUs that torch sees here")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if 1 < gpus < local:
+        raise RuntimeError(
+            f"{local} ranks of this machine need a GPU each, and torch sees {gpus}: start as many "
+            f"ranks, or {ON_CPUS}"
+        )
+    return "nccl"
 
 
 @contextmanager

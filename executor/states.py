@@ -87,9 +87,11 @@ def collect(
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of a model by name, also buffers that `state_dict` leaves out.
 
+    They are on the CPU, wherever the model is: each rank takes its part to its own device.
+
     Example:
         >>> sorted(model_state(nn.Linear(2, 1)))
         ['bias', 'weight']
     """
     named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    return {name: tensor.detach() for name, tensor in named.items()}
+    return {name: tensor.detach().cpu() for name, tensor in named.items()}

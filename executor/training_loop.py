@@ -24,6 +24,7 @@ from stratagem.executor.gpu.graphs import GraphedSteps, not_graphed, refusal
 from stratagem.executor.held import most_held_bytes
 from stratagem.executor.interpreter import Interpreter, StepRecord
 from stratagem.executor.measure import timeline
+from stratagem.executor.origin import provenance_of
 from stratagem.executor.program import Program
 from stratagem.executor.rates import Rate, RateSchedule
 from stratagem.executor.result import ExecutionResult, median_index
@@ -295,6 +296,7 @@ def _result(
         step_times=times,
         timeline=timeline(program, spans),
         parameters=interpreter.parameters(),
+        provenance=provenance_of(comm, program.plan.training.precision),
         gradients=interpreter.whole_gradients() if gradients else None,
         first_step=start,
     )

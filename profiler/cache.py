@@ -12,7 +12,6 @@ from stratagem.profiler.keys import (
     CollectiveEntry,
     CollectiveKey,
     Entry,
-    Environment,
     Measurement,
     TimingEntry,
     TimingKey,
@@ -20,6 +19,7 @@ from stratagem.profiler.keys import (
 from stratagem.profiler.merging import MergeReport, better, is_same_measurement
 from stratagem.profiler.rows import FORMS, Row, columns_of, entry_of, row_of, table_of
 from stratagem.profiler.store import CACHE_VARIABLE, REMEDY, Store, cache_path
+from stratagem.simulator.provenance import Environment
 
 __all__ = ["CACHE_VARIABLE", "TimingCache", "cache_path"]
 

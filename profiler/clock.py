@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from stratagem.profiler.keys import Environment
-from stratagem.profiler.versions import cuda_versions
+from stratagem.simulator.provenance import Environment
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory
+from stratagem.simulator.torch_ops.versions import environment_of
 
 
 class Clock(Protocol):
@@ -103,22 +101,7 @@ def describe_environment(
             f"load is {load} on {str(given)!r}; it must be at least 0, and 0 where devices do not "
             "share a memory"
         )
-    version = str(torch.__version__)
-    if given.type == "cuda":
-        name = torch.cuda.get_device_name(given)
-        return Environment(name, version, threads, load, **cuda_versions())
-    return Environment(_cpu_name(), version, threads, load)
-
-
-def _cpu_name() -> str:
-    """The processor's model, as far as the system tells."""
-    description = Path("/proc/cpuinfo")
-    if description.exists():
-        for line in description.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    return environment_of(given, threads=threads, load=load)
 
 
 @contextmanager

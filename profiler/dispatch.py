@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment, num_threads
-from stratagem.profiler.keys import Environment, Measurement, TimingKey
+from stratagem.profiler.keys import Measurement, TimingKey
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Operator
+from stratagem.simulator.provenance import Environment
 
 DISPATCH_KIND = "dispatch"
 

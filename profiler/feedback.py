@@ -10,11 +10,12 @@ import numpy as np
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.dispatch import dispatch_key
-from stratagem.profiler.keys import Environment, Measurement, TimingKey, operator_digest
+from stratagem.profiler.keys import Measurement, TimingKey, operator_digest
 from stratagem.simulator.costs import Direction, local_operator
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.placement import Config, Shard, local_sizes
 from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.provenance import Environment
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.schedule import ActionKind
 from stratagem.simulator.sliced_plan import pass_graphs

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stratagem.profiler.exchange import FORMAT, from_csv, from_json
-from stratagem.profiler.keys import Entry, Environment
+from stratagem.profiler.keys import Entry
 from stratagem.profiler.kineto import read_kineto
 from stratagem.profiler.nccl_tests import looks_like_nccl_tests, read_nccl_tests
 from stratagem.profiler.trace_events import looks_like_trace
+from stratagem.simulator.provenance import Environment
 
 _GZIP = b"\x1f\x8b"
 

@@ -13,58 +13,10 @@ from stratagem.profiler.canonical import canonical_operator
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Operator
+from stratagem.simulator.provenance import Environment
 
 IN_A_NODE = "intra-node"
 BETWEEN_NODES = "inter-node"
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Where a time was taken: another value of any field may mean another time.
-
-    Example:
-        >>> Environment("NVIDIA H200", "2.11.0+cu128", driver="570.86", cuda="12.8").name
-        'NVIDIA H200, torch 2.11.0+cu128, driver 570.86, CUDA 12.8'
-
-    Attributes:
-        device: the name that the device gives itself; on a CPU that of the processor.
-        torch: its version; empty where torch had no part in it.
-        threads: of one kernel on a CPU.
-        load: how many other processes ran the same operator meanwhile.
-        driver: version of the GPU's driver.
-        cuda: version of the CUDA runtime.
-        cudnn: version of cuDNN.
-        nccl: version of NCCL.
-
-    What does not apply, or is not known of an imported time, is empty. It never stands for a
-    version: times of an unknown driver answer for no known one.
-    """
-
-    device: str
-    torch: str
-    threads: int = 1
-    load: int = 0
-    driver: str = ""
-    cuda: str = ""
-    cudnn: str = ""
-    nccl: str = ""
-
-    @property
-    def name(self) -> str:
-        """What a person tells it by; fields with their usual values are left out."""
-        versions = (
-            ("torch", self.torch),
-            ("driver", self.driver),
-            ("CUDA", self.cuda),
-            ("cuDNN", self.cudnn),
-            ("NCCL", self.nccl),
-        )
-        parts = [self.device, *(f"{what} {version}" for what, version in versions if version)]
-        if self.threads != 1:
-            parts.append(f"{self.threads} threads")
-        if self.load:
-            parts.append(f"load {self.load}")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from stratagem.profiler.keys import Environment, Measurement, TimingEntry, TimingKey
+from stratagem.profiler.keys import Measurement, TimingEntry, TimingKey
 from stratagem.profiler.timing import summarise
 from stratagem.profiler.trace_events import Call, Thread, Trace, owners, read_trace
 from stratagem.profiler.trace_operators import (
@@ -17,6 +17,7 @@ from stratagem.profiler.trace_operators import (
     read_call,
 )
 from stratagem.simulator.costs import Direction
+from stratagem.simulator.provenance import Environment
 
 ORIGIN = "torch.profiler"
 

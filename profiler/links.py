@@ -17,10 +17,11 @@ from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
 from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.keys import IN_A_NODE, CollectiveKey, Environment, Measurement
+from stratagem.profiler.keys import IN_A_NODE, CollectiveKey, Measurement
 from stratagem.simulator.cluster import GroupFigures, Link
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import AxisLink
+from stratagem.simulator.provenance import Environment
 
 Array = NDArray[np.float64]
 Group = tuple[int, ...]

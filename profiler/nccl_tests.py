@@ -31,12 +31,12 @@ from stratagem.profiler.keys import (
     IN_A_NODE,
     CollectiveEntry,
     CollectiveKey,
-    Environment,
     Measurement,
 )
-from stratagem.profiler.versions import dotted
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.names import unknown
+from stratagem.simulator.provenance import Environment
+from stratagem.simulator.torch_ops.versions import dotted
 
 ORIGIN = "nccl-tests"
 PROGRAMS = {

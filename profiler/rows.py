@@ -14,7 +14,6 @@ from stratagem.profiler.keys import (
     CollectiveEntry,
     CollectiveKey,
     Entry,
-    Environment,
     Measurement,
     TimingEntry,
     TimingKey,
@@ -22,6 +21,7 @@ from stratagem.profiler.keys import (
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Operator
+from stratagem.simulator.provenance import Environment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from stratagem.profiler.background import BackgroundLoad
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import num_threads
-from stratagem.profiler.keys import Environment, Measurement, TimingKey, describe
+from stratagem.profiler.keys import Measurement, TimingKey, describe
 from stratagem.profiler.reference import ReferenceKernel, Watch, throttle_reasons
 from stratagem.profiler.timing import (
     Effort,
@@ -25,6 +25,7 @@ from stratagem.profiler.timing import (
 )
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Operator
+from stratagem.simulator.provenance import Environment
 from stratagem.simulator.training import Training
 
 MAX_ROUNDS = 3

@@ -10,10 +10,11 @@ import torch
 from stratagem.profiler.background import BackgroundLoad
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import clock_of, describe_environment, num_threads
-from stratagem.profiler.keys import Environment, Measurement, TimingKey
+from stratagem.profiler.keys import Measurement, TimingKey
 from stratagem.profiler.timing import Effort, evictor, repeat, summarise, timed
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.graph import Dim, DimKind, Operator
+from stratagem.simulator.provenance import Environment
 from stratagem.simulator.training import Training
 
 UPDATE_KIND = "update"

@@ -156,7 +156,8 @@ class DeviceType:
     Where there are none a roofline answers: `matmul_efficiency` is the share of the peak that
     large matrix products reach, `memory_efficiency` the same for `memory_bandwidth_gb_s`, `tile`
     the edge of an output tile. `reserved_gib` of the memory is taken by the driver, the runtime
-    and communicators.
+    and communicators. `torch_names` is what ``torch.cuda.get_device_name()`` calls such a device:
+    no other GPU is timed as one. Names do not count where two types are compared.
 
     Raises:
         ValueError: on a figure that is not above 0, or more memory reserved than there is.
@@ -176,6 +177,7 @@ class DeviceType:
     products: dict[str, ProductConstants] = field(default_factory=dict)
     memory: MemoryConstants | None = None
     attention: AttentionConstants | None = None
+    torch_names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         _positive(
@@ -194,6 +196,15 @@ class DeviceType:
                 f"device {self.name!r}: reserved_gib is {self.reserved_gib}; it must be from 0 to "
                 f"below its memory_gib of {self.memory_gib}"
             )
+
+    def is_called(self, name: str) -> bool:
+        """Whether a GPU that torch calls `name` is one of this type.
+
+        Example:
+            >>> DeviceType.preset("H200").is_called("NVIDIA H200")
+            True
+        """
+        return name == self.name or name in (self.torch_names or _bundled_names(self.name))
 
     def launched(self, launch_us: float) -> DeviceType:
         """The same device under a host that takes `launch_us` to launch a kernel."""
@@ -243,6 +254,11 @@ def device_names() -> tuple[str, ...]:
     """Names of the bundled devices."""
     folder = resources.files(__package__) / DEVICE_FOLDER
     return tuple(sorted(p.name.removesuffix(".json") for p in folder.iterdir()))
+
+
+def _bundled_names(name: str) -> tuple[str, ...]:
+    """What torch calls a bundled device, for files from before types said it themselves."""
+    return DeviceType.preset(name).torch_names if name in device_names() else ()
 
 
 def _positive(what: str, **fields: float) -> None:

@@ -13,6 +13,7 @@ from stratagem.simulator.chimera import (
     check_pins,
 )
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.device import DeviceType
 from stratagem.simulator.files import decode, encode, read_text, write_text
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.local_statistics import local_statistics
@@ -194,6 +195,12 @@ class Plan:
     def num_devices(self) -> int:
         """Number of devices that the plan uses."""
         return len({device for stage in self.stages for device in stage.mesh.devices})
+
+    @cached_property
+    def device_types(self) -> tuple[DeviceType, ...]:
+        """The distinct types of the devices that the plan uses."""
+        found = (kind for stage in self.stages for kind in stage.mesh.device_types(self.cluster))
+        return tuple({kind.name: kind for kind in found}.values())
 
     def choice(self, operator: str) -> Choice:
         """The choice for an operator."""

@@ -23,7 +23,6 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.measure import timeline
 from stratagem.executor.reference import gradient_errors
 from stratagem.executor.result import ExecutionResult
-from stratagem.executor.run import default_backend
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
 from stratagem.simulator.plan import Plan
@@ -304,17 +303,3 @@ def test_labels_leave_tag_0_to_messages_inside_conversions(gpt: Case) -> None:
     }
     assert set(program.tags) == labels
     assert sorted(program.tags.values()) == list(range(1, len(labels) + 1))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "cupy", "local", "expected"),
-    [(0, True, 1, "gloo"), (2, True, 2, "nccl"), (2, True, 3, "gloo"), (2, False, 2, "gloo")],
-)
-def test_nccl_is_chosen_where_every_rank_has_a_gpu(
-    gpus: int, cupy: bool, local: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("stratagem.executor.run.has_cupy", lambda: cupy)
-    assert default_backend() == expected

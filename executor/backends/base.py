@@ -52,10 +52,11 @@ class Communicator(Protocol):
     none records a gradient, and in a group of one a result may be the argument itself. Pieces may
     have unequal shapes; a receiver says which shapes it expects, since placements tell it.
 
-    `sent` counts the bytes that this rank sends, by `Collective.value`, as the ring algorithms of
-    `stratagem.simulator.collectives` send them.
+    `backend` is the name that results say. `sent` counts the bytes that this rank sends, by
+    `Collective.value`, as the ring algorithms of `stratagem.simulator.collectives` send them.
     """
 
+    backend: str
     rank: int
     world_size: int
     device: torch.device

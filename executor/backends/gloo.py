@@ -55,6 +55,8 @@ class GlooCommunicator(ProcessMember):
         ValueError: when RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not in the environment.
     """
 
+    backend = "gloo"
+
     def __init__(self, *, timeout: float = 120.0) -> None:
         if dist.is_initialized():
             raise RuntimeError(

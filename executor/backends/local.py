@@ -116,6 +116,8 @@ def _run_threads(threads: Sequence[threading.Thread], world: World) -> None:
 class LocalCommunicator(Member):
     """One rank of a world of threads; made by `run_local`."""
 
+    backend = "local"
+
     def __init__(
         self, world: World, rank: int, device: torch.device, streams: Streams | None = None
     ) -> None:

@@ -25,6 +25,7 @@ from stratagem.simulator.collectives import Collective
 class Member:
     """One rank of a world, and what it has sent; see `Communicator`."""
 
+    backend: str
     rank: int
     world_size: int
     device: torch.device

@@ -16,7 +16,6 @@ NCCL asks for where several communicators are in use at a time.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -39,8 +38,9 @@ from stratagem.executor.backends.base import (
 )
 from stratagem.executor.backends.member import ProcessMember, packed, prepared
 from stratagem.executor.gpu.event_clock import EventClock
-from stratagem.executor.gpu.kernels import INSTALL, check_gpu
+from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.memory import use_torch_memory
+from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
 from stratagem.executor.gpu.wire import Among, Wire, rounds
 from stratagem.executor.stores import world_store
@@ -54,7 +54,7 @@ NO_COLOR = -1
 
 
 def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
-    """This process's rank in the world that ``torchrun`` describes, on the GPU of its local rank.
+    """This process's rank in the world that ``torchrun`` describes, on a GPU of its own.
 
     Example:
         >>> with join_nccl() as comm, comm.working():  # doctest: +SKIP
@@ -66,21 +66,16 @@ def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
     Raises:
         RuntimeError: when CUDA, CuPy or NCCL is missing, or this machine has fewer GPUs than
             local ranks.
-        ValueError: when RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not in the environment.
+        ValueError: when nothing says which GPU is this rank's (see `own_gpu`), another rank has
+            it too, or RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not in the environment.
     """
     check_gpu("backend 'nccl'")
     from cupy.cuda import nccl
 
-    if not nccl.available:
-        raise RuntimeError(f"backend 'nccl' needs NCCL, which CuPy does not find: {INSTALL}")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"local rank {local} has no GPU of its own: this machine has "
-            f"{torch.cuda.device_count()}; start as many ranks, or use backend 'gloo'"
-        )
+    gpu = own_gpu()
     store, rank, world_size = world_store(timeout)
-    streams = CudaStreams(torch.device("cuda", local), cupy=True)
+    claim(store, NCCL_KEY, gpu)
+    streams = CudaStreams(torch.device("cuda", gpu), cupy=True)
     use_torch_memory()
     if rank == 0:
         store.set(NCCL_KEY, nccl.get_unique_id().hex())
@@ -122,6 +117,8 @@ class NcclCommunicator(ProcessMember):
         streams: of this rank's device.
         store: through which the ranks found one another; kept open as long as this is.
     """
+
+    backend = "nccl"
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ from stratagem.tables import simple_table
 
 if TYPE_CHECKING:
     from stratagem.profiler.cache import TimingCache
-    from stratagem.profiler.keys import Entry, Environment
+    from stratagem.profiler.keys import Entry
+    from stratagem.simulator.provenance import Environment
 
 cache_app = typer.Typer(
     invoke_without_command=True,
@@ -175,7 +176,7 @@ def import_entries(
     Example: stratagem cache import trace.json.gz --here cuda
     """
     from stratagem.profiler.importing import FileFormat, import_file
-    from stratagem.profiler.keys import Environment
+    from stratagem.simulator.provenance import Environment
 
     form = None
     if format:
@@ -311,7 +312,7 @@ def _kind_of(entry: Entry) -> str:
 def _environment_here(here: str, told: Environment) -> Environment:
     """This machine's environment, with what was told in its place."""
     from stratagem.profiler.clock import describe_environment
-    from stratagem.profiler.keys import Environment
+    from stratagem.simulator.provenance import Environment
 
     device = _checked(here, ["cpu", "cuda"], "device for --here")
     found = describe_environment(device, threads=told.threads, load=told.load)

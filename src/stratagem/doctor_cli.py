@@ -16,7 +16,8 @@ from stratagem.tables import result_table
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can do, what is missing, and what mends it.
 
-    Exit code 1 says that something is broken without which nothing can be trained here.
+    Exit code 1 says that something is broken without which nothing can be trained here, or not
+    on the GPUs that are here.
 
     Example: stratagem doctor --json
     """

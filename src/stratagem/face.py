@@ -339,8 +339,8 @@ def execute(
 
     Args:
         plan: for this model and batch.
-        model: its parameters and buffers are read, not changed; `load_checkpoint` puts what was
-            trained into it.
+        model: its parameters and buffers are read, not changed, wherever they are;
+            `load_checkpoint` puts what was trained into it.
         data: the keyword arguments of the model's `forward`, the same for every step; or an
             iterable of such batches, as a DataLoader: the first one is captured.
         graph: what `capture` gave; the model is captured anew when left out.
@@ -364,7 +364,8 @@ def execute(
     Raises:
         ValueError: when the plan is not for this model, batch and sequence length, or cannot be
             executed; a batch or a checkpoint does not fit, or is damaged; on an unknown backend.
-        RuntimeError: when a rank fails; says which and where it was.
+        RuntimeError: when CUDA, CuPy, NCCL or a GPU is missing for ``nccl``; when a rank fails,
+            says which and where it was.
     """
     from stratagem.executor.batches import first_batch
     from stratagem.executor.run import execute as run_here
@@ -378,8 +379,14 @@ def execute(
     run = run_here if backend == "local" else partial(run_processes, backend=backend)
     used = graph or capture(model, kwargs=first_batch(data))
     plan.check(plan.rewrite(used).graph)
+    if backend != "nccl" and any(each.is_cuda for each in model.parameters()):
+        warnings.warn(
+            f"execute: the model is on a GPU, but backend {backend!r} trains on CPUs; say "
+            "backend='nccl' to train on the GPUs of this machine",
+            stacklevel=2,
+        )
     with progress_bar(enabled=progress and steps > 1) as show:
-        return run(
+        result = run(
             plan,
             used,
             model_state(model),
@@ -395,3 +402,7 @@ def execute(
             cuda_graph=cuda_graph,
             show=show,
         )
+    elsewhere = result.provenance.elsewhere(plan) if backend == "nccl" else ""
+    if elsewhere:
+        warnings.warn(f"execute: {elsewhere}", stacklevel=2)
+    return result

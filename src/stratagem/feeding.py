@@ -113,7 +113,7 @@ class Fed(Ordered):
             path = _file(self._folder, number)
             while not path.exists():
                 time.sleep(POLL_SECONDS)
-            found = torch.load(path, weights_only=True)
+            found = torch.load(path, map_location="cpu", weights_only=True)
             if epoch not in (None, found["epoch"]):
                 self._first = number
                 return

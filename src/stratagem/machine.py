@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,7 +45,7 @@ def doctor() -> Table:
 
     Returns:
         A row for each thing that a verb may need. What is not here limits some verbs; what is
-        broken keeps this package from training at all.
+        broken keeps this package from training at all, or on the GPUs that are here.
     """
     findings = [
         Finding("stratagem", State.GOOD, f"{__version__}, Python {platform.python_version()}"),
@@ -65,8 +66,13 @@ def _verbs(findings: list[Finding]) -> str:
     good = {what for what, each in state.items() if each is State.GOOD}
     if {"torch", "numba", "scipy"} - good:
         return "Nothing works before the required packages are installed."
-    if "GPUs" in good:
+    if "kernels" in good:
         return "Plans can be searched, simulated and measured on its GPUs, and run here."
+    if "GPUs" in good:
+        return (
+            "Plans can be searched and simulated, and operators measured on its GPUs, but not run "
+            "on them before the remedy above; --backend gloo runs them on its CPU."
+        )
     run = "and run on processes of its CPU" if "gloo" in good else "but not run, for want of gloo"
     return (
         "Plans for any cluster can be searched and simulated here, operators measured on the CPU; "
@@ -82,7 +88,7 @@ def _cores() -> Finding:
 
 def _version(module: str) -> str:
     """The version of an installed package that holds a module; empty if there is none."""
-    if importlib.util.find_spec(module) is None:
+    if module not in sys.modules and importlib.util.find_spec(module) is None:
         return ""
     packages = importlib.metadata.packages_distributions().get(module, [])
     return importlib.metadata.version(packages[0]) if packages else "of unknown version"
@@ -108,7 +114,7 @@ def _torch_findings() -> list[Finding]:
     names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     listed = ", ".join(f"{gpu.name} ({format_bytes(gpu.total_memory)})" for gpu in names)
     found.append(Finding("GPUs", State.GOOD, f"{len(names)}: {listed}, CUDA {torch.version.cuda}"))
-    return [*found, _nccl(distributed.is_nccl_available())]
+    return [*found, *_for_gpus()]
 
 
 def _gloo(is_here: bool) -> Finding:
@@ -119,7 +125,7 @@ def _gloo(is_here: bool) -> Finding:
 
 
 def _no_gpu(cuda: str) -> Finding:
-    from stratagem.profiler.versions import driver_version
+    from stratagem.simulator.torch_ops.versions import driver_version
 
     driver = driver_version()
     if driver and not cuda:
@@ -131,13 +137,31 @@ def _no_gpu(cuda: str) -> Finding:
     return Finding("GPUs", State.MISSING, "no NVIDIA driver is loaded", "needed to measure GPUs")
 
 
-def _nccl(is_here: bool) -> Finding:
-    from stratagem.profiler.versions import cuda_versions
+def _for_gpus() -> list[Finding]:
+    """What training on GPUs needs beside torch: CuPy, NCCL through it, the executor's kernels."""
+    from stratagem.executor.gpu.kernels import (
+        INSTALL,
+        compile_kernels,
+        cupy_fault,
+        cupy_versions,
+        has_cupy,
+    )
 
-    if is_here:
-        return Finding("NCCL", State.GOOD, cuda_versions()["nccl"])
-    remedy = "install a torch built for CUDA: pytorch.org"
-    return Finding("NCCL", State.MISSING, "torch is built without it", remedy)
+    fault = cupy_fault()
+    if fault:
+        state = State.BROKEN if has_cupy() else State.MISSING
+        return [Finding("CuPy", state, fault, INSTALL)]
+    versions = cupy_versions()
+    found = [
+        Finding("CuPy", State.GOOD, f"{versions.cupy}, CUDA {versions.cuda}"),
+        Finding("NCCL", State.GOOD, f"{versions.nccl}, through CuPy"),
+    ]
+    try:
+        compile_kernels()
+    except Exception as error:
+        told = f"cannot be compiled: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return [*found, Finding("kernels", State.BROKEN, told, INSTALL)]
+    return [*found, Finding("kernels", State.GOOD, "of the executor, compiled")]
 
 
 def _extras() -> list[Finding]:

@@ -10,8 +10,10 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,10 +21,11 @@ from stratagem.executor.batches import Batches, Data
 from stratagem.executor.checkpoint_index import CheckpointIndex, Course
 from stratagem.executor.checkpoint_reader import find_checkpoint
 from stratagem.executor.gpu.graphs import not_graphed
+from stratagem.executor.gpu.own_gpu import check_gpus
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.rates import Rate
 from stratagem.executor.result import ExecutionResult
-from stratagem.executor.run import ProcessBackend, execute
+from stratagem.executor.run import execute
 from stratagem.executor.scratch import Scratch
 from stratagem.executor.training_loop import RunOptions, Show
 from stratagem.feeding import Fed, Feeder
@@ -31,6 +34,7 @@ from stratagem.simulator.files import atomic_path
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.provenance import ProcessBackend, Provenance
 from stratagem.simulator.timeline import Timeline
 
 TASK, RESULT, STATUS = "task.pt", "result.pt", "status.json"
@@ -59,9 +63,12 @@ def run_processes(
 
     Raises:
         ValueError: when the plan cannot be executed, or a batch does not fit.
-        RuntimeError: when a rank fails; says which and where it was.
+        RuntimeError: when CUDA, CuPy, NCCL or a GPU is missing for ``nccl``; when a rank fails,
+            says which and where it was.
         TimeoutError: when the run takes longer than `timeout` seconds.
     """
+    if backend == "nccl":
+        check_gpus(plan.num_devices)
     options = RunOptions(
         steps=steps,
         warmup=warmup,
@@ -108,7 +115,7 @@ def run_processes(
                 scratch=scratch,
                 result=Path(name, RESULT),
             )
-        found = torch.load(Path(name, RESULT), weights_only=True)
+        found = torch.load(Path(name, RESULT), map_location="cpu", weights_only=True)
     if found["no_graph"]:
         warnings.warn(not_graphed(found["no_graph"]), stacklevel=3)
     return ExecutionResult(
@@ -116,6 +123,7 @@ def run_processes(
         step_times=tuple(found["step_times"]),
         timeline=Timeline.from_dict(found["timeline"]),
         parameters=found["parameters"],
+        provenance=msgspec.convert(found["provenance"], Provenance),
         gradients=found["gradients"],
         first_step=found["first_step"],
         peak_bytes=tuple(found["peak_bytes"]),
@@ -148,7 +156,7 @@ def main() -> None:
     """Run this process's rank of the task in a folder; rank 0 leaves the result there."""
     (folder,) = sys.argv[1:]
     torch.set_num_threads(1)
-    task = torch.load(Path(folder, TASK), weights_only=True)
+    task = torch.load(Path(folder, TASK), map_location="cpu", weights_only=True)
     rates, batch = task["rates"], task["batch"]
     result = execute(
         Plan.from_json(task["plan"]),
@@ -166,6 +174,7 @@ def main() -> None:
             "step_times": list(result.step_times),
             "timeline": result.timeline.to_dict(),
             "parameters": dict(result.parameters),
+            "provenance": asdict(result.provenance),
             "first_step": result.first_step,
             "peak_bytes": list(result.peak_bytes),
             "no_graph": result.no_graph,

@@ -7,13 +7,17 @@ stratagem run plan.json examples.small_gpt:build --data mydata:loader --steps 10
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from stratagem.cli_options import AsJson, print_json, speaker
+from stratagem.cli_options import AsJson, among, print_json, speaker
 from stratagem.progress import progress_bar
+from stratagem.simulator.names import unknown
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.provenance import PROCESS_BACKENDS
 from stratagem.simulator.table import format_bytes
 from stratagem.simulator.timeline import format_duration
 
@@ -62,6 +66,13 @@ def run(
             help="run the steps but a few as one CUDA graph (nccl); those few are timed",
         ),
     ] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="gloo (CPUs) or nccl (GPUs); left out, nccl where torch sees GPUs",
+            autocompletion=among(PROCESS_BACKENDS),
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option(help="seconds after which a run in which no rank goes on is stopped")
     ] = 20.0,
@@ -82,6 +93,9 @@ def run(
     from stratagem.executor.judging import Limits
     from stratagem.executor.launch import launch
 
+    chosen = next((known for known in PROCESS_BACKENDS if known == backend), None)
+    if backend is not None and chosen is None:
+        raise unknown("backend", backend, PROCESS_BACKENDS)
     with progress_bar() as show:
         report = launch(
             plan,
@@ -97,6 +111,7 @@ def run(
             resume=resume,
             memory=memory,
             cuda_graph=cuda_graph,
+            backend=chosen,
             limits=Limits(stalled=timeout, patience=patience, preparing=preparing),
             timeout=None,
             show=show,
@@ -104,8 +119,11 @@ def run(
     console = speaker(as_json)
     console.print(
         f"{len(report.losses)} steps, {format_duration(report.step_time)} each (median); loss "
-        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}"
+        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}; {report.provenance}"
     )
+    elsewhere = report.provenance.elsewhere(Plan.load(plan)) if report.provenance else ""
+    if elsewhere:
+        console.print(elsewhere, style="yellow")
     if report.peak_bytes:
         fullest = format_bytes(max(report.peak_bytes))
         console.print(f"{fullest} in the memory of the fullest device")
@@ -121,6 +139,7 @@ def run(
         facts: dict[str, object] = {
             "step_time": report.step_time,
             "losses": report.losses,
+            "provenance": report.provenance and asdict(report.provenance),
             "out": out,
         }
         if report.peak_bytes:

@@ -1,14 +1,42 @@
-"""Versions of what runs a CUDA device: other ones may bring other kernels."""
+"""Names and versions of what runs kernels: other ones may bring other times."""
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
 import torch
 
+from stratagem.simulator.provenance import Environment
+
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s")
+
+
+def environment_of(device: torch.device, *, threads: int = 1, load: int = 0) -> Environment:
+    """The environment of what runs on a device of this machine now.
+
+    Example:
+        >>> environment_of(torch.device("cpu"), threads=2).threads
+        2
+    """
+    version = str(torch.__version__)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return Environment(name, version, threads, load, **cuda_versions())
+    return Environment(_cpu_name(), version, threads, load)
+
+
+def _cpu_name() -> str:
+    """The processor's model, as far as the system tells."""
+    description = Path("/proc/cpuinfo")
+    if description.exists():
+        for line in description.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def cuda_versions() -> dict[str, str]:
