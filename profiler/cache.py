@@ -15,8 +15,9 @@ from stratagem.profiler.keys import (
     Measurement,
     TimingEntry,
     TimingKey,
+    Trust,
 )
-from stratagem.profiler.merging import MergeReport, better, is_same_measurement
+from stratagem.profiler.merging import MergeReport, better, is_same_measurement, standing
 from stratagem.profiler.rows import FORMS, Row, columns_of, entry_of, row_of, table_of
 from stratagem.profiler.store import CACHE_VARIABLE, REMEDY, Store, cache_path
 from stratagem.simulator.provenance import Environment
@@ -53,9 +54,30 @@ class TimingCache:
         """The measurement of `key`, None if there is none."""
         return self._get("timing", key.digest)
 
+    def own(self, key: TimingKey) -> Measurement | None:
+        """The time that the profiler measured itself, None if there is none or it failed.
+
+        What was learned or imported answers for a prediction, but not for having been measured.
+        """
+        found = self.get(key)
+        is_own = found is not None and found.trust is Trust.OWN and not found.error
+        return found if is_own else None
+
     def put(self, key: TimingKey, measurement: Measurement) -> None:
         """Store a measurement, in place of an earlier one of the same key."""
         self._put(TimingEntry(key, measurement, time.time()))
+
+    def offer(self, key: TimingKey, measurement: Measurement) -> bool:
+        """Store a measurement unless a time that is trusted more is there; whether it was.
+
+        A time is better than a failure, then counts who measured it (`Trust`); of two that are
+        equal in both the later one stays.
+        """
+        before = self.get(key)
+        if before is not None and standing(before) > standing(measurement):
+            return False
+        self.put(key, measurement)
+        return True
 
     def entries(self, environment: Environment | None = None) -> list[TimingEntry]:
         """All entries of operators, or those of one environment, in the order of their digests."""

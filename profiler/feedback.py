@@ -1,4 +1,4 @@
-"""What a run of a plan showed, kept in the cache as if its operators had been profiled."""
+"""What a run of a plan showed, kept in the cache for operators that were not profiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.dispatch import dispatch_key
-from stratagem.profiler.keys import Measurement, TimingKey, operator_digest
+from stratagem.profiler.keys import LEARNED, Measurement, TimingKey, operator_digest
 from stratagem.simulator.costs import Direction, local_operator
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.placement import Config, Shard, local_sizes
@@ -21,7 +21,6 @@ from stratagem.simulator.schedule import ActionKind
 from stratagem.simulator.sliced_plan import pass_graphs
 from stratagem.simulator.timeline import Timeline
 
-ORIGIN = "a run of a plan"
 LEAST_SECONDS = 1e-7
 
 
@@ -49,7 +48,8 @@ def learn(
         timeline: measured; of `execute` or of a result file.
         graph: that the plan was made for.
         plan: what ran.
-        cache: where the times go; older ones of the same operators are replaced.
+        cache: where the times go; those of older runs and imported ones are replaced, those that
+            the profiler measured stay, since they are trusted more.
         environment: where it ran, as the costs that read the cache will name it.
 
     Returns:
@@ -72,8 +72,7 @@ def learn(
                 slices = _slices_in_order(plan, s, direction)
                 for local, seconds in _by_operator(name, choice, stage, parts, runs, slices):
                     key = TimingKey(environment, local, plan.training.precision, direction)
-                    cache.put(key, _measurement(seconds, cache, environment, direction))
-                    kept += 1
+                    kept += cache.offer(key, _measurement(seconds, cache, environment, direction))
     return kept
 
 
@@ -144,4 +143,4 @@ def _measurement(
     alone = [max(each - less, LEAST_SECONDS) for each in seconds]
     median = statistics.median(alone)
     spread = statistics.pstdev(alone) / median
-    return Measurement(median, spread, len(alone), origin=ORIGIN)
+    return Measurement(median, spread, len(alone), origin=LEARNED)

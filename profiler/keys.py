@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from dataclasses import dataclass
@@ -19,13 +20,42 @@ IN_A_NODE = "intra-node"
 BETWEEN_NODES = "inter-node"
 
 
+LEARNED = "a run of a plan"
+"""The origin of what was learned from a step that the executor measured."""
+
+
+class Trust(enum.IntEnum):
+    """Who measured a time, the least trusted first.
+
+    The profiler times an operator alone, with cold caches and nothing recorded meanwhile; a run
+    shows it amid others; what another program printed was measured in some other way.
+    """
+
+    IMPORTED = 0
+    LEARNED = 1
+    OWN = 2
+
+
+def trust_of(origin: str) -> Trust:
+    """How far a time of this origin is trusted.
+
+    Example:
+        >>> trust_of("").name, trust_of("nccl-tests").name
+        ('OWN', 'IMPORTED')
+    """
+    if not origin:
+        return Trust.OWN
+    return Trust.LEARNED if origin == LEARNED else Trust.IMPORTED
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Median seconds of `repeats` runs, and their relative spread (one standard deviation).
 
-    Where the device could not run it, `error` says why, and the rest is zero. `origin` names the
-    program whose output was imported; it is empty for what this one measured. A spread of zero
-    says nothing where there was one repeat, or the origin gives a mean only.
+    Where the device could not run it, `error` says why, and the rest is zero. `origin` is empty
+    for what the profiler measured, `LEARNED` for what a run of a plan showed, else the name of the
+    program whose output was imported. A spread of zero says nothing where there was one repeat, or
+    the origin gives a mean only.
 
     Raises:
         ValueError: on a time that is no positive number of seconds, though nothing failed.
@@ -47,6 +77,11 @@ class Measurement:
             )
         if self.repeats < 1:
             raise ValueError(f"repeats is {self.repeats}; a measured time has at least 1")
+
+    @property
+    def trust(self) -> Trust:
+        """Who measured it."""
+        return trust_of(self.origin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +172,12 @@ class CollectiveEntry:
 
 Entry = TimingEntry | CollectiveEntry
 """What the cache holds."""
+
+
+def passes_of(operator: Operator) -> tuple[Direction, ...]:
+    """The passes that an operator has: none goes back where no output has a gradient."""
+    goes_back = any(output.differentiable for output in operator.outputs)
+    return tuple(Direction) if goes_back else (Direction.FORWARD,)
 
 
 def operator_digest(operator: Operator) -> str:

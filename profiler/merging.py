@@ -1,10 +1,10 @@
 """Which of two measurements of the same key is kept, whatever the order they come in.
 
 A time is better than a failure, since it proves that the device can run it. What our profiler
-measured, with cold caches and nothing recorded meanwhile, is better than what was imported from
-another program. Of two times that from more repeats wins, then the newer one, then the shorter
-one; what is still equal is settled by the text of the row. That is a total order, so a merge of
-any caches in any order keeps the same rows.
+measured is better than what was learned from a run, and that is better than what was imported from
+another program (`keys.Trust`). Of two times that from more repeats wins, then the newer one, then
+the shorter one; what is still equal is settled by the text of the row. That is a total order, so a
+merge of any caches in any order keeps the same rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from stratagem.profiler.keys import Measurement, Trust, trust_of
 from stratagem.profiler.rows import Row
 
 
@@ -42,7 +43,7 @@ class MergeReport:
         if self.conflicts:
             text += (
                 f", {self.conflicts} measured twice ({self.replaced} replaced, {self.kept} kept: "
-                "own ones win, then more repeats, then the newer)"
+                "own ones win, then learned ones, then more repeats, then the newer)"
             )
         return text
 
@@ -62,10 +63,14 @@ def is_same_measurement(one: Row, other: Row) -> bool:
     return _measured(one) == _measured(other)
 
 
+def standing(measured: Row | Measurement) -> tuple[bool, Trust]:
+    """What counts of a measurement before how often and when it was taken."""
+    return not measured.error, trust_of(measured.origin)
+
+
 def _worth(row: Row) -> tuple[Any, ...]:
     return (
-        not row.error,
-        not row.origin,
+        *standing(row),
         row.repeats,
         row.timestamp,
         -row.median_s,

@@ -13,7 +13,7 @@ import torch
 from stratagem.profiler.background import BackgroundLoad
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import num_threads
-from stratagem.profiler.keys import Measurement, TimingKey, describe
+from stratagem.profiler.keys import Measurement, TimingKey, describe, passes_of
 from stratagem.profiler.reference import ReferenceKernel, Watch, throttle_reasons
 from stratagem.profiler.timing import (
     Effort,
@@ -191,9 +191,9 @@ class Session:
             passes.insert(0, (Direction.BACKWARD, timing.backward))
         for direction, measured in passes:
             key = TimingKey(setting.environment, operator, setting.training.precision, direction)
-            before = setting.cache.get(key)
-            if before is None or before.error or measured.median_s < before.median_s:
-                setting.cache.put(key, measured)
+            before = setting.cache.own(key)
+            if before is None or (not measured.error and measured.median_s < before.median_s):
+                setting.cache.offer(key, measured)
         if timing.forward.error:
             self.failures[digest] = f"{describe(operator)}: {timing.forward.error}"
         else:
@@ -261,11 +261,10 @@ def run_session(
 
 
 def _is_cached(operator: Operator, setting: Setting) -> bool:
-    """Backward is stored before forward, so where forward is, all is."""
-    precision = setting.training.precision
-    key = TimingKey(setting.environment, operator, precision, Direction.FORWARD)
-    found = setting.cache.get(key)
-    return found is not None and not found.error
+    """Whether every pass was measured here: a run may have shown one only, an import anything."""
+    where, precision = setting.environment, setting.training.precision
+    keys = [TimingKey(where, operator, precision, each) for each in passes_of(operator)]
+    return all(setting.cache.own(key) is not None for key in keys)
 
 
 def _weight(predicted: float, effort: Effort) -> float:

@@ -66,7 +66,7 @@ def profile_updates(
     """
     environment = describe_environment(device, threads=threads, load=load)
     keys = [update_key(size, training, environment) for size in sizes]
-    missing = [size for size, key in zip(sizes, keys, strict=True) if cache.get(key) is None]
+    missing = [size for size, key in zip(sizes, keys, strict=True) if cache.own(key) is None]
     given = torch.device(device)
     with BackgroundLoad(load if missing else 0, threads=threads) as others, num_threads(threads):
         for size in missing:

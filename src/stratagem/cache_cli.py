@@ -71,7 +71,11 @@ def list_entries(
     failures: Failures = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what the cache holds, by where it was measured.
+    """List what the cache holds, by where it was measured and by whom.
+
+    Own times are the profiler's, learned ones come from runs (compare --learn), imported ones from
+    other programs. The first are trusted most, the last least: an operator counts as measured when
+    the profiler timed each of its passes.
 
     Example: stratagem cache ls --environment h200 --kind linear --json
     """
@@ -97,8 +101,9 @@ def merge_caches(
 ) -> None:
     """Take over the times of other caches, as from other machines.
 
-    Of two measurements of one key an own one stays before an imported one, then that of more
-    repeats, then the newer one, whatever the order of the files.
+    Of two measurements of one key the profiler's own stays before one learned from a run, and that
+    before an imported one, then that of more repeats, then the newer one, whatever the order of
+    the files.
 
     Example: stratagem cache merge node1.sqlite node2.sqlite
     """
@@ -339,7 +344,7 @@ def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
         "times": len(found),
         "collectives": sum(isinstance(entry, CollectiveEntry) for entry in found),
         "failures": sum(bool(entry.measurement.error) for entry in found),
-        "imported": sum(bool(entry.measurement.origin) for entry in found),
+        **_by_trust(found),
         "kinds": dict(sorted(Counter(map(_kind_of, found)).items())),
         "bytes": sum(len(json.dumps(dataclasses.asdict(row_of(entry)))) for entry in found),
         "oldest": min(times),
@@ -347,17 +352,25 @@ def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
+def _by_trust(found: Sequence[Entry]) -> dict[str, int]:
+    """How many times were measured by the profiler, learned from runs, imported."""
+    from stratagem.profiler.keys import Trust
+
+    counts = Counter(entry.measurement.trust for entry in found)
+    return {trust.name.lower(): counts[trust] for trust in sorted(Trust, reverse=True)}
+
+
 def _print_groups(console: Console, entries: Sequence[Entry]) -> None:
     if not entries:
         return
     rows = []
+    names = ("times", "collectives", "own", "learned", "imported", "failures")
     for where, found in _by_environment(entries):
         told = _summary(where, found)
-        counts = [str(told[name]) for name in ("times", "collectives", "imported", "failures")]
+        counts = [str(told[name]) for name in names]
         ages = " – ".join(dict.fromkeys((_age(told["newest"]), _age(told["oldest"]))))
         rows.append([where.name, *counts, format_bytes(told["bytes"]), ages])
-    headings = ("environment", "times", "collectives", "imported", "failures", "size", "age")
-    console.print(simple_table(headings, rows))
+    console.print(simple_table(("environment", *names, "size", "age"), rows))
 
 
 def _age(timestamp: float) -> str:

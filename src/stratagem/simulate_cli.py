@@ -121,7 +121,9 @@ def compare(
     ] = False,
     learn: Annotated[
         bool,
-        typer.Option("--learn", help="keep the measured operators in the timing cache"),
+        typer.Option(
+            "--learn", help="keep the measured operators in the timing cache, as of what ran them"
+        ),
     ] = False,
     plot: Plot = None,
     trace: Trace = None,
@@ -137,6 +139,7 @@ def compare(
 
     loaded, report, graph = Plan.load(plan), Report.load(result), load_graph(model)
     comparison = lay_beside(simulated(loaded, graph, measure), report, plot)
+    kept = _learn(report, graph, loaded) if learn else 0
     if trace is not None:
         comparison.save_trace(trace)
     say = speaker(as_json)
@@ -149,8 +152,11 @@ def compare(
     if tasks:
         print_tables(say, comparison.stage_table, comparison.task_table)
     if learn:
-        kept = _learn(report, graph, loaded)
-        say.print(f"kept {kept} measured passes in the timing cache; --measure predicts with them")
+        say.print(
+            f"kept {kept} measured passes of {report.provenance} in the timing cache, which "
+            "predict where the profiler has measured nothing itself",
+            soft_wrap=True,
+        )
     if tables is not None:
         write_json(say, tables, comparison.diff.to_dict())
     if as_json:
@@ -161,6 +167,8 @@ def compare(
         answer: dict[str, Any] = {"relative_error": comparison.relative_error, "rows": rows}
         if comparison.peaks:
             answer["memory"] = comparison.memory_table.to_dict()
+        if learn:
+            answer["kept"] = kept
         if tasks:
             answer["stages"] = comparison.stage_table.to_dict()
             answer["tasks"] = comparison.task_table.to_dict()
@@ -168,12 +176,12 @@ def compare(
 
 
 def _learn(report: Report, graph: OperatorGraph, plan: Plan) -> int:
-    """Keep what a result file shows of a run on this machine's processes."""
-    from stratagem.profiler import TimingCache, describe_environment, learn
+    """Keep what a result file shows, as times of the device that it names."""
+    from stratagem.learning import learn_from
+    from stratagem.profiler.cache import TimingCache
 
-    environment = describe_environment(load=plan.num_devices - 1)
     with TimingCache() as cache:
-        return learn(report.timeline, graph, plan, cache, environment)
+        return learn_from(report, graph, plan, cache)
 
 
 def diff(

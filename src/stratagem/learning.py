@@ -1,0 +1,54 @@
+"""What a result file teaches the timing cache: under the device and versions that it names."""
+
+from __future__ import annotations
+
+from stratagem.executor.report import Report
+from stratagem.profiler.cache import TimingCache
+from stratagem.profiler.feedback import learn
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.provenance import Provenance
+
+
+def learn_from(report: Report, graph: OperatorGraph, plan: Plan, cache: TimingCache) -> int:
+    """Keep the operators of a run as times of what ran it, on whatever machine this is.
+
+    Example:
+        >>> with TimingCache() as cache:  # doctest: +SKIP
+        ...     learn_from(Report.load("run.json"), graph, plan, cache)
+        48
+
+    Returns:
+        How many passes were kept (see `feedback.learn`).
+
+    Raises:
+        ValueError: when the file does not say what ran it, or it was threads of one process,
+            devices of several types, or another precision than the plan's.
+    """
+    return learn(report.timeline, graph, plan, cache, _checked(report, plan).environment)
+
+
+def _checked(report: Report, plan: Plan) -> Provenance:
+    """What ran it, if its times are those of one kind of device."""
+    where, what = report.provenance, f"result file of plan {report.plan!r}"
+    if where is None:
+        raise ValueError(
+            f"{what} does not say on which device, by which backend and with which versions it "
+            "ran, so nobody knows whose times they are: run the plan again, and learn from that"
+        )
+    if where.backend == "local":
+        raise ValueError(
+            f"{what} is of backend 'local', whose ranks are threads of one process and take other "
+            "times than processes: run it by gloo or nccl"
+        )
+    if where.precision != plan.training.precision:
+        raise ValueError(
+            f"{what} was run in {where.precision}, but the plan trains in "
+            f"{plan.training.precision}; give the plan that ran"
+        )
+    if len(set(where.devices)) > 1:
+        raise ValueError(
+            f"{what} ran on {' and '.join(dict.fromkeys(where.devices))}, and its times do not "
+            "say which is whose: learn from a run on devices of one type"
+        )
+    return where
