@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.batches import Batches, Data
 from stratagem.executor.checking import judge
+from stratagem.executor.checkpoint_folder import KEEP
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import Limits
 from stratagem.executor.models import make_data, make_model, make_rate
@@ -69,6 +70,8 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
         checkpoint=arguments.checkpoint,
         every=arguments.every,
         resume=arguments.resume,
+        keep=arguments.keep,
+        finite=arguments.finite,
         memory=arguments.memory,
         cuda_graph=arguments.cuda_graph,
     )
@@ -115,6 +118,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--checkpoint", type=Path, help="folder for checkpoints, seen by all nodes")
     made.add_argument("--every", type=int, default=0, help="steps between two checkpoints")
     made.add_argument("--resume", type=Path, help="checkpoint, or folder of them, to go on from")
+    made.add_argument("--keep", type=int, default=KEEP, help="checkpoints that stay")
+    made.add_argument("--finite", action="store_true", help="fail at a loss that is not finite")
     made.add_argument(
         "--backend",
         choices=PROCESS_BACKENDS,

@@ -9,8 +9,7 @@ A rank that is killed at any moment leaves the last complete checkpoint as it wa
 from __future__ import annotations
 
 import hashlib
-import os
-import re
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stratagem.executor.checkpoint_folder import KEEP, checkpoint_path, publish
 from stratagem.executor.checkpoint_index import (
     INDEX_NAME,
     INDEX_VERSION,
@@ -33,7 +33,7 @@ from stratagem.executor.checkpoint_index import (
 )
 from stratagem.executor.optimizers import state_names
 from stratagem.executor.seats import box_shape
-from stratagem.simulator.files import encode
+from stratagem.simulator.files import new_file_mode, sync
 
 if TYPE_CHECKING:
     from stratagem.executor.interpreter import Interpreter
@@ -42,7 +42,14 @@ HASH_BYTES = 32
 CHUNK_BYTES = 1 << 22
 
 
-def save_checkpoint(interpreter: Interpreter, folder: str | Path, course: Course) -> Path:
+def save_checkpoint(
+    interpreter: Interpreter,
+    folder: str | Path,
+    course: Course,
+    *,
+    loss: float | None = None,
+    keep: int = KEEP,
+) -> Path:
     """Write what a run needs to go on, and remove older checkpoints; every rank calls this.
 
     Example:
@@ -53,6 +60,8 @@ def save_checkpoint(interpreter: Interpreter, folder: str | Path, course: Course
         interpreter: this rank's.
         folder: of the run's checkpoints, which every rank sees.
         course: how far the run is.
+        loss: of the last step, where this rank knows it.
+        keep: how many checkpoints stay, and beside them the last finite one.
 
     Returns:
         The folder of the checkpoint.
@@ -67,7 +76,7 @@ def save_checkpoint(interpreter: Interpreter, folder: str | Path, course: Course
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     comm.barrier()
-    written = _write_shard(interpreter, temporary)
+    written = _write_shard(interpreter, temporary, loss)
     rows = comm.gather(
         written.to(comm.device),
         [tuple(written.shape)] * comm.world_size,
@@ -75,7 +84,7 @@ def save_checkpoint(interpreter: Interpreter, folder: str | Path, course: Course
         tuple(range(comm.world_size)),
     )
     if rows is not None:
-        files, updates = _files(rows)
+        files, updates, finite = _files(rows)
         training = program.plan.training
         index = CheckpointIndex(
             version=INDEX_VERSION,
@@ -91,25 +100,15 @@ def save_checkpoint(interpreter: Interpreter, folder: str | Path, course: Course
             tensors=saved_tensors(program),
             files=files,
             scale=interpreter.scale,
+            finite=finite,
         )
-        _publish(index, temporary, final)
+        path = temporary / INDEX_NAME
+        path.write_text(index.to_json(), encoding="utf-8")
+        sync(path)
+        sync(temporary)
+        publish(temporary, final, keep=keep)
     comm.barrier()
     return final
-
-
-def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps is."""
-    return Path(folder) / f"step-{step:08d}"
-
-
-def complete_checkpoints(folder: str | Path) -> dict[int, Path]:
-    """The complete checkpoints of a folder by step, ascending; none where it does not exist."""
-    found: dict[int, Path] = {}
-    for path in Path(folder).glob("step-*"):
-        match = re.fullmatch(r"step-(\d+)", path.name)
-        if match and (path / INDEX_NAME).is_file():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
 
 
 def file_hash(path: Path) -> bytes:
@@ -121,11 +120,12 @@ def file_hash(path: Path) -> bytes:
     return digest.digest()
 
 
-def _write_shard(interpreter: Interpreter, folder: Path) -> Tensor:
-    """Write this rank's parts; bytes, updates and hash of the file as a row of integers."""
+def _write_shard(interpreter: Interpreter, folder: Path, loss: float | None) -> Tensor:
+    """Write this rank's parts; a row of their bytes, updates, finiteness and hash."""
     comm = interpreter.comm
     tensors, updates = _own_parts(interpreter)
-    row = torch.zeros(2 + HASH_BYTES, dtype=torch.int64)
+    row = torch.zeros(3 + HASH_BYTES, dtype=torch.int64)
+    row[2] = (loss is None or math.isfinite(loss)) and all(map(_is_finite, tensors.values()))
     if not folder.is_dir():
         raise OSError(
             f"rank {comm.rank} does not see {folder}, which rank 0 made; write checkpoints to a "
@@ -134,9 +134,10 @@ def _write_shard(interpreter: Interpreter, folder: Path) -> Tensor:
     if tensors:
         path = folder / shard_name(comm.rank)
         save_file(tensors, path)
-        _sync(path)
+        path.chmod(new_file_mode())
+        sync(path)
         row[0], row[1] = path.stat().st_size, updates
-        row[2:] = torch.tensor(list(file_hash(path)))
+        row[3:] = torch.tensor(list(file_hash(path)))
     return row
 
 
@@ -159,34 +160,15 @@ def _own_parts(interpreter: Interpreter) -> tuple[dict[str, Tensor], int]:
     return tensors, updates
 
 
-def _files(rows: list[Tensor]) -> tuple[tuple[ShardFile, ...], int]:
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _files(rows: list[Tensor]) -> tuple[tuple[ShardFile, ...], int, bool]:
     table = [row.tolist() for row in rows]
     files = tuple(
-        ShardFile(shard_name(rank), row[0], bytes(row[2:]).hex())
+        ShardFile(shard_name(rank), row[0], bytes(row[3:]).hex())
         for rank, row in enumerate(table)
         if row[0]
     )
-    return files, max(row[1] for row in table)
-
-
-def _publish(index: CheckpointIndex, temporary: Path, final: Path) -> None:
-    """Make the checkpoint visible, and then remove what it replaces."""
-    path = temporary / INDEX_NAME
-    path.write_text(encode(index), encoding="utf-8")
-    _sync(path)
-    _sync(temporary)
-    temporary.rename(final)
-    _sync(final.parent)
-    for step, old in complete_checkpoints(final.parent).items():
-        if step < index.course.step:
-            (old / INDEX_NAME).unlink()
-            shutil.rmtree(old)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return files, max(row[1] for row in table), all(row[2] for row in table)

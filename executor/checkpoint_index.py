@@ -10,20 +10,24 @@ box is in one file. So a part of another plan is read from the boxes that it mee
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
 from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.program import Home, Program
-from stratagem.simulator.files import decode, read_text
+from stratagem.simulator.files import decode, encode, read_text
 from stratagem.simulator.graph import Parameter
 from stratagem.simulator.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.transfers import Box, box_elements, local_bounds
 
 INDEX_NAME = "index.json"
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 PARAMETER = "parameter"
 """The kind of the tensors that are no optimizer states."""
 
@@ -88,6 +92,8 @@ class CheckpointIndex:
         tensors: of the graph that ran.
         files: the shards.
         scale: the loss scale of the next step, of a run in float16.
+        finite: whether the last loss and all tensors are.
+        sha256: of the index itself, without it.
     """
 
     version: int
@@ -103,6 +109,8 @@ class CheckpointIndex:
     tensors: tuple[SavedTensor, ...]
     files: tuple[ShardFile, ...]
     scale: LossScale | None = None
+    finite: bool = True
+    sha256: str = ""
 
     @cached_property
     def by_name(self) -> dict[str, SavedTensor]:
@@ -117,13 +125,23 @@ class CheckpointIndex:
             ValueError: names the file and what is wrong with it.
         """
         path = folder / INDEX_NAME
-        index = decode(read_text(path, "checkpoint"), cls, f"checkpoint {path}")
-        if index.version != INDEX_VERSION:
+        text = read_text(path, "checkpoint")
+        _check_version(text, path)
+        index = decode(text, cls, f"checkpoint {path}")
+        if index.sha256 != index.own_hash():
             raise ValueError(
-                f"checkpoint {path} has version {index.version}, this program reads "
-                f"{INDEX_VERSION}; load it with the program that wrote it"
+                f"checkpoint {path} is damaged: its SHA-256 is not the one that it was written "
+                f"with; resume from another checkpoint"
             )
         return index
+
+    def to_json(self) -> str:
+        """The text of the index file, with its own hash."""
+        return encode(replace(self, sha256=self.own_hash()))
+
+    def own_hash(self) -> str:
+        """The SHA-256 of all that the index says."""
+        return hashlib.sha256(encode(replace(self, sha256="")).encode()).hexdigest()
 
     def check_model(self, program: Program, where: Path) -> None:
         """Refuse to load the checkpoint into another model, or for another optimizer.
@@ -148,6 +166,22 @@ class CheckpointIndex:
                 f"{program.plan.name!r} trains with {optimizer!r}; plan with "
                 f"Training(optimizer={self.optimizer!r}), or begin anew from its parameters"
             )
+
+
+def _check_version(text: str, path: Path) -> None:
+    """Refuse an index of another version before its fields are looked at, which may be others."""
+    with suppress(msgspec.MsgspecError, UnicodeError):
+        version = msgspec.json.decode(text, type=_Version).version
+        if version != INDEX_VERSION:
+            raise ValueError(
+                f"checkpoint {path} has version {version}, this program reads {INDEX_VERSION}; "
+                f"load it with the program that wrote it"
+            )
+
+
+@dataclass(frozen=True)
+class _Version:
+    version: int
 
 
 def _described(parameter: Parameter | None) -> str:

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from stratagem.executor.checkpoint import complete_checkpoints, file_hash
+from stratagem.executor.checkpoint import file_hash
+from stratagem.executor.checkpoint_folder import find_checkpoint
 from stratagem.executor.checkpoint_index import (
-    INDEX_NAME,
     PARAMETER,
     CheckpointIndex,
     Course,
@@ -35,22 +35,6 @@ from stratagem.simulator.transfers import Box, box_elements, intersection, local
 if TYPE_CHECKING:
     from stratagem.executor.backends.base import Communicator
     from stratagem.executor.interpreter import Interpreter
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint, given its own folder or that of a run's checkpoints, of which it is the last.
-
-    Raises:
-        ValueError: when there is no complete one.
-    """
-    if (Path(path) / INDEX_NAME).is_file():
-        return Path(path)
-    complete = complete_checkpoints(path)
-    if not complete:
-        raise ValueError(
-            f"{path} has no complete checkpoint: neither {INDEX_NAME} nor a folder step-… with one"
-        )
-    return complete[max(complete)]
 
 
 def load_checkpoint(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stratagem.executor.activity import ranks_here
+from stratagem.executor.checkpoint_folder import KEEP, find_checkpoint
 from stratagem.executor.failures import failure_of, keep_logs
 from stratagem.executor.gpu.own_gpu import check_gpus
 from stratagem.executor.judging import Limits
@@ -19,7 +20,7 @@ from stratagem.executor.report import Report
 from stratagem.executor.run import default_backend
 from stratagem.executor.scratch import Scratch
 from stratagem.executor.stores import STORE_FOLDER
-from stratagem.executor.training_loop import Show
+from stratagem.executor.training_loop import Show, warn_not_finite
 from stratagem.progress import show_status
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.provenance import ProcessBackend
@@ -44,6 +45,8 @@ def launch(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
+    keep: int = KEEP,
+    finite: bool = False,
     memory: bool = False,
     cuda_graph: bool = False,
     backend: ProcessBackend | None = None,
@@ -72,7 +75,9 @@ def launch(
         rate_warmup: steps in which the learning rate rises.
         checkpoint: folder for checkpoints.
         every: steps between two checkpoints; 0 writes one after the last step only.
-        resume: a checkpoint, or a folder of checkpoints with the last of them, to go on from.
+        resume: a checkpoint, or a folder of checkpoints with the last finite one, to go on from.
+        keep: how many checkpoints stay; the last finite one stays in any case.
+        finite: whether a loss that is not finite is an error; it is a warning otherwise.
         memory: whether to find the most bytes that each rank holds, in a step that is undone.
         cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph.
         backend: ``gloo`` or ``nccl``; that of `default_backend` when left out.
@@ -82,7 +87,7 @@ def launch(
         show: shows progress.
 
     Raises:
-        ValueError: when the plan file cannot be read.
+        ValueError: when the plan file cannot be read, or there is no checkpoint to go on from.
         RuntimeError: when there are GPUs here, and CuPy or NCCL is missing or there are too few
             of them; when a rank fails, says which, where it was, and its last lines.
         TimeoutError: when the run takes longer than `timeout`.
@@ -105,7 +110,9 @@ def launch(
             *(["--cuda-graph"] if cuda_graph else []),
             *(["--data", data] if data else []),
             *(["--checkpoint", str(Path(checkpoint).resolve())] if checkpoint else []),
-            *(["--resume", str(Path(resume).resolve())] if resume else []),
+            *(["--resume", str(find_checkpoint(resume).resolve())] if resume else []),
+            *(["--keep", str(keep)] if keep != KEEP else []),
+            *(["--finite"] if finite else []),
         ]
 
         def look() -> None:
@@ -121,7 +128,9 @@ def launch(
             scratch=scratch,
             result=out,
         )
-        return Report.load(out)
+        report = Report.load(out)
+    warn_not_finite(report.losses, steps - len(report.losses))
+    return report
 
 
 def run_ranks(

@@ -16,6 +16,7 @@ from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches, Data
+from stratagem.executor.checkpoint_folder import KEEP, find_checkpoint
 from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.own_gpu import ON_CPUS
 from stratagem.executor.interpreter import Interpreter
@@ -25,7 +26,7 @@ from stratagem.executor.program import Program
 from stratagem.executor.rates import Rate, RateSchedule
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.states import check_state
-from stratagem.executor.training_loop import RunOptions, Show, train
+from stratagem.executor.training_loop import RunOptions, Show, train, warn_not_finite
 from stratagem.executor.verify import verify
 from stratagem.executor.watch import Watch
 from stratagem.executor.where import Place
@@ -48,6 +49,8 @@ def execute(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
+    keep: int = KEEP,
+    finite: bool = False,
     memory: bool = False,
     cuda_graph: bool = False,
     backend: Literal["local", "gloo", "nccl"] = "local",
@@ -68,8 +71,8 @@ def execute(
         model_state: whole parameters and buffers, by name; it is not changed.
         data: the inputs of the whole batch, by name, the same for every step; or an iterable of
             such batches, which gives the same ones on every rank.
-        steps, warmup, gradients, rate, checkpoint, every, resume, memory, cuda_graph: how the run
-            goes, see `RunOptions`.
+        steps, warmup, gradients, rate, checkpoint, every, resume, keep, finite, memory,
+            cuda_graph: how the run goes, see `RunOptions`.
         backend: ``local`` runs all ranks as threads of this process; ``gloo`` and ``nccl`` make
             this process one rank of a world that torchrun started (see `launch`), on a CPU or on
             the GPU of its local rank.
@@ -84,6 +87,7 @@ def execute(
     Raises:
         ValueError: when the plan cannot be executed (see `lower`), a parameter or input has
             another shape than the graph's, or the world has another size than the plan.
+        ArithmeticError: when the loss must be finite and is not.
         RankError: when another rank of a ``gloo`` or ``nccl`` world died, stopped answering or
             failed.
         RuntimeError: when CUDA, CuPy or NCCL is missing for ``nccl``.
@@ -97,7 +101,9 @@ def execute(
         rate=rate or RateSchedule(),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         every=every,
-        resume=None if resume is None else Path(resume),
+        resume=None if resume is None else find_checkpoint(resume),
+        keep=keep,
+        finite=finite,
         memory=memory,
         cuda_graph=cuda_graph,
     )
@@ -116,7 +122,9 @@ def execute(
             raise
 
     if backend == "local":
-        return run_local(program.world_size, run, timeout=timeout or LOCAL_SECONDS)[0]
+        result = run_local(program.world_size, run, timeout=timeout or LOCAL_SECONDS)[0]
+        warn_not_finite(result.losses, result.first_step)
+        return result
     if backend not in PROCESS_BACKENDS:
         raise unknown("backend", backend, ("local", *PROCESS_BACKENDS))
     limits = Limits(stalled=timeout or Limits.stalled)

@@ -5,10 +5,11 @@ Every rank runs it with the same options and the same batches.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,9 +18,15 @@ from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.batches import Batches, units_of
-from stratagem.executor.checkpoint import complete_checkpoints, save_checkpoint
+from stratagem.executor.checkpoint import save_checkpoint
+from stratagem.executor.checkpoint_folder import (
+    KEEP,
+    find_checkpoint,
+    finite_checkpoints,
+    only_writer,
+)
 from stratagem.executor.checkpoint_index import Course
-from stratagem.executor.checkpoint_reader import Checkpoint, find_checkpoint, restore
+from stratagem.executor.checkpoint_reader import Checkpoint, restore
 from stratagem.executor.gpu.graphs import GraphedSteps, not_graphed, refusal
 from stratagem.executor.held import most_held_bytes
 from stratagem.executor.interpreter import Interpreter, StepRecord
@@ -52,7 +59,9 @@ class RunOptions:
         rate: what the plan's learning rate is multiplied by, as a function of the step from 0.
         checkpoint: folder for checkpoints; None writes none.
         every: steps between two checkpoints; 0 writes one after the last step only.
-        resume: a checkpoint, or a folder of checkpoints with the last of them, to go on from.
+        resume: a checkpoint, or a folder of checkpoints with the last finite one, to go on from.
+        keep: how many checkpoints stay; the last finite one stays in any case.
+        finite: whether a loss that is not finite is an error; it is a warning otherwise.
         memory: whether to find the most bytes that each rank holds, in a step that is undone.
         cuda_graph: whether to record a step as a CUDA graph, where that can be, and to run the
             steps but a few as that graph, see `GraphedSteps`.
@@ -69,6 +78,8 @@ class RunOptions:
     checkpoint: Path | None = None
     every: int = 0
     resume: Path | None = None
+    keep: int = KEEP
+    finite: bool = False
     memory: bool = False
     cuda_graph: bool = False
 
@@ -78,10 +89,13 @@ class RunOptions:
                 f"steps={self.steps}, warmup={self.warmup}, every={self.every}; at least 1 step "
                 f"and 0 of warm-up are run, and checkpoints are written every so many steps"
             )
-        if self.every and self.checkpoint is None:
-            raise ValueError(
-                f"every={self.every}, but there is no folder for checkpoints; name one"
-            )
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep}; at least 1 checkpoint must stay")
+        for name, value, default in (("every", self.every, 0), ("keep", self.keep, KEEP)):
+            if value != default and self.checkpoint is None:
+                raise ValueError(
+                    f"{name}={value}, but there is no folder for checkpoints; name one"
+                )
 
 
 def train(
@@ -103,8 +117,22 @@ def train(
 
     Raises:
         ValueError: before the first step, when the checkpoint to go on from does not fit or is
-            damaged; before any step whose batch does not fit.
+            damaged, or another run writes to the folder of checkpoints; before any step whose
+            batch does not fit.
+        ArithmeticError: on the rank that knows the loss, when it must be finite and is not.
     """
+    folder = options.checkpoint if interpreter.comm.rank == 0 else None
+    with only_writer(folder, interpreter.program.plan.name):
+        return _train(interpreter, batches, options, place, show)
+
+
+def _train(
+    interpreter: Interpreter,
+    batches: Batches,
+    options: RunOptions,
+    place: Place,
+    show: Show | None,
+) -> ExecutionResult:
     comm = interpreter.comm
     place.follow(interpreter)
     start, most_held = _begin(interpreter, batches, options, place)
@@ -122,7 +150,7 @@ def train(
         batch = batches.at(step)
         if batches.draws and (step == start or batches.position[1] == 1):
             check_equal(batch, comm, f"batches in step {step}", _SAME_DATA)
-        interpreter.optimizer.rate = base * options.rate(step)
+        interpreter.optimizer.rate = base * _checked_rate(options.rate(step), step)
         interpreter.random.step = step
         place.enter(step, "waiting for the other ranks to begin", waits=True)
         last = step == options.steps - 1
@@ -136,12 +164,16 @@ def train(
             place.saw(record)
             timed.append((step - start, record))
         losses.append(record.loss)
+        if options.finite:
+            _check_finite(record.loss, step)
         durations.append(record.duration_ns)
         if show is not None and comm.rank == interpreter.program.loss_rank:
             speed.report(step + 1, record.loss, show)
         if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
             place.enter(step, "writing a checkpoint", slow=True)
-            save_checkpoint(interpreter, options.checkpoint, Course(step + 1, *batches.position))
+            course = Course(step + 1, *batches.position)
+            folder, keep = options.checkpoint, options.keep
+            save_checkpoint(interpreter, folder, course, loss=record.loss, keep=keep)
     place.enter(options.steps - 1, "bringing results together", slow=True)
     result = _result(interpreter, losses, durations, timed, start, gradients=options.gradients)
     peaks = _of_all(most_held, comm) if options.memory else ()
@@ -168,7 +200,7 @@ def _begin(
     Returns:
         The first step, and the most bytes held in one of those before it, 0 unless asked for.
     """
-    start = 0
+    start, found = 0, None
     if options.resume is not None:
         place.enter(0, "loading a checkpoint", slow=True)
         found = find_checkpoint(options.resume)
@@ -186,9 +218,9 @@ def _begin(
     if options.checkpoint is not None:
         _check_folder(options.checkpoint, start)
     most_held = _warm_up(interpreter, batches, options, place, start)
-    if options.resume is not None:
+    if found is not None:
         place.enter(start, "loading a checkpoint", slow=True)
-        restore(interpreter, options.resume)
+        restore(interpreter, found)
     return start, most_held
 
 
@@ -212,13 +244,44 @@ def _warm_up(
 
 
 def _check_folder(folder: Path, start: int) -> None:
-    later = [step for step in complete_checkpoints(folder) if step > start]
+    later = [step for step in finite_checkpoints(folder) if step > start]
     if later:
         raise ValueError(
             f"{folder} has a checkpoint of step {later[-1]} already, and this run begins at step "
             f"{start}; resume from it, or write to another folder"
         )
 
+
+def _checked_rate(rate: float, step: int) -> float:
+    if not 0 <= rate < math.inf:
+        raise ValueError(
+            f"the learning rate of step {step} is multiplied by {rate}; give a rate that is a "
+            f"number of at least 0 for every step"
+        )
+    return rate
+
+
+def _check_finite(loss: float | None, step: int) -> None:
+    if loss is not None and not math.isfinite(loss):
+        raise ArithmeticError(
+            f"the loss of step {step} is {loss}, and was to be finite; {_NOT_FINITE}"
+        )
+
+
+def warn_not_finite(losses: Sequence[float], first_step: int) -> None:
+    """Say which losses of a run are not finite, if any is not."""
+    wrong = [n for n, loss in enumerate(losses) if not math.isfinite(loss)]
+    if wrong:
+        warnings.warn(
+            f"the loss of step {first_step + wrong[0]} is {losses[wrong[0]]}, and so not "
+            f"finite, like {len(wrong)} of {len(losses)} of this run; {_NOT_FINITE}",
+            stacklevel=3,
+        )
+
+
+_NOT_FINITE = (
+    "go on from a checkpoint before it with a lower learning rate, clipped gradients or other data"
+)
 
 _SAME_DATA = (
     "every rank must get the same whole batches, of which it takes its part: shuffle by torch's "

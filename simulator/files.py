@@ -73,6 +73,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def new_file_mode() -> int:
+    """The mode of a new file: what the umask of this process leaves."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return 0o666 & ~int(line.split()[1], 8)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
 def _status(path: str | Path) -> os.stat_result | None:
     """What is at a path, links followed; None where nothing is."""
     try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import stat
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +20,16 @@ from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor import checkpoint as writing
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
-from stratagem.executor.checkpoint import (
+from stratagem.executor.checkpoint import save_checkpoint
+from stratagem.executor.checkpoint_folder import (
+    LOCK_NAME,
     checkpoint_path,
     complete_checkpoints,
-    save_checkpoint,
+    find_checkpoint,
+    only_writer,
 )
 from stratagem.executor.checkpoint_index import INDEX_NAME, PARAMETER, Course
-from stratagem.executor.checkpoint_reader import (
-    Checkpoint,
-    find_checkpoint,
-    load_checkpoint,
-    restore,
-)
+from stratagem.executor.checkpoint_reader import Checkpoint, load_checkpoint, restore
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.rates import RateSchedule
 from stratagem.executor.run import prepare
@@ -280,8 +282,9 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(
     assert (*first.losses, *second.losses) == whole.losses
     for parameter, tensor in whole.parameters.items():
         assert torch.equal(tensor, second.parameters[parameter]), parameter
+    for folder in (tmp_path / "whole", tmp_path / "parts"):
+        assert list(complete_checkpoints(folder)) == [6, 7]
     assert same(contents(tmp_path / "whole"), contents(tmp_path / "parts"))
-    assert list(complete_checkpoints(tmp_path / "parts")) == [7]
 
 
 def test_training_goes_on_under_another_plan(
@@ -403,9 +406,9 @@ def flip(path: Path) -> None:
         (lambda f: (f / INDEX_NAME).write_text('{"version": 1'), "index.json is broken"),
         (
             lambda f: (f / INDEX_NAME).write_text(
-                (f / INDEX_NAME).read_text().replace('"version": 1', '"version": 99')
+                (f / INDEX_NAME).read_text().replace('"version": 2', '"version": 99')
             ),
-            "has version 99, this program reads 1",
+            "has version 99, this program reads 2",
         ),
     ],
 )
@@ -456,7 +459,7 @@ def test_there_must_be_something_to_go_on_from_and_to_do(
 # -- writing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", ["_write_shard", "_publish", "_sync"])
+@pytest.mark.parametrize("broken", ["_write_shard", "publish", "sync"])
 def test_a_checkpoint_that_fails_leaves_the_last_one(
     broken: str,
     graph: OperatorGraph,
@@ -469,7 +472,7 @@ def test_a_checkpoint_that_fails_leaves_the_last_one(
     execute(plan, graph, state, data, steps=2, checkpoint=tmp_path)
     before = contents(tmp_path)
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
@@ -479,7 +482,8 @@ def test_a_checkpoint_that_fails_leaves_the_last_one(
     assert list(complete_checkpoints(tmp_path)) == [2]
     assert same(before, contents(tmp_path))
     execute(plan, graph, state, data, steps=4, checkpoint=tmp_path, resume=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_path("", 4).name]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [checkpoint_path("", step).name for step in (2, 4)]
 
 
 def test_a_folder_that_a_rank_does_not_see_is_refused(
@@ -493,3 +497,157 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(
 
     with pytest.raises(OSError, match=r"rank 1 does not see .* a folder that every node sees"):
         run_local(2, run)
+
+
+# -- which checkpoints stay, and who writes them ------------------------------------------------
+
+
+def steps_of(folder: Path) -> list[int]:
+    return list(complete_checkpoints(folder))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_last_checkpoints_stay(
+    keep: int,
+    graph: OperatorGraph,
+    state: dict[str, Tensor],
+    data: list[dict[str, Tensor]],
+    tmp_path: Path,
+) -> None:
+    plan = plan_called("data parallel", graph)
+    execute(plan, graph, state, data, steps=5, checkpoint=tmp_path, every=1, keep=keep)
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5][-keep:]
+    if keep > 1:
+        flip(checkpoint_path(tmp_path, 5) / "rank-00000.safetensors")
+        again = execute(
+            plan, graph, state, data, steps=6, resume=checkpoint_path(tmp_path, 4), warmup=0
+        )
+        assert again.first_step == 4
+
+
+def test_what_stays_must_be_at_least_one_and_somewhere(
+    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    plan = plan_called("data parallel", graph)
+    with pytest.raises(ValueError, match="keep=0; at least 1 checkpoint must stay"):
+        execute(plan, graph, state, data, checkpoint=tmp_path, keep=0)
+    with pytest.raises(ValueError, match="keep=3, but there is no folder for checkpoints"):
+        execute(plan, graph, state, data, keep=3)
+
+
+def explode(step: int) -> float:
+    """A learning rate that makes all parameters not a number in the third step."""
+    return 1e60 if step == 2 else 1.0
+
+
+def test_a_loss_that_is_not_finite_is_told_and_costs_no_checkpoint(
+    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """The step that breaks has a finite loss itself: its parameters are looked at, too."""
+    plan = plan_called("data parallel", graph)
+    given = {"checkpoint": tmp_path, "every": 1, "rate": explode}
+    with pytest.warns(UserWarning, match=r"the loss of step 3 is nan, .* like 3 of 6 of this run"):
+        broken = execute(plan, graph, state, data, steps=6, **given)
+    assert [math.isfinite(loss) for loss in broken.losses] == [True] * 3 + [False] * 3
+    assert steps_of(tmp_path) == [2, 5, 6]
+    with pytest.warns(UserWarning, match=r"after steps 5, 6 are not finite; .* step 2 is taken"):
+        assert find_checkpoint(tmp_path) == checkpoint_path(tmp_path, 2)
+    with pytest.warns(UserWarning, match="step 2 is taken"):
+        again = execute(
+            plan, graph, state, data, steps=6, checkpoint=tmp_path, every=1, resume=tmp_path
+        )
+    whole = execute(plan, graph, state, data, steps=6, checkpoint=tmp_path / "whole", every=1)
+    assert again.losses == whole.losses[2:]
+    assert steps_of(tmp_path) == [5, 6]
+    assert same(contents(tmp_path / "whole"), contents(tmp_path))
+
+
+@pytest.mark.parametrize("rate", [math.inf, math.nan, -0.5])
+def test_a_rate_that_is_none_ends_the_run(
+    rate: float, graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]]
+) -> None:
+    plan = plan_called("data parallel", graph)
+    with pytest.raises(ValueError, match=rf"rate of step 1 is multiplied by {rate}; give"):
+        execute(plan, graph, state, data, steps=3, rate=lambda step: rate if step else 1.0)
+
+
+def test_a_loss_that_must_be_finite_ends_the_run(
+    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    plan = plan_called("data parallel", graph)
+    with pytest.raises(ArithmeticError, match=r"the loss of step 3 is nan, and was to be finite"):
+        execute(
+            plan,
+            graph,
+            state,
+            data,
+            steps=6,
+            checkpoint=tmp_path,
+            every=1,
+            keep=1,
+            rate=explode,
+            finite=True,
+        )
+    assert steps_of(tmp_path) == [2, 3]
+
+
+def test_one_run_at_a_time_writes_to_a_folder(
+    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    plan = plan_called("data parallel", graph)
+    holder = rf"the run of plan 'first', process {os.getpid()} on .* writes checkpoints to"
+    with only_writer(tmp_path, "first"), pytest.raises(ValueError, match=holder):
+        execute(plan, graph, state, data, checkpoint=tmp_path)
+    assert not (tmp_path / LOCK_NAME).exists()
+    (tmp_path / LOCK_NAME).write_text("a run that was killed")
+    execute(plan, graph, state, data, checkpoint=tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [checkpoint_path("", 1).name]
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_does_not_count(tmp_path: Path) -> None:
+    """Many take and leave a folder in turn: never are two in it."""
+    inside, most, done = [], [], []
+
+    def take() -> None:
+        for _ in range(50):
+            try:
+                with only_writer(tmp_path, "plan"):
+                    inside.append(1)
+                    most.append(len(inside))
+                    inside.pop()
+                    done.append(1)
+            except ValueError:
+                continue
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done
+    assert max(most) == 1
+
+
+def test_every_change_of_an_index_is_found(copy: Path) -> None:
+    """Digits and letters of values: what is no JSON any more is found anyway."""
+    path = copy / INDEX_NAME
+    text = path.read_text()
+    rng = random.Random(0)
+    places = [n for n, character in enumerate(text) if character.isalnum()]
+    for place in rng.sample(places, 300):
+        changed = rng.choice([c for c in "019azAZ" if c != text[place]])
+        path.write_text(text[:place] + changed + text[place + 1 :])
+        with pytest.raises(ValueError, match="checkpoint"):
+            load_checkpoint(copy)
+
+
+def test_all_files_of_a_checkpoint_have_the_mode_of_new_files(
+    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        execute(plan_called("data parallel", graph), graph, state, data, checkpoint=tmp_path)
+    finally:
+        os.umask(before)
+    (folder,) = complete_checkpoints(tmp_path).values()
+    assert {stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()} == {0o640}

@@ -325,6 +325,8 @@ def execute(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
+    keep: int = 2,
+    finite: bool = False,
     memory: bool = False,
     cuda_graph: bool = False,
     backend: Backend = "local",
@@ -351,8 +353,10 @@ def execute(
             `RateSchedule` or a function of the step from 0; 1 when left out.
         checkpoint: folder for checkpoints; none are written when left out.
         every: steps between two checkpoints; 0 writes one after the last step only.
-        resume: a checkpoint, perhaps of another plan, or a folder of checkpoints with the last of
-            them, to go on from.
+        resume: a checkpoint, perhaps of another plan, or a folder of checkpoints with the last
+            finite one, to go on from.
+        keep: how many checkpoints stay; the last finite one stays in any case.
+        finite: whether a loss that is not finite is an error; it is a warning otherwise.
         memory: whether to find the most bytes that each rank holds, in a step that is undone.
         cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph; where that
             cannot be, a warning says why.
@@ -398,6 +402,8 @@ def execute(
             checkpoint=checkpoint,
             every=every,
             resume=resume,
+            keep=keep,
+            finite=finite,
             memory=memory,
             cuda_graph=cuda_graph,
             show=show,

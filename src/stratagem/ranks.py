@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.batches import Batches, Data
+from stratagem.executor.checkpoint_folder import KEEP, find_checkpoint
 from stratagem.executor.checkpoint_index import CheckpointIndex, Course
-from stratagem.executor.checkpoint_reader import find_checkpoint
 from stratagem.executor.gpu.graphs import not_graphed
 from stratagem.executor.gpu.own_gpu import check_gpus
 from stratagem.executor.launch import run_ranks
@@ -27,7 +27,7 @@ from stratagem.executor.rates import Rate
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.run import execute
 from stratagem.executor.scratch import Scratch
-from stratagem.executor.training_loop import RunOptions, Show
+from stratagem.executor.training_loop import RunOptions, Show, warn_not_finite
 from stratagem.feeding import Fed, Feeder
 from stratagem.progress import show_status, status_file
 from stratagem.simulator.files import atomic_path
@@ -53,6 +53,8 @@ def run_processes(
     checkpoint: str | Path | None = None,
     every: int = 0,
     resume: str | Path | None = None,
+    keep: int = KEEP,
+    finite: bool = False,
     memory: bool = False,
     cuda_graph: bool = False,
     backend: ProcessBackend = "gloo",
@@ -75,7 +77,8 @@ def run_processes(
         gradients=gradients,
         checkpoint=None if checkpoint is None else Path(checkpoint).resolve(),
         every=every,
-        resume=None if resume is None else Path(resume).resolve(),
+        resume=None if resume is None else find_checkpoint(resume).resolve(),
+        keep=keep,
     )
     with Scratch() as scratch:
         name = str(scratch.folder)
@@ -93,6 +96,8 @@ def run_processes(
                 "checkpoint": options.checkpoint and str(options.checkpoint),
                 "every": every,
                 "resume": options.resume and str(options.resume),
+                "keep": keep,
+                "finite": finite,
                 "memory": memory,
                 "cuda_graph": cuda_graph,
             },
@@ -118,6 +123,7 @@ def run_processes(
         found = torch.load(Path(name, RESULT), map_location="cpu", weights_only=True)
     if found["no_graph"]:
         warnings.warn(not_graphed(found["no_graph"]), stacklevel=3)
+    warn_not_finite(found["losses"], found["first_step"])
     return ExecutionResult(
         losses=tuple(found["losses"]),
         step_times=tuple(found["step_times"]),
@@ -146,7 +152,7 @@ def _feeder(
         return nullcontext()
     course = Course()
     if options.resume is not None:
-        course = CheckpointIndex.load(find_checkpoint(options.resume)).course
+        course = CheckpointIndex.load(options.resume).course
         batches.seek((course.epoch, 0))
     count = course.batch + options.steps - course.step
     return Feeder(folder, batches, num_batches=count, num_ranks=plan.num_devices)

@@ -52,6 +52,10 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="checkpoint, or folder of them, to go on from")
     ] = None,
+    keep: Annotated[int, typer.Option(help="checkpoints that stay, and the last finite one")] = 2,
+    finite: Annotated[
+        bool, typer.Option("--finite", help="fail at a loss that is not finite")
+    ] = False,
     memory: Annotated[
         bool,
         typer.Option(
@@ -109,6 +113,8 @@ def run(
             checkpoint=checkpoint,
             every=every,
             resume=resume,
+            keep=keep,
+            finite=finite,
             memory=memory,
             cuda_graph=cuda_graph,
             backend=chosen,
