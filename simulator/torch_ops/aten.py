@@ -16,6 +16,3 @@ HANDLERS: dict[str, Callable[[Call], Any]] = {
     **VIEW_HANDLERS,
 }
 """aten name → handler."""
-
-VIEWS = frozenset({*VIEW_HANDLERS, "detach"})
-"""aten names whose result shares memory with their argument."""

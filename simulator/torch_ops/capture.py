@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, TensorArgument
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils import _pytree as pytree
 
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.torch_ops.exporting import export
 from stratagem.simulator.torch_ops.module_rules import Rules, exchanged
 from stratagem.simulator.torch_ops.walk import Walker
 
@@ -61,13 +58,14 @@ def capture(
             raise ValueError("capture: a loss needs targets; pass an example as targets=")
         root = _WithLoss(model, loss)
         given = {**given, "targets": targets}
+    prefix = "" if loss is None else "model."
     with exchanged(model, rules or {}):
-        exported = _export(root, given, name or type(model).__name__)
+        exported = export(root, given, name or type(model).__name__, prefix)
     return Walker(
         exported,
         root,
         name=name or type(model).__name__,
-        prefix="" if loss is None else "model.",
+        prefix=prefix,
         batch=_batch(exported),
     ).graph()
 
@@ -110,32 +108,6 @@ def _by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
                 f"{', '.join(given) or 'nothing'}"
             ) from error
     return given
-
-
-def _export(model: nn.Module, given: Mapping[str, Any], name: str) -> torch.export.ExportedProgram:
-    tensors = [*model.parameters(), *model.buffers()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    examples = pytree.tree_map_only(
-        torch.Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), dict(given)
-    )
-    try:
-        return torch.export.export(model, (), examples, strict=False)
-    except GuardOnDataDependentSymNode as error:
-        raise ValueError(
-            f"capture of {name!r}: what the model does depends on the values of a "
-            f"tensor{_where(error)}, but a plan has the same operators in every step: write the "
-            f"choice as torch.where, or decide it outside of forward"
-        ) from error
-
-
-def _where(error: BaseException) -> str:
-    """The line of the user's code that an error of torch's export comes from."""
-    own = [Path(torch.__file__).parent, Path(__file__).parent]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if not any(path.is_relative_to(each) for each in own):
-            return f" at {path}:{frame.lineno} ({frame.line})"
-    return ""
 
 
 def _batch(exported: torch.export.ExportedProgram) -> int | None:

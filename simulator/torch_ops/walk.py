@@ -17,7 +17,7 @@ from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.draft import Tensor
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.names import nearest
-from stratagem.simulator.torch_ops.aten import HANDLERS, VIEWS
+from stratagem.simulator.torch_ops.aten import HANDLERS
 from stratagem.simulator.torch_ops.calls import Call
 from stratagem.simulator.torch_ops.checks import (
     check_arguments,
@@ -27,6 +27,13 @@ from stratagem.simulator.torch_ops.checks import (
 )
 from stratagem.simulator.torch_ops.expressions import Expression, Sources, evaluate
 from stratagem.simulator.torch_ops.given import Given
+from stratagem.simulator.torch_ops.in_place import (
+    CHECKS,
+    Names,
+    check_state,
+    storages,
+    written,
+)
 from stratagem.simulator.torch_ops.nodes import (
     aten_name,
     by_schema,
@@ -38,7 +45,6 @@ from stratagem.simulator.torch_ops.nodes import (
 from stratagem.simulator.torch_ops.patterns import RmsNorm, find_rms_norms
 from stratagem.simulator.torch_ops.sources import SOURCES, expression_of
 
-_IGNORED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_size"})
 _NO_GRADIENT = "wrap_with_set_grad_enabled"
 _WRAPPERS = (_NO_GRADIENT, "wrap_with_autocast")
 
@@ -64,6 +70,8 @@ class Walker:
         self._parameters: dict[str, Tensor] = {}
         self._constants: dict[str, torch.Tensor] = {}
         self._evaluated: dict[Node, torch.Tensor | None] = {}
+        self._counters: frozenset[int] = frozenset()
+        self._changed: set[Node] = set()
 
     def graph(self) -> OperatorGraph:
         """The operator graph.
@@ -71,6 +79,7 @@ class Walker:
         Raises:
             ValueError: see `capture`.
         """
+        self._counters = check_state(self._exported, self._model, self._prefix)
         nodes = {node.name: node for node in self._exported.graph.nodes}
         values: dict[Node, Any] = {}
         named = dict(self._model.named_parameters(remove_duplicate=False))
@@ -119,7 +128,7 @@ class Walker:
         )
 
     def _walk(self, module: GraphModule, values: dict[Node, Any]) -> Sequence[Any]:
-        norms = find_rms_norms(module.graph)
+        norms, names = find_rms_norms(module.graph), Names(module.graph)
         for node in module.graph.nodes:
             if node.op == "output":
                 return [look_up(each, values) for each in node.args[0]]
@@ -128,25 +137,36 @@ class Walker:
             elif node in norms and _are_tensors(norms[node], values):
                 values[node] = self._rms_norm(node, norms[node], values)
             elif node.op == "call_function":
-                values[node] = self._call(node, values)
+                values[node] = self._call(node, values, names)
         raise AssertionError("an exported graph ends in its output")
 
-    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
+    def _call(self, node: Node, values: dict[Node, Any], names: Names) -> Any:
         args = [look_up(each, values) for each in node.args]
         if node.target is operator.getitem:
             return args[0][args[1]]
         name = aten_name(node)
-        if name in _IGNORED:
+        if name in CHECKS:
             return None
         if name in _WRAPPERS:
             return self._wrapped(name, args)
+        targets = written(node)
+        if any(storages(each) & self._counters for each in targets):
+            return None
         given = by_schema(node, args, {k: look_up(v, values) for k, v in node.kwargs.items()})
-        inplace = name.endswith("_") and not name.endswith("__")
         with self._builder.scope(self._path(node)):
-            result = self._convert(node, name[:-1] if inplace else name, given)
-        if inplace:
-            self._replace(node, values, result)
+            result = self._convert(node, name.removesuffix("_") if targets else name, given)
+        if targets:
+            changed = self._changed_by(node, names)
+            self._changed.update(changed)
+            values.update(dict.fromkeys(changed, result))
         return result
+
+    def _changed_by(self, node: Node, names: Names) -> list[Node]:
+        """What an operator in place changes the meaning of from here on."""
+        try:
+            return names.changed_by(node)
+        except ValueError as error:
+            raise ValueError(f"{self._describe(node)}: {error}") from error
 
     def _rms_norm(self, node: Node, norm: RmsNorm, values: dict[Node, Any]) -> Tensor:
         x, weight = values[norm.x], values[norm.weight]
@@ -174,21 +194,7 @@ class Walker:
             return value
         return self._builder.elementwise([value], [["alias", [["in", 0]]]], detached=True)
 
-    def _replace(self, node: Node, values: dict[Node, Any], result: Any) -> None:
-        """An operator in place changes what its argument's name means from here on."""
-        changed = node.args[0]
-        assert isinstance(changed, Node)
-        views = [each for each in (changed, *changed.users) if aten_name(each) in VIEWS]
-        if views and changed.op != "placeholder":
-            raise ValueError(
-                f"{self._describe(node)} changes a tensor in place that a view shares; "
-                "write it out of place"
-            )
-        values[changed] = result
-
     def _convert(self, node: Node, name: str, given: Given) -> Any:
-        if "num_batches_tracked" in str(node.args[:1]):
-            return given["self"]
         try:
             made = self._made(node, name, given)
             check_arguments(name, given)
@@ -250,7 +256,7 @@ class Walker:
         if node is None:
             return None
         if node not in self._evaluated:
-            self._evaluated[node] = evaluate(node, self._constants)
+            self._evaluated[node] = evaluate(node, self._constants, self._changed)
         return self._evaluated[node]
 
     def _buffer(self, expression: Expression) -> Tensor:

@@ -1,0 +1,64 @@
+"""What modules keep in attributes that are neither parameters nor buffers, and forward changes.
+
+A plan computes the same operators in every step, so a count of calls would stand still in it, and
+a tensor of the step before would be that of the example. A value that is only noted, such as the
+size of the last batch, or a tensor that is read behind where it was put, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Kept = dict[str, Any]
+"""Numbers, words and tensors by path and name."""
+
+
+def kept(model: nn.Module) -> Kept:
+    """What the modules of a model keep.
+
+    Example:
+        >>> kept(nn.Dropout(0.5))
+        {'p': 0.5, 'inplace': False}
+    """
+    return {
+        f"{path}.{key}".removeprefix("."): value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, torch.Tensor)) and key != "training"
+    }
+
+
+def put_back(model: nn.Module, before: Kept) -> None:
+    """Give modules the numbers and words of `before`, and no others."""
+    for key, value in {**kept(model), **before}.items():
+        path, _, name = key.rpartition(".")
+        own = vars(model.get_submodule(path))
+        if key not in before:
+            del own[name]
+        elif not isinstance(value, torch.Tensor):
+            own[name] = value
+
+
+def words_changed(before: Kept, after: Kept) -> list[str]:
+    """Which numbers and words are others, or new."""
+    return [
+        key
+        for key, value in after.items()
+        if not isinstance(value, torch.Tensor)
+        and (isinstance(before.get(key), torch.Tensor) or value != before.get(key))
+    ]
+
+
+def tensors_lost(before: Kept, after: Kept, constants: Mapping[str, Any]) -> list[str]:
+    """Which tensors were read as `constants`, and are others afterwards."""
+    return [
+        key
+        for key, value in before.items()
+        if isinstance(value, torch.Tensor)
+        and after.get(key) is not value
+        and any(value is each for each in constants.values())
+    ]
