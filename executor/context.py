@@ -151,18 +151,10 @@ class Context:
             found[edge.consumer if consumer else edge.producer].append(edge)
         return tuple(map(tuple, found))
 
-    @cached_property
+    @property
     def runs_backward(self) -> tuple[bool, ...]:
         """Which operators have a backward pass: a gradient of the loss reaches and passes them."""
-        graph = self.graph
-        runs = [False] * len(graph.operators)
-        for i in reversed(range(len(runs))):
-            reached = graph.operators[i].name == graph.loss or any(
-                runs[edge.consumer] and graph.edge_needs_gradient(edge)
-                for edge in self.outgoing[i]
-            )
-            runs[i] = reached and graph.needs_gradient[i]
-        return tuple(runs)
+        return self.graph.runs_backward
 
     def flows_back(self, edge: Edge) -> bool:
         """Whether a gradient goes from the consumer of an edge to its producer."""

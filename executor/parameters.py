@@ -65,6 +65,8 @@ class ParameterWriter:
         self._remote = [
             use for uses in weights.of for use in uses if use.use is Use.TIED_ELSEWHERE
         ]
+        # Others read the value behind a detach: they have no gradient to send.
+        self._returned = [use for use in self._remote if context.runs_backward[use.user]]
         self._ready: list[int] = []
         self._held: list[Convert] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
@@ -160,13 +162,13 @@ class ParameterWriter:
 
     def send_gradients(self) -> None:
         """Send those of parameters that belong to another stage."""
-        for use in self._remote:
+        for use in self._returned:
             if use.stage == self._writer.stage:
                 self._send_gradient(use)
 
     def receive_gradients(self) -> None:
         """Add up those that come from other stages."""
-        for use in self._remote:
+        for use in self._returned:
             if use.owner_stage == self._writer.stage:
                 transfer = self._to_home(use)
                 self._receive(use, use.home_gradient(-1), transfer, adds=True)
@@ -277,7 +279,7 @@ class ParameterWriter:
         """
         if not self._has_two_homes:
             return
-        awaited = {use.parameter for use in self._remote}
+        awaited = {use.parameter for use in self._returned}
         joint = self._writer.on_both_homes()
         for i in self._operators[::-1]:
             for use in self._weights.of[i]:

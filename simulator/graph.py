@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stratagem.simulator.gradients import backward_runs, owners_of
 from stratagem.simulator.names import unknown
 
 if TYPE_CHECKING:
@@ -259,6 +260,11 @@ class OperatorGraph:
             needs.append((own or fed) and any(out.differentiable for out in operator.outputs))
         return tuple(needs)
 
+    @cached_property
+    def runs_backward(self) -> tuple[bool, ...]:
+        """Which operators have a backward pass (see `backward_runs`)."""
+        return backward_runs(self)
+
     def edge_needs_gradient(self, edge: Edge) -> bool:
         """Whether a gradient flows back along `edge`."""
         made = self.operators[edge.producer].outputs[edge.output]
@@ -320,13 +326,8 @@ class OperatorGraph:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """The operator that owns each trainable parameter: the first that uses it."""
-        owner: dict[str, str] = {}
-        for operator in self.operators:
-            for weight in operator.weights:
-                if self.parameter_index[weight.parameter].trainable:
-                    owner.setdefault(weight.parameter, operator.name)
-        return owner
+        """The operator that owns each trainable parameter (see `owners_of`)."""
+        return owners_of(self)
 
     def microbatch(self, num_microbatches: int) -> OperatorGraph:
         """The graph of one of `num_microbatches` equal microbatches: sample dims divided.

@@ -59,8 +59,8 @@ def export(
     for key in tensors_lost(before, after, program.constants):
         raise ValueError(
             f"capture of {name!r}: forward reads its {key.removeprefix(prefix)!r} and puts "
-            "another tensor in its place, but a plan keeps nothing between steps that is neither a "
-            "parameter nor a running statistic of a batch norm: give it to forward as an input"
+            "another tensor in its place, but a plan keeps nothing between steps that is no "
+            "parameter or running statistic of a batch norm: give it to forward as an input"
         )
     counted = words_changed(before, after)
     if counted:

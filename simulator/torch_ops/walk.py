@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.draft import Tensor
+from stratagem.simulator.gradients import untrained
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.names import nearest
 from stratagem.simulator.torch_ops.aten import HANDLERS
@@ -93,7 +96,7 @@ class Walker:
                 else:
                     values[node] = self._given(spec, node)
         output = self._walk(self._exported.graph_module, values)
-        return self._builder.build(self._loss(output))
+        return _frozen(self._builder.build(self._loss(output)))
 
     def _parameter(self, name: str, node: Node, trainable: bool) -> Tensor:
         name = name.removeprefix(self._prefix)
@@ -279,6 +282,23 @@ class Walker:
         line = source_line(node)
         at = f" at {line}" if line else ""
         return f"capture: {node.target} in {path}{at} on tensors of shapes {shapes}"
+
+
+def _frozen(graph: OperatorGraph) -> OperatorGraph:
+    """The graph with the parameters that get no gradient not trained, as torch leaves them."""
+    names = untrained(graph)
+    if not names:
+        return graph
+    name = names[0]
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    warnings.warn(
+        f"capture of {graph.name!r}: no gradient of the loss reaches parameter {name!r}{more}, "
+        "as what is made of it is detached or under torch.no_grad; a plan leaves it as it is, as "
+        "torch does; requires_grad_(False) says so in the model",
+        stacklevel=4,
+    )
+    kept = (replace(p, trainable=p.trainable and p.name not in names) for p in graph.parameters)
+    return replace(graph, parameters=tuple(kept))
 
 
 def _full_path(node: Node) -> str:
