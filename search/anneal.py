@@ -114,7 +114,7 @@ class Chain:
     def score(self) -> float:
         """The score of the present choices, from scratch."""
         p = self.problem
-        block_ns = np.zeros((6, p.num_stages), dtype=np.int64)
+        block_ns = np.zeros((_kernels.SEND, p.num_stages), dtype=np.int64)
         profiles = np.zeros((p.num_stages, 6), dtype=np.int64)
         dirty = np.full(p.num_stages, _kernels.REPLAY, dtype=np.int64)
         arguments = arguments_of(p)

@@ -231,7 +231,7 @@ class _Relaxation:
         self._best: _Multipliers | None = None
         self._forest: tuple[Pair, ...] = ()
         stages = problem.num_stages
-        self._block_ns = np.zeros((6, stages), dtype=np.int64)
+        self._block_ns = np.zeros((SEND, stages), dtype=np.int64)
         self._profiles = np.zeros((stages, 6), dtype=np.int64)
 
     @property

@@ -260,7 +260,7 @@ def _pipeline(macro: MacroGraph, shape: tuple[int, ...]) -> Pipeline:
     places[columns] = np.arange(columns.size)
     read = _Macro(graph, entry, less, _held(graph), _before(graph))
     order = _fixed_order(read)
-    if macro.schedule.num_ranks == 1:
+    if macro.schedule.num_ranks == 1 and all(read.held):
         how, order = CLOSED, np.arange(graph.num_tasks)
     else:
         how = QUEUED if order is None else ORDERED

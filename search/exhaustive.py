@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.search._exhaustive import try_plans
-from stratagem.search._kernels import MEASURE, REPLAY
+from stratagem.search._kernels import MEASURE, REPLAY, SEND
 from stratagem.search.anneal import arguments_of
 from stratagem.search.baselines import Situation
 from stratagem.search.problem import Problem, make_problem
@@ -82,7 +82,7 @@ def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
     choice = np.zeros(num_choices.size, dtype=np.int64)
     best, scores = choice.copy(), np.full(2, np.inf)
     dirty = np.full(problem.num_stages, REPLAY, dtype=np.int64)
-    block_ns = np.zeros((6, problem.num_stages), dtype=np.int64)
+    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     free, touches = np.flatnonzero(num_choices > 1), _touches(problem)
     done = 0

@@ -29,6 +29,7 @@ from stratagem.simulator.boundary import (
     networked,
     price_boundary,
     price_tie,
+    syncs_compute,
 )
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
@@ -202,6 +203,7 @@ def make_problem(
         bucket_bytes=options.bucket_bytes,
         inputs_first=options.inputs_first,
         slowdown=slowdown_of(cluster),
+        apart=schedule.parts_updates,
     )
     blocks = [shapes.blocks(table) for table in tables]
     edges = [(edge, _price(edge, small, stage_of, builders, choices, cluster)) for edge in crossed]
@@ -229,6 +231,7 @@ def make_problem(
         pairs,
         tuple(_stages(stage_of, small, i, j) for i, j, _ in ties),
         tuple(blocks_compute(meshes[a], meshes[b], cluster) for a, b in pairs),
+        blocking_syncs=tuple(syncs_compute(mesh, cluster) for mesh in meshes),
     )
     graph_arrays = macro.graph.arrays()
     capacities, ranks = _flat_situations(schedule, skeleton, cluster)
@@ -259,7 +262,7 @@ def make_problem(
             macro.item,
         ),
         macro_graph=macro,
-        plays=_plays(blocks, macro.kind),
+        plays=_plays(blocks, np.concatenate([macro.kind, macro.less])),
         stage_blocks=tuple(blocks),
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((NUM_KINDS, macro.num_items), dtype=np.int64),

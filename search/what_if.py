@@ -87,7 +87,7 @@ class WhatIf:
             for direction, block in enumerate(stage.all)
         }
         stages = self._problem.num_stages
-        self._block_ns = np.zeros((6, stages), dtype=np.int64)
+        self._block_ns = np.zeros((_kernels.SEND, stages), dtype=np.int64)
         self._profiles = np.zeros((stages, 6), dtype=np.int64)
         self._engines = [DeltaEngine(self._task_graph(k)) for k in range(self._num_plays)]
         self.now = self._outcome(np.full(stages, _kernels.REPLAY))

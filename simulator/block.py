@@ -13,8 +13,8 @@ so a change of choice is a change of a few durations. Which tasks there are is s
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -191,7 +191,8 @@ class StageBlocks:
     Computing and communication slow each other down by `slowdown` per mille.
 
     `input_backward` and `weight_backward` are `backward` in two parts, for schedules that run the
-    gradients of parameters later; None where the schedule does not.
+    gradients of parameters later; None where the schedule does not. `apart` are backward blocks in
+    the parts that ranks with several stages run apart, by kind (see `apart`).
     """
 
     forward: Block
@@ -201,12 +202,13 @@ class StageBlocks:
     pool_ns: IntArray
     pool_mask: IntArray
     slowdown: int = 0
+    apart: Mapping[int, Block] = field(default_factory=dict)
 
     @cached_property
     def all(self) -> tuple[Block, ...]:
         """The blocks that there are."""
         parts = (self.input_backward, self.weight_backward)
-        blocks = (self.forward, self.backward, *parts)
+        blocks = (self.forward, self.backward, *parts, *self.apart.values())
         return tuple(block for block in blocks if block is not None)
 
     @property
@@ -214,14 +216,17 @@ class StageBlocks:
         """The kinds of macro tasks (see `pipeline`) that these blocks are."""
         whole = (FORWARD, BACKWARD, LAST_BACKWARD)
         parts = (INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT)
-        return whole if self.input_backward is None else whole + parts
+        both = whole if self.input_backward is None else whole + parts
+        return both + tuple(self.apart)
 
     def of_kind(self, kind: int) -> tuple[Block, bool]:
-        """The block of a kind of macro task, and whether the step's updates are in it.
+        """The block of a kind of macro task, and whether it is of the last microbatch of a step.
 
         Raises:
             ValueError: if the blocks were made without that kind.
         """
+        if kind in self.apart:
+            return self.apart[kind], True
         block = {
             FORWARD: self.forward,
             BACKWARD: self.backward,
@@ -246,6 +251,7 @@ class StageBlocks:
             backward=self.backward.moved(by),
             input_backward=parts[0],
             weight_backward=parts[1],
+            apart={kind: block.moved(by) for kind, block in self.apart.items()},
         )
 
     def look_up(

@@ -165,6 +165,12 @@ def blocks_compute(source: DeviceMesh, target: DeviceMesh, cluster: Cluster) -> 
     return (cluster.intra_node if inside else cluster.inter_node).shares_compute
 
 
+def syncs_compute(mesh: DeviceMesh, cluster: Cluster) -> bool:
+    """Whether a sum along the axes of a mesh may keep the cores of its devices busy."""
+    axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    return any(mesh.link(axis, cluster).shares_compute for axis in axes)
+
+
 def networked(
     pairs: Iterable[tuple[int, int]], meshes: Sequence[DeviceMesh], cluster: Cluster
 ) -> set[int]:

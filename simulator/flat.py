@@ -7,14 +7,15 @@ the tasks of a block stand two idle ones:
     what the block waits for ──▶ begin ──▶ its tasks ──▶ end ──▶ next block of the rank, transfers
 
 so a block is exclusive: it begins when the rank's block before it has ended with all that it
-communicates, and a transfer leaves when a block has ended, or a last backward has taken as long as
-one that is not the last (an idle task of that length stands beside its tasks). Then **both levels
-together are exact**, on every start and end. All resources of a rank are free when one of its
-blocks begins, and only the block's tasks use them until it ends. The engine's timeline shifts
-exactly with its start, so these tasks run as they do alone, `begin` later, and `end` is the
-makespan later. By induction over blocks and transfers in the engine's order they all begin and
-end as in the step in which a block is one task; numbering the tasks block by block, then
-transfers, then ties, keeps that order among equals.
+communicates, and a transfer leaves when a block has ended, or a last backward has taken as long
+as one that is not the last (an idle task of that length stands beside its tasks). What a sync
+takes longer than its block where its rank goes on meanwhile is a task that holds nothing. Then
+**both levels together are exact**, on every start and end. All resources of a rank are free when
+one of its blocks begins, and only the block's tasks use them until it ends. The engine's
+timeline shifts exactly with its start, so these tasks run as they do alone, `begin` later, and
+`end` is the makespan later. By induction over blocks and transfers in the engine's order they
+all begin and end as in the step in which a block is one task; numbering the tasks block by
+block, then transfers, then ties, keeps that order among equals.
 
 Transfers within a rank, those that keep the cores of their sender busy (`Link.shares_compute`) and
 ties of one of several stages of a rank are exclusive on it like a block, between its blocks. Who
@@ -63,6 +64,7 @@ class _Flattening:
     def __init__(self, model: PlanModel) -> None:
         self.model, self.macro = model, model.macro
         self.table = macro_durations(model)
+        self.task_ns = self.macro.task_ns(self.table)
         self.num_slices = len(model.parts)
         cells = [stage.cells.count for stage in model.stages[:: self.num_slices]]
         self.base = np.cumsum([0, *(NUM_RESOURCES * count for count in cells)]).tolist()
@@ -83,7 +85,7 @@ class _Flattening:
             if task in blocks:
                 self._add_block(task)
             elif task not in self.begin:
-                self._add_transfer(task)
+                self._add_alone(task)
         before = np.repeat(np.arange(graph.num_tasks), np.diff(graph.successor_offsets))
         joined = list(zip(before.tolist(), graph.successors.tolist(), strict=True))
         self.edges += [(self.end[u], self.begin[v]) for u, v in joined + self._served()]
@@ -127,9 +129,8 @@ class _Flattening:
             self.edges.append((begin, self.end[task]))
             self.begin[last] = end
 
-    def _add_transfer(self, task: int) -> None:
+    def _add_alone(self, task: int) -> None:
         """A task on its own: it holds its link, and of a rank that it occupies everything."""
-        kind, item = int(self.macro.kind[task]), int(self.macro.item[task])
         resources: list[int] = []
         for held in self._held(task):
             if held >= self.num_ranks:
@@ -138,7 +139,7 @@ class _Flattening:
             for stage, rank in enumerate(self.model.rank_of):
                 if rank == held:
                     resources += range(self.base[stage], self.base[stage + 1])
-        added = self._add(task, -1, int(self.table[kind, item]), tuple(resources))
+        added = self._add(task, -1, int(self.task_ns[task]), tuple(resources))
         self.begin[task] = self.end[task] = added
 
     def _held(self, task: int) -> list[int]:

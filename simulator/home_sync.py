@@ -14,12 +14,11 @@ The operators stand in the order of the backward pass, as their gradients do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
-from stratagem.simulator.block import KIND_OF_ROLE, Role, StageBlocks
+from stratagem.simulator.block import KIND_OF_ROLE, Role
+from stratagem.simulator.boundary import syncs_compute
 from stratagem.simulator.chimera import after_sum, before_sum, joint_mesh
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, TableBuilder
@@ -30,9 +29,6 @@ from stratagem.simulator.pipeline import ALL, CopyTask
 from stratagem.simulator.resharding import Resharder, Step, shared_resharder
 from stratagem.simulator.rows import Timed, timed
 from stratagem.simulator.timeline import TaskKind
-
-_LATER = (Role.UPDATE, Role.PUBLISH, Role.TIE_PUBLISH)
-"""Roles of tasks that wait for the sum over both homes."""
 
 Paths = list[tuple[Step, ...]]
 
@@ -67,17 +63,9 @@ def home_tasks(
     return _Writer(homes, cluster, bucket_bytes).write()
 
 
-def without_updates(blocks: StageBlocks) -> StageBlocks:
-    """The blocks of a home without what waits for the sum over both."""
-    backward = blocks.backward
-    waits = np.array([role in _LATER for role in backward.roles])
-    return replace(blocks, backward=replace(backward, base=np.where(waits, 0, backward.base)))
-
-
 def homes_block(first: DeviceMesh, second: DeviceMesh, cluster: Cluster) -> bool:
     """Whether a sum over both homes of a stage keeps the cores of their devices busy."""
-    mesh = joint_mesh(first, second)
-    return any(mesh.link(axis, cluster).shares_compute for axis in range(len(mesh.axes)))
+    return syncs_compute(joint_mesh(first, second), cluster)
 
 
 def home_sync_paths(builder: TableBuilder, table: CostTable, i: int, joint: Resharder) -> Paths:

@@ -13,6 +13,14 @@ such a block is two tasks, the backward and what the last one takes longer:
     rank 0     ───────── B2 │ sync, update
                         ╱
     rank 1     … B2 │ sync, update
+
+Where it has several, it goes on meanwhile: gradients are summed beside its next actions, one stage
+after the other, and all updates come behind its last one, as in its program:
+
+    rank 0      ───────────────── 2B2 ─────── 0B2 │ update 0 │ update 2
+                                 ╱  │ sync 2 ╱  │ sync 0 │
+    rank 1      … 3B2 ────────────── 1B2 │ update 1 │ update 3
+                    │ sync 3 │         │ sync 1 │
 """
 
 from __future__ import annotations
@@ -35,13 +43,16 @@ from stratagem.simulator.schedule import (
 )
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
 
-NUM_KINDS = 13
+NUM_KINDS = 17
 """Rows of a duration table."""
 FORWARD, BACKWARD, LAST_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT = range(6)
 """What a macro task is: the row of the duration table that it reads. The last ones end in the
 gradient sync and the update of their stage; where weights are stashed every one does, and the last
 ones copy the weights before."""
-SEND, SEND_BACK, RESHARD, RESHARD_BACK, TIE, REPLICA_SYNC, REPLICA_UPDATE = range(6, NUM_KINDS)
+SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, SYNC, UPDATE = range(6, 10)
+"""The same where a rank has several stages: last ones that end in the gradient sync, and that sync
+and the update alone."""
+SEND, SEND_BACK, RESHARD, RESHARD_BACK, TIE, REPLICA_SYNC, REPLICA_UPDATE = range(10, NUM_KINDS)
 """What joins blocks: transfers between ranks, and between stages of one rank; parameters tied
 between stages; sums of the gradients of a stage's copies, and what each copy does behind them."""
 
@@ -52,7 +63,11 @@ _BLOCKS = {
     ActionKind.WEIGHT_GRADIENT: (WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT),
 }
 """Kind of a block's macro task: without an update, with one."""
-
+_SYNCED = {
+    LAST_BACKWARD: (BACKWARD, SYNCED_BACKWARD),
+    LAST_WEIGHT_GRADIENT: (WEIGHT_GRADIENT, SYNCED_WEIGHT_GRADIENT),
+}
+"""By the kind of a block with an update, those without and with the gradient sync."""
 
 ALL = -1
 """The copy of a task that joins all copies of a stage."""
@@ -82,8 +97,9 @@ class MacroGraph:
     for the last two; `rank` is where a block runs and where a transfer begins.
 
     Where `less` is not −1, a task takes only what it takes longer than that kind does: it is the
-    rest of a last block, of which the kind `less` came before. `rests` has such tasks by the task
-    that each belongs to.
+    rest of a last block, of which the kind `less` came before. `rests` has those that hold the
+    rank, by the task that each belongs to. `syncs` has by the task of a last block those with
+    which its gradient sync ends beside other blocks: its rest, and all of it behind those before.
     """
 
     schedule: Schedule
@@ -95,6 +111,7 @@ class MacroGraph:
     rank: IntArray
     number: dict[Action, int]
     rests: dict[int, int]
+    syncs: dict[int, tuple[int, ...]]
     pairs: tuple[tuple[int, int], ...]
     ties: tuple[tuple[int, int], ...]
     copies: tuple[int, ...] = ()
@@ -107,8 +124,9 @@ class MacroGraph:
 
     @property
     def blocks(self) -> list[int]:
-        """The tasks with which blocks begin, in the order of ranks and actions."""
-        found: list[int] = np.flatnonzero(are_blocks(self.kind) & (self.less < 0)).tolist()
+        """The tasks with which blocks begin, in the order of ranks and actions; updates alone."""
+        begins = are_blocks(self.kind) & (self.less < 0) & (self.kind != SYNC)
+        found: list[int] = np.flatnonzero(begins).tolist()
         return found
 
     def block_kind(self, task: int) -> int:
@@ -149,6 +167,7 @@ def macro_graph(
     longer: frozenset[Action] | None = None,
     *,
     num_stages: int | None = None,
+    blocking_syncs: tuple[bool, ...] = (),
     copies: tuple[tuple[CopyTask, ...], ...] = (),
     blocking_copies: tuple[bool, ...] = (),
 ) -> MacroGraph:
@@ -164,15 +183,19 @@ def macro_graph(
         longer: the actions that are ``LAST_…`` blocks; those that end in an update if left out.
         num_stages: of the model, where `schedule` counts a stage's second home as one more (see
             `chimera.unfolded`).
+        blocking_syncs: per stage whether its gradient sync keeps the cores of its rank busy, which
+            then does not go on meanwhile.
         copies: per stage the tasks of its copies; one sum and an update on each if left out.
         blocking_copies: per stage whether its sums keep the cores of all their ranks busy.
     """
     draft = _Draft(schedule, schedule.updates if longer is None else longer)
+    last = _last_gradients(schedule, num_stages or schedule.num_stages)
     if longer is None and schedule.update_every is None:
         draft.leave_early({later for _, later in pairs})
+        copied = {action for actions in last if len(actions) > 1 for action in actions}
+        draft.sync_beside({s for s, blocks in enumerate(blocking_syncs) if blocks}, copied)
     for p, pair in enumerate(pairs):
         draft.transfers(p, pair, bool(blocking) and blocking[p])
-    last = _last_gradients(schedule, num_stages or schedule.num_stages)
     for t, (owner, user) in enumerate(ties):
         draft.joint(TIE, t, [*last[owner], *last[user]])
     for stage, actions in enumerate(last):
@@ -242,6 +265,8 @@ class _Draft:
         lengths = [len(order) for order in schedule.orders]
         self.kind = [rows[kind, updates]]
         self.rests: dict[int, int] = {}
+        self.less: dict[int, int] = {}
+        self.syncs: dict[int, tuple[int, ...]] = {}
         self.item = [stage * schedule.num_slices + part]
         self.microbatch = [microbatch]
         self.rank = [np.repeat(np.arange(len(lengths)), lengths)]
@@ -249,7 +274,8 @@ class _Draft:
         self.edges = [self._chains(), *self._own_needs()]
         self.links: dict[tuple[int, int], int] = {}
         self.copied: list[int] = []
-        self.latest: dict[int, int] = {}  # Of each rank, what it does after all actions.
+        self.next: dict[int, int] = {}  # Of a rank, what it does right after all actions,
+        self.latest: dict[int, int] = {}  # and what it does last.
 
     @property
     def num_tasks(self) -> int:
@@ -288,15 +314,65 @@ class _Draft:
                     self.kind[0][task] = BACKWARD
                     item = int(self.item[0][task])
                     self.rests[task] = rest = self._add(
-                        LAST_BACKWARD, item, rank, (rank,), [task], action.microbatch
+                        LAST_BACKWARD,
+                        item,
+                        rank,
+                        (rank,),
+                        [task],
+                        action.microbatch,
+                        less=BACKWARD,
                     )
                     if after is not None:
                         self.edges.append(np.array([(rest, self.number[after])], dtype=np.int64))
 
-    def ended(self, action: Action) -> int:
-        """The task with which an action ends, whatever it sends before."""
+    def sync_beside(self, blocking: Collection[int], copied: Collection[Action]) -> None:
+        """Where a rank has several stages, sync beside its next actions and update behind all.
+
+        Gradients of a stage are summed when they are there and those of stages before are. Those
+        of `blocking` stages hold the rank, and `copied` ones are updated elsewhere.
+        """
+        for rank, order in enumerate(self.schedule.orders):
+            if len({action.stage for action in order}) == 1:
+                continue
+            before: tuple[int, ...] = ()
+            ending = [a for a in order if int(self.kind[0][self.number[a]]) in _SYNCED]
+            for action in ending:
+                before = self._sync(action, before, action.stage in blocking) or before
+            self.latest[rank] = self.number[order[-1]]
+            for action in sorted(ending, key=lambda each: each.stage):
+                if action not in copied:
+                    needs = (self.latest[rank], *self.synced(action))
+                    item = int(self.item[0][self.number[action]])
+                    self.latest[rank] = self._add(UPDATE, item, rank, (rank,), needs)
+                    self.next.setdefault(rank, self.latest[rank])
+
+    def _sync(self, action: Action, before: tuple[int, ...], blocks: bool) -> tuple[int, ...]:
+        """Take what its rank does not wait for off a last block; the tasks that are there for it.
+
+        A sync ends so long after its block as it does alone, and no sooner after those `before`
+        than it takes: links serve one gradient after the other.
+        """
         task = self.number[action]
-        return self.rests.get(task, task)
+        plain, synced = _SYNCED[int(self.kind[0][task])]
+        self.kind[0][task] = synced if blocks else plain
+        if blocks:
+            return ()
+        rank, item = self.schedule.rank_of[action], int(self.item[0][task])
+        found = [self._add(synced, item, rank, (), [task], action.microbatch, less=plain)]
+        if before:
+            found.append(self._add(SYNC, item, rank, (), before, action.microbatch))
+        self.syncs[task] = tuple(found)
+        return self.syncs[task]
+
+    def synced(self, action: Action) -> tuple[int, ...]:
+        """The tasks with which the gradients of a stage are there, after its last block."""
+        task = self.number[action]
+        return self.syncs.get(task, (self.rests.get(task, task),))
+
+    def _done(self, rank: int) -> int:
+        """What a rank does last so far."""
+        final = self.number[self.schedule.orders[rank][-1]]
+        return self.latest.get(rank, self.rests.get(final, final))
 
     def transfers(self, p: int, pair: tuple[int, int], blocking: bool) -> None:
         """Add what travels between two stages, forward and backward."""
@@ -328,8 +404,11 @@ class _Draft:
     def _before_next(self, senders: IntArray, transfers: IntArray) -> IntArray:
         """Each transfer before what its rank does next behind the block that sends it."""
         rank = np.append(self.rank[0], -1)
-        goes_on = rank[senders + 1] == rank[senders]
-        return np.stack([transfers[goes_on], senders[goes_on] + 1], axis=1)
+        follows = np.where(rank[1:] == rank[:-1], np.arange(1, rank.size), -1)
+        for each, task in self.next.items():
+            follows[self.number[self.schedule.orders[each][-1]]] = task
+        goes_on = follows[senders] >= 0
+        return np.stack([transfers[goes_on], follows[senders[goes_on]]], axis=1)
 
     def _held(self, source: int, target: int, blocking: bool) -> tuple[int, ...]:
         if source == target:
@@ -339,9 +418,10 @@ class _Draft:
         return (*held, self.schedule.num_ranks + link)
 
     def joint(self, kind: int, item: int, after: Sequence[Action]) -> None:
-        """Add what several ranks do together after their last gradients."""
+        """Add what several ranks do together after all that they do alone."""
         ranks = tuple(sorted({self.schedule.rank_of[action] for action in after}))
-        self._add(kind, item, ranks[0], ranks, [self.ended(action) for action in after])
+        needs = [task for action in after for task in self.synced(action)]
+        self._add(kind, item, ranks[0], ranks, [*needs, *map(self._done, ranks)])
 
     def copies(
         self, stage: int, tasks: Sequence[CopyTask], after: Sequence[Action], blocking: bool
@@ -358,12 +438,11 @@ class _Draft:
             self.copied.append(stage)
             if each.copy == ALL:
                 held = {h for a, b in permutations(ranks, 2) for h in self._held(a, b, blocking)}
-                needs = [self.ended(action) for action in actions]
+                needs = [task for action in actions for task in self.synced(action)]
                 self._add(REPLICA_SYNC, item, ranks[0], tuple(sorted(held)), needs)
                 continue
             rank = ranks[each.copy]
-            own = self.latest.get(rank, self.ended(self.schedule.orders[rank][-1]))
-            needs = [own, first + each.after] if each.after >= 0 else [own]
+            needs = [self._done(rank), *([first + each.after] if each.after >= 0 else [])]
             self.latest[rank] = self._add(REPLICA_UPDATE, item, rank, (rank,), needs)
 
     def _add(
@@ -374,6 +453,8 @@ class _Draft:
         held: tuple[int, ...],
         after: Sequence[int],
         microbatch: int = -1,
+        *,
+        less: int = -1,
     ) -> int:
         task = self.num_tasks
         for column, value in (
@@ -384,7 +465,10 @@ class _Draft:
         ):
             column.append(np.array([value], dtype=np.int64))
         self.sets.append(held)
-        self.edges.append(np.array([(each, task) for each in after], dtype=np.int64))
+        edges = [(each, task) for each in dict.fromkeys(after)]
+        self.edges.append(np.array(edges, dtype=np.int64))
+        if less >= 0:
+            self.less[task] = less
         return task
 
     def finish(
@@ -399,7 +483,7 @@ class _Draft:
         )
         kind = np.concatenate(self.kind)
         less = np.full_like(kind, -1)
-        less[list(self.rests.values())] = BACKWARD
+        less[list(self.less)] = list(self.less.values())
         return MacroGraph(
             schedule=self.schedule,
             graph=graph,
@@ -410,6 +494,7 @@ class _Draft:
             rank=np.concatenate(self.rank),
             number=self.number,
             rests=self.rests,
+            syncs=self.syncs,
             pairs=tuple(pairs),
             ties=tuple(ties),
             copies=tuple(self.copied),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stratagem.simulator.apart import with_parts_apart
 from stratagem.simulator.block import StageBlocks, slowdown_of
 from stratagem.simulator.boundary import (
     BoundaryRow,
@@ -16,6 +17,7 @@ from stratagem.simulator.boundary import (
     networked,
     price_boundary,
     price_tie,
+    syncs_compute,
 )
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock, cell_block, pinned_axes
@@ -29,7 +31,6 @@ from stratagem.simulator.home_sync import (
     HomeTask,
     home_tasks,
     homes_block,
-    without_updates,
 )
 from stratagem.simulator.memory import StageTensors
 from stratagem.simulator.parameters import trainable_weights
@@ -204,6 +205,7 @@ def plan_model(
         inputs_first=plan.inputs_first,
         slowdown=slowdown_of(plan.cluster),
         stashes=schedule.stashes_weights,
+        apart=schedule.parts_updates,
     )
     prices = _Prices(costs, memory or RowMemory(), shapes)
     sliced, graphs = pass_graphs(plan, graph)
@@ -255,6 +257,7 @@ def _part(plan: Plan, small: OperatorGraph, prices: _Prices) -> PlanModel:
         tuple(_stages_of((i, j), plan, small) for i, j, _ in ties),
         tuple(blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs),
         stashing_actions(schedule) if schedule.stashes_weights else None,
+        blocking_syncs=tuple(syncs_compute(mesh, plan.cluster) for mesh in meshes),
     )
     return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
 
@@ -266,7 +269,7 @@ def _mirrored_model(
     alone = replace(plan, schedule="1f1b")
     down, up = (plan_model(each, graph, costs, memory) for each in (alone, alone.mirrored()))
     stages = [
-        replace(stage, blocks=without_updates(stage.blocks)) for stage in down.stages + up.stages
+        replace(stage, blocks=with_parts_apart(stage.blocks)) for stage in down.stages + up.stages
     ]
     count = len(plan.stages)
     homes = [[Home(stage.builder, stage.table) for stage in way.stages] for way in (down, up)]
@@ -281,6 +284,7 @@ def _mirrored_model(
         down.macro.ties,
         tuple(blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs),
         num_stages=count,
+        blocking_syncs=tuple(syncs_compute(mesh, plan.cluster) for mesh in meshes),
         copies=tuple(tuple(each.task for each in found) for found in tasks),
         blocking_copies=tuple(
             homes_block(meshes[s], meshes[s + count], plan.cluster) for s in range(count)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from stratagem.simulator.apart import SYNCS
 from stratagem.simulator.block import RESOURCE_NAMES, Role
 from stratagem.simulator.cells import CellBlock
 from stratagem.simulator.engine import Times
@@ -28,6 +29,9 @@ from stratagem.simulator.pipeline import (
     REPLICA_UPDATE,
     RESHARD_BACK,
     SEND_BACK,
+    SYNC,
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
     TIE,
     WEIGHT_GRADIENT,
     are_blocks,
@@ -40,6 +44,8 @@ from stratagem.simulator.step_path import Played, StepPath, step_path
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
 from stratagem.simulator.traffic import crossing_bytes, stage_bytes
 
+_ROLES = frozenset(Role)
+
 BETWEEN_HOMES = "to the other home"
 """The lane of sums over both homes of a stage."""
 
@@ -51,32 +57,55 @@ def step_timeline(model: PlanModel, macro: Times) -> Timeline:
     for task in model.macro.blocks:
         kind, item = model.macro.block_kind(task), int(model.macro.item[task])
         block, times = model.stages[item].cell_blocks[kind], model.block_times[item][kind]
-        rows += _block_rows(block, times, lanes[item], int(macro.start[task]))
+        leaves_out = SYNCS if task in model.macro.syncs else frozenset[Role]()
+        made = _block_rows(block, times, lanes[item], int(macro.start[task]), _ROLES - leaves_out)
+        rows += [*made, *_sync_rows(model, macro, task)]
     for task in np.flatnonzero(~are_blocks(model.macro.kind)).tolist():
         if macro.end[task] > macro.start[task]:
             start, end = int(macro.start[task]), int(macro.end[task])
             name, sort, lane = _transfer_label(model, task)
             rows += [Row(name, sort, each, start, end) for each in _both(model, task, lane)]
     used = {row.lane for row in rows}
-    ordered = dict.fromkeys(lane for s in lanes for lane in lanes[s] if lane in used)
+    all_lanes = [*lanes.values(), *(_sync_lanes(model, s) for s in lanes)]
+    ordered = dict.fromkeys(lane for each in all_lanes for lane in each if lane in used)
     return from_rows(rows, label="predicted", lanes=list(ordered))
 
 
-def _lanes(model: PlanModel, s: int) -> list[str]:
+def _lanes(model: PlanModel, s: int, of: str = "") -> list[str]:
     """A lane for each resource of the stage's cells, in the order of their numbers."""
     stage, group = model.stages[s], model.group(s // len(model.parts))
     return [
-        lane_name(f"{group}{stage.cell_name(cell)}", name)
+        lane_name(f"{group}{stage.cell_name(cell)}", f"{of}{name}")
         for cell in range(stage.cells.count)
         for name in RESOURCE_NAMES.values()
     ]
 
 
+def _sync_lanes(model: PlanModel, s: int) -> list[str]:
+    """Lanes of a gradient sync that goes on beside other blocks of its rank."""
+    number = model.number(s // len(model.parts))
+    return _lanes(model, s, of=f"gradients of stage {number}, ")
+
+
+def _sync_rows(model: PlanModel, macro: Times, task: int) -> Iterator[Row]:
+    """The gradient sync beside which the rank of a last block goes on, if it does."""
+    if task not in model.macro.syncs:
+        return
+    (rest, *behind), item = model.macro.syncs[task], int(model.macro.item[task])
+    kind, begin = int(model.macro.kind[rest]), int(macro.start[task])
+    if behind and macro.end[behind[0]] > macro.end[rest]:
+        kind, begin = SYNC, int(macro.start[behind[0]])
+    block, times = model.stages[item].cell_blocks[kind], model.block_times[item][kind]
+    yield from _block_rows(block, times, _sync_lanes(model, item), begin, SYNCS)
+
+
 def _block_rows(
-    block: CellBlock, times: Times, lanes: Sequence[str], offset: int
+    block: CellBlock, times: Times, lanes: Sequence[str], offset: int, roles: Collection[Role]
 ) -> Iterator[Row]:
     graph = block.graph
     for copy in np.flatnonzero(graph.durations):
+        if block.block.roles[block.task[copy]] not in roles:
+            continue
         task, held = block.task[copy], graph.resource_sets[copy]
         start, end = offset + int(times.start[copy]), offset + int(times.end[copy])
         name, kind = block.block.names[task], block.block.kinds[task]
@@ -161,16 +190,20 @@ def critical_path(model: PlanModel, macro: Times) -> StepPath:
 
     step = Played(model.macro.graph, macro, lambda task: _transfer_label(model, task))
     operator_kinds = {op.name: op.kind for op in model.graph.operators}
-    return step_path(step, inside, operator_kinds, model.macro.rests)
+    synced = {task: found[0] for task, found in model.macro.syncs.items()}
+    return step_path(step, inside, operator_kinds, {**model.macro.rests, **synced})
 
 
 def _played_block(model: PlanModel, s: int, kind: int) -> Played:
-    block, lanes = model.stages[s].cell_blocks[kind], _lanes(model, s)
+    block, lanes, beside = model.stages[s].cell_blocks[kind], _lanes(model, s), list[str]()
+    if kind in (SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, SYNC):
+        beside = _sync_lanes(model, s)
     graph = block.graph
 
     def label(copy: int) -> tuple[str, TaskKind, str]:
         task, held = block.task[copy], graph.set_offsets[graph.resource_sets[copy]]
-        lane = lanes[graph.set_resources[held]]
+        named = beside if beside and block.block.roles[task] in SYNCS else lanes
+        lane = named[graph.set_resources[held]]
         return block.block.names[task], block.block.kinds[task], lane
 
     return Played(graph, model.block_times[s][kind], label)

@@ -153,6 +153,12 @@ class Schedule:
         return any(action.kind is ActionKind.INPUT_GRADIENT for action in self.rank_of)
 
     @cached_property
+    def parts_updates(self) -> bool:
+        """Whether some rank has several stages, which it then updates behind all its actions."""
+        several = (len({action.stage for action in order}) > 1 for order in self.orders)
+        return self.update_every is None and any(several)
+
+    @cached_property
     def rank_of(self) -> dict[Action, int]:
         """The rank that runs each action."""
         return {action: rank for rank, order in enumerate(self.orders) for action in order}

@@ -30,7 +30,6 @@ from stratagem.simulator.pipeline import (
     SEND_BACK,
     TIE,
     WEIGHT_GRADIENT,
-    are_blocks,
 )
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
@@ -165,7 +164,7 @@ def _chimera(
     model = plan_model(opposite, graph, costs, memory)
     macro = model.macro
     times = simulate(macro.with_durations(macro_durations(model)))
-    works = are_blocks(macro.kind) | (macro.kind == REPLICA_UPDATE)
+    works = [*macro.blocks, *(macro.kind == REPLICA_UPDATE).nonzero()[0].tolist()]
     busy = int((times.end - times.start)[works].sum())
     bubble = 1 - busy / (macro.schedule.num_ranks * times.makespan)
     moments = [s for found in macro.schedule.situations for s in found]

@@ -22,6 +22,9 @@ from stratagem.simulator.pipeline import (
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
+    UPDATE,
     WEIGHT_GRADIENT,
     MacroGraph,
     macro_graph,
@@ -61,8 +64,9 @@ class StageTimes:
         transfer: from each stage to the next, and of the gradient back; for stages on one rank it
             does not count.
         update: the optimizer, after the last backward, or after every `update_every` of them; of
-            a stage's copies after all that their ranks do, and the sum of their gradients. Where
-            a rank has one stage, what its last backward sends does not wait for it.
+            a stage's copies after all that their ranks do, and the sum of their gradients. What a
+            last backward sends does not wait for it, and where a rank has several stages, nor do
+            its next actions: their updates come behind all of them.
         replica_sync: summing the gradients of a stage's copies on two ranks, which go on with
             other stages meanwhile.
     """
@@ -121,7 +125,7 @@ class Play:
     _update: IntArray
 
     def span(self, action: Action) -> tuple[int, int]:
-        """Start and end of an action in ns; the update after it is part of it.
+        """Start and end of an action in ns; an update right after it is part of it.
 
         Raises:
             ValueError: when the schedule has no such action.
@@ -138,10 +142,17 @@ class Play:
         for action, rank in self.schedule.rank_of.items():
             start, end = self.span(action)
             total[rank] += end - start
-        for task in np.flatnonzero(self._macro.kind == REPLICA_UPDATE):
+        for task in self._updates:
             rank = int(self._macro.rank[task])
             total[rank] += int(self._times.end[task] - self._times.start[task])
         return tuple(total)
+
+    @cached_property
+    def _updates(self) -> list[int]:
+        """The updates behind all actions of a rank."""
+        kinds = self._macro.kind
+        found: list[int] = np.flatnonzero((kinds == UPDATE) | (kinds == REPLICA_UPDATE)).tolist()
+        return found
 
     @property
     def bubble(self) -> Fraction:
@@ -180,14 +191,18 @@ class Play:
 
     def _joint_rows(self) -> Iterator[Row]:
         kinds = self._macro.kind
-        for task in np.flatnonzero((kinds == REPLICA_SYNC) | (kinds == REPLICA_UPDATE)):
+        for task in self._updates:
             start, end = int(self._times.start[task]), int(self._times.end[task])
-            stage = self._macro.copies[int(self._macro.item[task])]
-            if end == start:
-                continue
+            stage = int(self._macro.item[task]) // self.schedule.num_slices
             if kinds[task] == REPLICA_UPDATE:
-                lane = lane_name(f"rank {self._macro.rank[task]}", "compute")
+                stage = self._macro.copies[int(self._macro.item[task])]
+            lane = lane_name(f"rank {self._macro.rank[task]}", "compute")
+            if end > start:
                 yield Row(f"update of stage {stage}", TaskKind.UPDATE, lane, start, end)
+        for sync in np.flatnonzero(kinds == REPLICA_SYNC):
+            start, end = int(self._times.start[sync]), int(self._times.end[sync])
+            stage = self._macro.copies[int(self._macro.item[sync])]
+            if end == start:
                 continue
             for rank in self.schedule.ranks_of(stage):
                 lane = lane_name(f"rank {rank}", "to its copies")
@@ -254,8 +269,13 @@ def duration_table(macro: MacroGraph, times: StageTimes) -> tuple[IntArray, IntA
         (WEIGHT_GRADIENT, "weight_gradient"),
     ):
         table[kind, :width] = times.numbers(name, stages, slices)
-    for last, kind in ((LAST_BACKWARD, BACKWARD), (LAST_WEIGHT_GRADIENT, WEIGHT_GRADIENT)):
-        table[last, :width] = table[kind, :width] + np.repeat(alone, slices)
+    table[UPDATE, :width] = np.repeat(alone, slices)
+    for kind, synced, last in (
+        (BACKWARD, SYNCED_BACKWARD, LAST_BACKWARD),
+        (WEIGHT_GRADIENT, SYNCED_WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT),
+    ):
+        table[synced, :width] = table[kind, :width]
+        table[last, :width] = table[kind, :width] + table[UPDATE, :width]
     sent = times.numbers("transfer", len(macro.pairs), slices)
     table[SEND, : sent.size] = table[SEND_BACK, : sent.size] = sent
     copies = np.array(macro.copies, dtype=np.int64)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stratagem.simulator.apart import with_parts_apart
 from stratagem.simulator.block import StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cost_table import CostTable
@@ -22,7 +23,8 @@ from stratagem.simulator.resharding import IntArray
 class StageShapes:
     """Builds blocks and lifetimes, each shape once.
 
-    `split`, `bucket_bytes`, `slowdown`, `inputs_first` and `stashes` are those of `stage_blocks`.
+    `split`, `bucket_bytes`, `slowdown`, `inputs_first` and `stashes` are those of `stage_blocks`;
+    `apart` says whether sync and update are there apart too (see `apart`).
     """
 
     split: bool = False
@@ -30,6 +32,7 @@ class StageShapes:
     slowdown: int = 0
     inputs_first: bool = False
     stashes: bool = False
+    apart: bool = False
     _shapes: dict[int, tuple[CostTable, Any]] = field(default_factory=dict)
     _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
     _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
@@ -46,7 +49,7 @@ class StageShapes:
                 inputs_first=self.inputs_first,
                 stashes=self.stashes,
             )
-            self._blocks[key] = table, made
+            self._blocks[key] = table, with_parts_apart(made) if self.apart else made
         first, blocks = self._blocks[key]
         return blocks.moved(table.operators[0] - first.operators[0])
 

@@ -196,8 +196,8 @@ def step_path(
         inside: what a task of the upper level is made of, from 0 to its length; None for what is
             a task itself.
         operator_kinds: for the summary.
-        rests: by a task of the upper level the one with which its block ends, if that is another;
-            inside the latter is the whole block.
+        rests: by a task of the upper level the one with which its block ends, if that is another
+            that starts when it ends; inside the latter is the whole block.
 
     Raises:
         ValueError: if the lower level does not last as long as its task on the upper one.

@@ -209,7 +209,7 @@ def composed_times(model: PlanModel, flat: FlatGraph) -> tuple[list[int], list[i
     macro = simulate(model.macro.with_durations(macro_durations(model)))
     start, end = [], []
     begun: set[int] = set()
-    rests = model.macro.rests
+    rests, beside = model.macro.rests, {t for found in model.macro.syncs.values() for t in found}
     for task, within in zip(flat.macro_task.tolist(), flat.block_task.tolist(), strict=True):
         stage = int(model.macro.item[task])
         if within >= 0:
@@ -217,7 +217,11 @@ def composed_times(model: PlanModel, flat: FlatGraph) -> tuple[list[int], list[i
             times = model.block_times[stage][kind]
             start.append(int(macro.start[task] + times.start[within]))
             end.append(int(macro.start[task] + times.end[within]))
-        elif not are_blocks(model.macro.kind[task]) or (task in rests and task in begun):
+        elif (
+            not are_blocks(model.macro.kind[task])
+            or task in beside
+            or (task in rests and task in begun)
+        ):
             # What leaves a last backward waits for an idle task as long as any backward.
             start.append(int(macro.start[task]))
             end.append(int(macro.end[task]))

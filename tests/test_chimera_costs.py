@@ -23,11 +23,11 @@ from stratagem.simulator.pipeline import (
     ALL,
     BACKWARD,
     FORWARD,
-    LAST_BACKWARD,
     REPLICA_SYNC,
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
+    SYNCED_BACKWARD,
     TIE,
 )
 from stratagem.simulator.plan import Plan, Stage
@@ -129,10 +129,10 @@ def test_gradients_are_summed_beside_other_blocks() -> None:
     plan, graph = plain_pipeline(2, 2), mlp_graph()
     model = plan_model(plan, graph, cells.COSTS)
     ns = macro_durations(model)
-    assert ns[LAST_BACKWARD, :2].tolist() == ns[LAST_BACKWARD, 2:4].tolist()
-    first = ns[FORWARD, 0] + ns[SEND, 0] + ns[FORWARD, 1] + ns[LAST_BACKWARD, 1]
+    assert ns[BACKWARD, :2].tolist() == ns[BACKWARD, 2:4].tolist()
+    first = ns[FORWARD, 0] + ns[SEND, 0] + ns[FORWARD, 1] + ns[BACKWARD, 1]
     arrived = first + ns[SEND_BACK, 0]
-    over = arrived + ns[LAST_BACKWARD, 0]
+    over = arrived + ns[BACKWARD, 0]
     link, summed = int(arrived), {}
     for stage, begins in ((1, arrived), (0, over)):
         link = max(link, int(begins))
@@ -196,13 +196,13 @@ def test_every_home_updates_behind_its_blocks_and_its_sums() -> None:
             last = macro.number[macro.schedule.orders[int(macro.rank[task])][-1]]
             assert times.start[task] >= max(times.end[needed], times.end[last])
         for item, task in own[0].items():
-            blocks = [
+            synced = [
                 each
-                for each in np.flatnonzero(macro.kind == LAST_BACKWARD).tolist()
+                for each in np.flatnonzero(macro.kind == SYNCED_BACKWARD).tolist()
                 if int(macro.item[each]) in model.homes(macro.copies[item])
             ]
-            assert len(blocks) == 2
-            assert times.start[task] >= times.end[blocks].max()
+            assert len(synced) == 2
+            assert times.start[task] >= times.end[synced].max()
 
 
 def test_gradients_are_summed_between_both_homes() -> None:
@@ -263,7 +263,7 @@ def test_each_direction_has_its_own_links() -> None:
     durations = macro_durations(plan_model(plan, graph, cells.COSTS))
     for stage in (0, 1):
         assert durations[FORWARD, stage] == durations[FORWARD, stage + 2]
-        assert durations[LAST_BACKWARD, stage] != durations[LAST_BACKWARD, stage + 2]
+        assert durations[SYNCED_BACKWARD, stage] != durations[SYNCED_BACKWARD, stage + 2]
 
 
 def test_ties_wait_for_both_directions() -> None:

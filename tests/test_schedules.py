@@ -146,6 +146,24 @@ def test_interleaving_divides_the_bubble(
 
 
 @check
+@given(SMALL, st.integers(1, 4), st.integers(1, 3), NS, NS, NS)
+def test_updates_of_several_stages_come_behind_the_pipeline(
+    ranks: int, groups: int, per_rank: int, f: int, b: int, update: int
+) -> None:
+    """They stood in the drain, on the way of every gradient, and cost S − 1 updates more."""
+    schedule = interleaved(ranks * per_rank, ranks * groups, ranks)
+    without = play_schedule(schedule, StageTimes(f, b))
+    play = play_schedule(schedule, StageTimes(f, b, update=update))
+    assert play.makespan == without.makespan + per_rank * update
+    assert sum(play.busy) == sum(without.busy) + schedule.num_stages * update
+    line = play.timeline
+    updates = np.array([kind is TaskKind.UPDATE for kind in line.kinds])
+    for rank in range(ranks):
+        mine = line.lane == line.lanes.index(f"rank {rank} · compute")
+        assert line.start[mine & updates].min() >= line.end[mine & ~updates].max()
+
+
+@check
 @given(SMALL, COUNT, NS, NS, NS)
 def test_zb_h1_hides_weight_gradients(stages: int, more: int, f: int, i: int, w: int) -> None:
     """(S − 1)(F + I − W): Qi et al. 2023, table 1; memory not over the most of 1F1B."""
