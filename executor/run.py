@@ -183,7 +183,7 @@ def process_rank(
         try:
             with watch.guard():
                 watch.place.enter(-1, "joining the other ranks", waits=True, slow=True, idle=True)
-                comm = _join(backend)
+                comm = join(backend)
                 watch.place.enter(-1, "starting", slow=True)
                 with comm.working():
                     yield comm, watch
@@ -206,7 +206,12 @@ def _environment() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _join(backend: ProcessBackend) -> GlooCommunicator | NcclCommunicator:
+def join(backend: ProcessBackend) -> GlooCommunicator | NcclCommunicator:
+    """This process's rank of the world that torchrun started.
+
+    Raises:
+        RuntimeError, ValueError: see `join_nccl` and `GlooCommunicator`.
+    """
     if backend == "nccl":
         return join_nccl(timeout=BACKEND_SECONDS)
     return GlooCommunicator(timeout=BACKEND_SECONDS)

@@ -29,6 +29,8 @@ Shape = tuple[int, ...]
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
 """Bytes of the messages that are timed unless told."""
+CUDA_SIZES = (64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20)
+"""The same between GPUs, whose links reach their bandwidth with large messages only."""
 ROUNDS = 5
 COMPUTE_SIZE = 384
 """Of the square matrices that are multiplied between two collectives."""

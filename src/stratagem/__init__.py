@@ -53,6 +53,7 @@ _HOMES = {
     "diff_timelines": "stratagem.simulator.timeline_diff",
     "execute": "stratagem.face",
     "RateSchedule": "stratagem.executor.rates",
+    "fit_links": "stratagem.face",
     "limit_capacity": "stratagem.simulator.torch_ops.module_rules",
     "load_checkpoint": "stratagem.executor.checkpoint_reader",
     "export": "stratagem.exports",

@@ -195,6 +195,12 @@ def import_entries(
         report = timings.merge(entry for each in found for entry in each.entries)
     console = speaker(as_json)
     console.print(str(report), soft_wrap=True)
+    if any(_is_collective(entry) for each in found for entry in each.entries):
+        console.print(
+            "stratagem clusters NAME --fit --out FILE makes links of the collectives; a search "
+            "over that file is priced by them",
+            soft_wrap=True,
+        )
     for file, each in zip(files, found, strict=True):
         _print_left_out(console, file, each.left_out)
     if as_json:
@@ -314,6 +320,12 @@ def _kind_of(entry: Entry) -> str:
     return entry.key.operator.kind if isinstance(entry, TimingEntry) else entry.key.kind.value
 
 
+def _is_collective(entry: Entry) -> bool:
+    from stratagem.profiler.keys import CollectiveEntry
+
+    return isinstance(entry, CollectiveEntry)
+
+
 def _environment_here(here: str, told: Environment) -> Environment:
     """This machine's environment, with what was told in its place."""
     from stratagem.profiler.clock import describe_environment
@@ -334,7 +346,6 @@ def _by_environment(entries: Iterable[Entry]) -> list[tuple[Environment, list[En
 
 
 def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
-    from stratagem.profiler.keys import CollectiveEntry
     from stratagem.profiler.rows import row_of
 
     times = [entry.timestamp for entry in found]
@@ -342,7 +353,7 @@ def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
         **dataclasses.asdict(where),
         "name": where.name,
         "times": len(found),
-        "collectives": sum(isinstance(entry, CollectiveEntry) for entry in found),
+        "collectives": sum(map(_is_collective, found)),
         "failures": sum(bool(entry.measurement.error) for entry in found),
         **_by_trust(found),
         "kinds": dict(sorted(Counter(map(_kind_of, found)).items())),

@@ -11,8 +11,18 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 
-from stratagem.cli_options import AsJson, Devices, Nodes, among, print_json, say_written, speaker
+from stratagem.cli_options import (
+    AsJson,
+    Devices,
+    Nodes,
+    among,
+    print_json,
+    print_tables,
+    say_written,
+    speaker,
+)
 from stratagem.model_spec import load_cluster
 from stratagem.simulator.cluster import Cluster, Link, preset_names
 from stratagem.simulator.files import encode, write_text
@@ -26,6 +36,14 @@ def clusters(
     ] = None,
     nodes: Nodes = None,
     devices: Devices = None,
+    fit: Annotated[
+        bool,
+        typer.Option("--fit", help="with its links as collectives in the timing cache show them"),
+    ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", help="cache file of --fit; that of the user if left out"),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="cluster file to write, to be edited")
     ] = None,
@@ -36,21 +54,34 @@ def clusters(
     Example: stratagem clusters dgx-a100 --nodes 4 --out four.json
     """
     say = speaker(as_json)
+    if cache is not None and not fit:
+        raise ValueError(f"--cache {cache} is of --fit: say --fit to fit links to its collectives")
     if name is None:
-        if (nodes, devices, out) != (None, None, None):
-            raise ValueError("--nodes, --devices and --out are of one cluster: name it")
+        if fit or (nodes, devices, out) != (None, None, None):
+            raise ValueError("--nodes, --devices, --fit and --out are of one cluster: name it")
         presets = [Cluster.preset(each) for each in preset_names()]
         say.print(_list(presets))
         if as_json:
             print_json({"clusters": [_facts(cluster) for cluster in presets]})
         return
     cluster = load_cluster(name, nodes, devices)
+    if fit:
+        cluster = _fitted(say, cluster, cache)
     say.print(_shown(cluster))
     if out is not None:
         write_text(out, encode(cluster))
         say_written(say, out)
     if as_json:
         print_json(_facts(cluster))
+
+
+def _fitted(say: Console, cluster: Cluster, cache: Path | None) -> Cluster:
+    """The cluster with links of the timing cache, and in words what they were fitted to."""
+    from stratagem.linking import links_from_cache
+
+    found = links_from_cache(cluster, cache=cache)
+    print_tables(say, found.table)
+    return found.cluster
 
 
 def _list(presets: list[Cluster]) -> Any:

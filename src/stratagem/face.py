@@ -233,7 +233,7 @@ def compare_schedules(
 
 def profile(
     graph: OperatorGraph,
-    cluster: Cluster,
+    cluster: Cluster | None = None,
     *,
     plan: Plan | None = None,
     training: Training | None = None,
@@ -256,9 +256,9 @@ def profile(
 
     Args:
         graph: the model at its whole batch.
-        cluster: of one device type: CPUs, or the GPU of this machine.
-        plan: time only what this plan runs; cluster and training are then the plan's.
-        training: precision and optimizer; float32 and Adam when left out.
+        cluster: of one device type: CPUs, or the GPU of this machine; the plan's when left out.
+        plan: time only what this plan runs, on its cluster and in its training.
+        training: precision and optimizer; the plan's when left out, without one float32 and Adam.
         cache: the file of the timing cache; the user's own when left out.
         max_operators: how many distinct local operators to time at most, those with the largest
             share of the step first, in the shapes of simple plans; the others are estimated from
@@ -268,19 +268,16 @@ def profile(
         progress: False shows nothing.
 
     Raises:
-        ValueError: on a cluster of several device types, or a GPU that is not here.
+        ValueError: on a cluster of several device types, or a GPU that is not the one here; a
+            cluster or a training beside a plan that has another one, or neither cluster nor plan.
     """
-    from stratagem.profiling import planned_operators, profile_wanted, space_operators
+    from stratagem.profiling import profile_wanted, wanted_operators
 
-    used = training or Training()
-    if plan is not None:
-        operators, cluster, used = planned_operators(graph, plan), plan.cluster, plan.training
-    else:
-        operators = space_operators(graph, cluster, used)
+    wanted = wanted_operators(graph, cluster, plan=plan, training=training)
     done = profile_wanted(
-        operators,
-        cluster,
-        used,
+        wanted.operators,
+        wanted.cluster,
+        wanted.training,
         cache=cache,
         limit=max_operators,
         seconds=seconds,
@@ -307,9 +304,34 @@ def local_cluster(num_processes: int = 2, *, cache: str | Path | None = None) ->
     Raises:
         ValueError: when `num_processes` is below 1.
     """
-    from stratagem.profiling import measured_cluster
+    from stratagem.linking import measured_links
 
-    return measured_cluster(num_processes, cache=cache).cluster
+    cluster = Cluster.preset("local-cpu", devices_per_node=num_processes)
+    return measured_links(cluster, cache=cache).cluster
+
+
+def fit_links(cluster: Cluster, *, cache: str | Path | None = None) -> Cluster:
+    """A cluster with its links as the collectives in the timing cache show them.
+
+    Example:
+        >>> cluster = fit_links(Cluster.preset("dgx-h100", num_nodes=4))  # doctest: +SKIP
+        >>> sg.search(graph, cluster)  # doctest: +SKIP
+
+    The times are those that ``stratagem cache import`` took from the output of nccl-tests, or that
+    ``stratagem profile --out`` measured, on devices of the cluster's type. Links without any stay
+    as they are; so does everything else.
+
+    Args:
+        cluster: of one device type.
+        cache: the file of the timing cache; the user's own when left out.
+
+    Raises:
+        ValueError: when the cache has none of these devices and links, or too few to tell latency
+            from bandwidth.
+    """
+    from stratagem.linking import links_from_cache
+
+    return links_from_cache(cluster, cache=cache).cluster
 
 
 def execute(

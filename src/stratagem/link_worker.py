@@ -1,4 +1,4 @@
-"""One rank of a link measurement: ``torchrun -m stratagem.link_worker FILE``."""
+"""One rank of a link measurement: ``torchrun -m stratagem.link_worker FILE BACKEND``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import sys
 
 import torch
 
-from stratagem.executor.backends.gloo import GlooCommunicator
-from stratagem.profiler.links import time_collectives
+from stratagem.executor.run import join
+from stratagem.profiler.links import CUDA_SIZES, SIZES, time_collectives
 from stratagem.simulator.files import encode, write_text
+from stratagem.simulator.provenance import PROCESS_BACKENDS
 
 
 def main() -> None:
     """Time collectives with the other ranks; rank 0 writes what it finds to the file."""
-    (path,) = sys.argv[1:]
+    path, name = sys.argv[1:]
+    (backend,) = (each for each in PROCESS_BACKENDS if each == name)
     torch.set_num_threads(1)
-    with GlooCommunicator() as communicator:
+    with join(backend) as communicator, communicator.working():
         world = communicator.world_size
         groups = sorted({world, *(2**k for k in range(1, world.bit_length()) if 2**k <= world)})
-        timings = time_collectives(communicator, groups=groups)
+        sizes = SIZES if communicator.device.type == "cpu" else CUDA_SIZES
+        timings = time_collectives(communicator, sizes, groups=groups)
         if communicator.rank == 0:
             write_text(path, encode(timings))
 

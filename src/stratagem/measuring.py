@@ -29,6 +29,7 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.provenance import ProcessBackend
 from stratagem.simulator.training import Training
 
 LOOPBACK = "loopback (gloo)"
@@ -161,9 +162,9 @@ def measure_links(num_processes: int = 2, *, name: str = LOOPBACK, timeout: floa
 
 
 def measure_collectives(
-    num_processes: int = 2, *, timeout: float = 300.0
+    num_processes: int = 2, *, backend: ProcessBackend = "gloo", timeout: float = 300.0
 ) -> list[CollectiveTiming]:
-    """Times of all collectives between CPU processes of this machine, in groups of 2, 4, 8, ….
+    """Times of all collectives between processes of this machine, in groups of 2, 4, 8, ….
 
     Example:
         >>> fit_collectives(measure_collectives(2))[0].latency_us  # doctest: +SKIP
@@ -171,6 +172,7 @@ def measure_collectives(
 
     Args:
         num_processes: how many to start.
+        backend: ``gloo`` on CPUs, ``nccl`` with a GPU for each.
         timeout: seconds that all of it may take.
 
     Raises:
@@ -183,7 +185,7 @@ def measure_collectives(
     with Scratch() as scratch:
         path = scratch.folder / "timings.json"
         run_ranks(
-            ["stratagem.link_worker", str(path)],
+            ["stratagem.link_worker", str(path), backend],
             num_processes,
             timeout=timeout,
             scratch=scratch,

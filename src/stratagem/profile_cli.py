@@ -6,6 +6,7 @@ stratagem profile examples.small_gpt:build --plan plan.json
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,20 +16,19 @@ from rich.console import Console
 from stratagem.cli_options import (
     INTERRUPTED,
     AsJson,
-    ClusterName,
     Devices,
     Model,
     Nodes,
-    Optimizer,
-    Precision,
+    among,
     print_json,
     speaker,
 )
 from stratagem.face import MAX_OPERATORS
 from stratagem.model_spec import load_cluster, load_graph
+from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.files import encode, write_text
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.training import OPTIMIZER_STATES, PRECISIONS, Training
 from stratagem.tables import result_table
 
 if TYPE_CHECKING:
@@ -37,17 +37,35 @@ if TYPE_CHECKING:
 
 def profile(
     model: Model,
-    cluster: ClusterName = "local-cpu",
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="preset or cluster file, whose devices are here; local-cpu if left out",
+            autocompletion=among(preset_names),
+        ),
+    ] = None,
     nodes: Nodes = None,
     devices: Devices = None,
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan", help="time what this plan runs on its cluster, not a search's space"
+            "--plan", help="time what this plan runs, on its cluster, not a search's space"
         ),
     ] = None,
-    precision: Precision = "float32",
-    optimizer: Optimizer = "adam",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="float32 (if left out), bfloat16 or float16", autocompletion=among(PRECISIONS)
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="adam (if left out) or sgd", autocompletion=among(tuple(OPTIMIZER_STATES))
+        ),
+    ] = None,
     limit: Annotated[
         int, typer.Option(help="operators to time at most, the most valuable first")
     ] = MAX_OPERATORS,
@@ -60,7 +78,11 @@ def profile(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="cluster file to write, with this machine's link"),
+        typer.Option(
+            "--out",
+            "-o",
+            help="cluster file to write, the link in a node as measured here",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -69,19 +91,22 @@ def profile(
     Example: stratagem profile examples.small_gpt:build --seconds 60 --out here.json
     """
     from stratagem import profiling
+    from stratagem.linking import check_links, measured_links
 
     graph = load_graph(model)
-    if plan is None:
-        place = load_cluster(cluster, nodes, devices)
-        training = Training(precision, optimizer)
-        wanted = profiling.space_operators(graph, place, training)
-    else:
-        loaded = Plan.load(plan)
-        place, training = loaded.cluster, loaded.training
-        wanted = profiling.planned_operators(graph, loaded)
+    loaded = Plan.load(plan) if plan is not None else None
+    wanted = profiling.wanted_operators(
+        graph,
+        _cluster(loaded, cluster, nodes, devices),
+        plan=loaded,
+        training=_training(loaded, precision, optimizer),
+    )
+    place, training = wanted.cluster, wanted.training
+    if out is not None:
+        check_links(place)
     try:
         done = profiling.profile_wanted(
-            wanted, place, training, cache=cache, limit=limit, seconds=seconds
+            wanted.operators, place, training, cache=cache, limit=limit, seconds=seconds
         )
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ["interrupted"]):
@@ -92,13 +117,37 @@ def profile(
     say = speaker(as_json)
     _print(say, done, training)
     if out is not None:
-        found = profiling.measured_cluster(place.num_devices, cache=cache)
+        found = measured_links(place, cache=cache)
         write_text(out, encode(found.cluster))
         say.print()
         say.print(result_table(found.table))
-        say.print(f"cluster of {place.num_devices} processes written to {out}", soft_wrap=True)
+        say.print(
+            f"cluster {place.name} of {place.num_devices} devices written to {out}",
+            soft_wrap=True,
+        )
     if as_json:
         print_json({**_facts(done, training), "out": out})
+
+
+def _cluster(
+    plan: Plan | None, name: str | None, nodes: int | None, devices: int | None
+) -> Cluster | None:
+    """The cluster that was asked for; None where that is the plan's."""
+    if plan is None:
+        return load_cluster(name or "local-cpu", nodes, devices)
+    if name is not None:
+        return load_cluster(name, nodes, devices)
+    if (nodes, devices) != (None, None):
+        return plan.cluster.resized(num_nodes=nodes, devices_per_node=devices)
+    return None
+
+
+def _training(plan: Plan | None, precision: str | None, optimizer: str | None) -> Training:
+    """The training that was asked for; what is left out is the plan's."""
+    base = Training() if plan is None else plan.training
+    return replace(
+        base, precision=precision or base.precision, optimizer=optimizer or base.optimizer
+    )
 
 
 def _facts(done: Profiled, training: Training) -> dict[str, Any]:

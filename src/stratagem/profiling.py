@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 
-import torch
-
-from stratagem.measuring import (
-    LOOPBACK,
-    executor_dispatch,
-    executor_update,
-    measure_collectives,
-)
+from stratagem.linking import device_here
+from stratagem.measuring import executor_dispatch, executor_update
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
 from stratagem.profiler.dispatch import profile_dispatch
 from stratagem.profiler.keys import operator_digest
-from stratagem.profiler.links import CollectiveFit, fit_collectives, fit_link, keep_collectives
 from stratagem.profiler.profile import LocalSizes, profile_operators
 from stratagem.profiler.session import ProfileReport, Progress
 from stratagem.profiler.timing import Effort
@@ -36,7 +29,6 @@ from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.sliced_plan import pass_graphs
-from stratagem.simulator.table import Table, Unit
 from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.training import Training
 
@@ -114,7 +106,7 @@ def profile_wanted(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the limit is {limit} operators; profile at least 1")
-    kind, device = _device_here(cluster)
+    kind, device = device_here(cluster)
     load = cluster.devices_per_node - 1 if device == "cpu" else 0
     environment = describe_environment(device, load=load)
     with TimingCache(cache) as timings, progress_bar(enabled=progress) as show:
@@ -144,6 +136,71 @@ def profile_wanted(
         return Profiled(costs, report, beyond, kind, timings.path)
 
 
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What is to be profiled, and as what.
+
+    Attributes:
+        operators: distinct local ones, the most valuable first.
+        cluster: whose device they are timed as.
+        training: precision and optimizer.
+    """
+
+    operators: list[Local]
+    cluster: Cluster
+    training: Training
+
+
+def wanted_operators(
+    graph: OperatorGraph,
+    cluster: Cluster | None = None,
+    *,
+    plan: Plan | None = None,
+    training: Training | None = None,
+) -> Wanted:
+    """What a search over a cluster may ask for, or what a plan runs.
+
+    Args:
+        graph: the model at its whole batch.
+        cluster: where it is to run; that of the plan when left out.
+        plan: time only what this plan runs.
+        training: that of the plan when left out; without one, float32 and Adam.
+
+    Raises:
+        ValueError: neither a cluster nor a plan is given, or they contradict each other; the
+            devices cannot be profiled here (see `device_here`).
+    """
+    if plan is not None:
+        _check_same(plan, cluster, training)
+        return Wanted(planned_operators(graph, plan), plan.cluster, plan.training)
+    if cluster is None:
+        raise ValueError("profile: neither a cluster nor a plan is given; give one of them")
+    used = training or Training()
+    return Wanted(space_operators(graph, cluster, used), cluster, used)
+
+
+def _check_same(plan: Plan, cluster: Cluster | None, training: Training | None) -> None:
+    """Refuse a cluster or a training beside a plan that has another one."""
+    if cluster is not None and cluster != plan.cluster:
+        told, own = (
+            f"{each.name!r} ({each.num_nodes} × {each.devices_per_node} "
+            f"{', '.join(sorted(set(each.node_devices)))})"
+            for each in (cluster, plan.cluster)
+        )
+        same = "" if told != own else ", with other figures"
+        raise ValueError(
+            f"profile: the cluster is {told}, but plan {plan.name!r} is for {own}{same}; leave "
+            "out the cluster to profile the plan, or the plan to profile the cluster"
+        )
+    for each in fields(Training) if training is not None else ():
+        told, own = getattr(training, each.name), getattr(plan.training, each.name)
+        if told != own:
+            raise ValueError(
+                f"profile: the training has {each.name}={told!r}, but that of plan {plan.name!r} "
+                f"has {each.name}={own!r}; leave out the training to profile the plan as it is"
+            )
+
+
 def space_operators(graph: OperatorGraph, cluster: Cluster, training: Training) -> list[Local]:
     """Distinct local operators of every skeleton of the space, the most valuable first.
 
@@ -151,7 +208,7 @@ def space_operators(graph: OperatorGraph, cluster: Cluster, training: Training) 
     the order of plain plans (whole batches, meshes of few axes), and the k-th is worth a k-th, so
     that all operators are timed in proportion to their share (D'Hondt) however few may be.
     """
-    device, _ = _device_here(cluster)
+    device, _ = device_here(cluster)
     share: dict[object, float] = defaultdict(float)
     example: dict[object, str] = {}
     for operator in graph.operators:
@@ -180,7 +237,7 @@ def planned_operators(graph: OperatorGraph, plan: Plan) -> list[Local]:
     """
     graph = plan.rewrite(graph).graph
     plan.check(graph)
-    device, _ = _device_here(plan.cluster)
+    device, _ = device_here(plan.cluster)
     plan, graphs = pass_graphs(plan, graph)
     share: dict[str, float] = defaultdict(float)
     found: dict[str, Local] = {}
@@ -193,77 +250,6 @@ def planned_operators(graph: OperatorGraph, plan: Plan) -> list[Local]:
                 found.setdefault(digest, (operator, sizes))
                 share[digest] += _seconds(operator, sizes, plan.training, device)
     return [found[digest] for digest in sorted(share, key=lambda digest: -share[digest])]
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredCluster:
-    """Processes of this machine as a cluster, and how the collectives between them were fitted."""
-
-    cluster: Cluster
-    fits: tuple[CollectiveFit, ...] = ()
-
-    @property
-    def table(self) -> Table:
-        """The fits, a row for each kind of collective and size of group."""
-        return Table(
-            title="collectives between processes of this machine",
-            columns={
-                "collective": Unit.TEXT,
-                "ranks": Unit.COUNT,
-                "latency": Unit.SECONDS,
-                "GB/s": Unit.TEXT,
-                "error": Unit.SHARE,
-            },
-            rows=tuple(
-                (f.kind.value, f.size, f.latency_us * 1e-6, f"{f.bandwidth_gb_s:.2f}", f.error)
-                for f in self.fits
-            ),
-            note="Latency a message and bandwidth of the ring model; errors are typical ones of "
-            "the timed sizes.",
-        )
-
-
-def measured_cluster(num_processes: int, *, cache: str | Path | None = None) -> MeasuredCluster:
-    """Processes of this machine with the link between them as measured now.
-
-    Args:
-        num_processes: how many devices it has; a single one has no link.
-        cache: the timing cache that keeps the times of the collectives.
-
-    Raises:
-        ValueError: when `num_processes` is below 1.
-    """
-    cluster = Cluster.preset("local-cpu", devices_per_node=num_processes)
-    if num_processes == 1:
-        return MeasuredCluster(cluster)
-    timings = measure_collectives(num_processes)
-    environment = describe_environment("cpu", load=num_processes - 1)
-    with TimingCache(cache) as kept:
-        keep_collectives(kept, environment, timings, "gloo", link=LOOPBACK)
-    link = fit_link(timings, LOOPBACK, shares_compute=True)
-    cluster = replace(cluster, intra_node=link, inter_node=link)
-    return MeasuredCluster(cluster, tuple(fit_collectives(timings)))
-
-
-def _device_here(cluster: Cluster) -> tuple[DeviceType, str]:
-    """The device type of a cluster, and what torch calls a device of this type.
-
-    Raises:
-        ValueError: when it has several, or a GPU that is not here.
-    """
-    kinds = sorted(set(cluster.node_devices))
-    if len(kinds) > 1:
-        raise ValueError(
-            f"cluster {cluster.name!r} has the device types {', '.join(kinds)}; this machine can "
-            f"profile one: give a cluster of that one only"
-        )
-    kind = cluster.device_type(0)
-    if kind.name == "cpu" or torch.cuda.is_available():
-        return kind, "cpu" if kind.name == "cpu" else "cuda"
-    raise ValueError(
-        f"device type {kind.name!r} cannot be profiled: torch finds no CUDA device here; use the "
-        f"device model (no costs), or profile on a machine that has it"
-    )
 
 
 def _space_shapes(graph: OperatorGraph, cluster: Cluster) -> list[tuple[int, tuple[int, ...]]]:
