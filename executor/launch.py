@@ -187,7 +187,7 @@ def run_ranks(
         [*_torchrun(num_ranks, logs, store), "-m", *arguments],
         log=logs / "torchrun.log",
         folder=folder,
-        environment=_environment(num_ranks, store),
+        environment=_environment(num_ranks, store, ours=arguments[0].startswith("stratagem.")),
         timeout=timeout,
         look=over,
     )
@@ -256,8 +256,11 @@ def _torchrun(num_ranks: int, logs: Path, store: Path) -> list[str]:
     ]
 
 
-def _environment(num_ranks: int, store: Path) -> dict[str, str]:
-    """What torchrun and its ranks are told: to meet in a folder, and to stay on this machine."""
+def _environment(num_ranks: int, store: Path, *, ours: bool) -> dict[str, str]:
+    """What torchrun and its ranks are told: to meet in a folder, and to stay on this machine.
+
+    A module of `ours` looks for models in the current folder itself, after all else.
+    """
     environment = dict(os.environ)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -269,4 +272,5 @@ def _environment(num_ranks: int, store: Path) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
+        **({"PYTHONSAFEPATH": "1"} if ours else {}),
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.executor.batches import Data
 from stratagem.executor.rates import Rate, RateSchedule, Shape
+from stratagem.places import at_place
 from stratagem.simulator.names import unknown
 
 
@@ -77,12 +78,13 @@ def make_rate(spec: str, warmup: int, steps: int) -> Rate:
 def _function(spec: str, option: str) -> Callable[..., Any]:
     name, _, function = spec.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())  # Last: no file there stands for a package by its name.
     try:
         module = importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
             f"{option} {spec!r} is not module:function of something importable: {error}"
+            f"{at_place(error)}"
         ) from error
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):

@@ -47,7 +47,8 @@ class BackgroundLoad:
         for _ in range(num_processes):
             ours, theirs = Pipe()
             with theirs:
-                command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(threads)]
+                program = [sys.executable, "-P", "-c", _PROGRAM]
+                command = [*program, str(theirs.fileno()), str(threads)]
                 process = subprocess.Popen(
                     command, pass_fds=(theirs.fileno(),), start_new_session=True
                 )

@@ -231,7 +231,7 @@ class Workers(Generic[State]):
             if self._is_over:
                 raise InterruptedError("the search is over")
             process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
+                [sys.executable, "-P", "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
             )
             self._processes.append(process)
         return process

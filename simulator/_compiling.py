@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from functools import partial
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from numba import njit
 from numba.core import ir, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import FunctionPass, register_pass
 from numba.core.typed_passes import NoPythonSupportedFeatureValidation
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @register_pass(mutates_CFG=False, analysis_only=False)  # type: ignore[no-untyped-call]
@@ -73,8 +77,35 @@ class KernelCompiler(CompilerBase):
         return [manager]
 
 
-kernel = partial(njit, pipeline_class=KernelCompiler)
-"""`numba.njit` for kernels, which count from the front."""
+def kernel(**options: Any) -> Callable[[F], Any]:
+    """`numba.njit` for kernels, which count from the front.
+
+    With ``cache=True`` what was compiled is kept beside the source, or in the user's cache folder;
+    where neither can be written to it is compiled anew in every process, with a warning.
+    """
+
+    def compiled(function: F) -> Any:
+        try:
+            return njit(pipeline_class=KernelCompiler, **options)(function)
+        except RuntimeError as error:
+            if not options.get("cache") or "cannot cache" not in str(error):
+                raise
+            _warn_not_kept()
+            return njit(pipeline_class=KernelCompiler, **{**options, "cache": False})(function)
+
+    return compiled
+
+
+@cache
+def _warn_not_kept() -> None:
+    """Once, though there are many kernels."""
+    warnings.warn(
+        "compiled kernels cannot be kept: neither the folder of this package nor the user's cache "
+        "folder can be written to, so every process compiles them again (seconds to a minute); "
+        "set NUMBA_CACHE_DIR to a folder that only you can write to",
+        stacklevel=2,
+    )
+
 
 uncounted = partial(kernel, _nrt=False)
 """`kernel` without reference counts of arrays: for kernels that are given all of their memory.

@@ -10,8 +10,12 @@ not allow it, with the reason in a line on standard error; 130, it was interrupt
 from __future__ import annotations
 
 import os
-import re
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+    del sys.path[0]  # `python -m` puts it first, and a torch.py there would be imported.
+
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,8 +88,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line."""
-    sys.path.insert(0, os.getcwd())
+    """Run the command line; modules of the current folder are for models only (`make_model`)."""
     app(prog_name="stratagem")
 
 

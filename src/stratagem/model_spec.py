@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stratagem.places import at_place
 from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.files import read_text
 from stratagem.simulator.graph import OperatorGraph
@@ -46,7 +47,7 @@ def load_graph(spec: str) -> OperatorGraph:
 def load_model(spec: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model and example inputs that the function ``module:function`` returns.
 
-    The module is looked for in the current directory too.
+    The module is looked for in the current directory too, after everything that is installed.
 
     Raises:
         ValueError: there is no such function, or it fails or returns something else.
@@ -58,7 +59,8 @@ def load_model(spec: str) -> tuple[nn.Module, dict[str, Tensor]]:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"model {spec!r} failed: {type(error).__name__}: {error}") from error
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model {spec!r} failed{at_place(error)}: {said}") from error
 
 
 def load_cluster(name: str, nodes: int | None = None, devices: int | None = None) -> Cluster:

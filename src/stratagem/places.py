@@ -36,6 +36,12 @@ def place_of(error: BaseException) -> str:
     return found
 
 
+def at_place(error: BaseException) -> str:
+    """The place of an error in brackets, to go into a sentence; empty where there is none."""
+    place = place_of(error)
+    return f" ({place})" if place else ""
+
+
 def place_in(traceback: str) -> str:
     """The same of an error whose traceback is text."""
     users = [
