@@ -62,7 +62,7 @@ class Drawing:
 
 
 class Rows(nn.Module):
-    """Perceptrons with norms, residuals, gates, tied and frozen layers."""
+    """Perceptrons with norms, residuals, layers used twice or frozen, and two views of a row."""
 
     def __init__(self, rng: random.Random, width: int) -> None:
         super().__init__()
@@ -72,17 +72,21 @@ class Rows(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in self.layers)
         self.last = nn.Linear(hidden, 3, bias=rng.random() < 0.7)
         self.twice, self.normed = rng.random() < 0.3, rng.random() < 0.5
+        self.views = rng.random() < 0.2
         self.act = rng.choice([torch.tanh, functional.gelu, functional.silu, torch.sigmoid])
         if rng.random() < 0.2:
             self.first.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """One row for each row."""
-        made = self.act(self.first(x))
+        made = self.act(self.first(torch.cat([x, 0.5 * x]) if self.views else x))
         for layer, norm in zip(self.layers, self.norms, strict=True):
             for _ in range(2 if self.twice else 1):
                 made = made + self.act(layer(norm(made) if self.normed else made))
         rows: Tensor = self.last(made)
+        if self.views:
+            one, other = rows.chunk(2)
+            return one + other * other
         return rows
 
 

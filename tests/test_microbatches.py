@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -221,6 +221,39 @@ def test_two_towers_stay_whole_and_keep_both_batches() -> None:
     case = Case(model, batch, capture(model, (), batch))
     assert "with one another" in case.graph.whole_batch
     assert [given.sample_dim for given in case.graph.inputs] == [0, 0]
+    assert_trains_the_whole_batch(case)
+
+
+class TwoViews(nn.Module):
+    """Both views of a batch go through the layers as one, and each is compared with its other."""
+
+    def __init__(self, apart: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.apart = nn.Linear(5, 4), apart
+        self.double()
+
+    def forward(self, one: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+        rows = torch.tanh(self.layer(torch.cat([one, other])))
+        first, second = self.apart(rows)
+        both = functional.cross_entropy(rows, torch.cat([labels, labels]))
+        return both + (first - second).square().mean()
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [lambda rows: rows.chunk(2), lambda rows: rows.split(8), lambda rows: (rows[:8], rows[8:])],
+)
+def test_batches_behind_one_another_are_cut_together(
+    apart: Callable[[Tensor], Sequence[Tensor]],
+) -> None:
+    torch.manual_seed(1)
+    batch = {"one": torch.randn(8, 5).double(), "other": torch.randn(8, 5).double()}
+    batch["labels"] = torch.randint(0, 4, (8,))
+    batch["labels"][2] = -100
+    model = TwoViews(apart)
+    case = Case(model, batch, capture(model, (), batch))
+    assert case.graph.microbatch_counts == (1, 2, 4, 8)
     assert_trains_the_whole_batch(case)
 
 

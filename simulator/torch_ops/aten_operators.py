@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stratagem.simulator.draft import Stored, Tensor, reshape
+from stratagem.simulator.factors import leaves_of
 from stratagem.simulator.torch_ops.calls import Call
 from stratagem.simulator.torch_ops.expressions import Expression, is_constant, mask_meaning
 
@@ -168,14 +169,26 @@ def _reduce(call: Call) -> Tensor:
 
 
 def _cat(call: Call) -> Tensor:
+    """Batches of equal length stay batches: one behind the other, samples inside."""
     tensors = [call.handle(each) for each in call.given("tensors")]
-    return call.builder.cat(tensors, dim=call.given("dim"), name=call.label("cat"))
+    dim = call.given("dim") % len(call.shape)
+    if len({each.shape for each in tensors}) == 1 and _counts_samples(tensors[0], dim):
+        return reshape(_stacked(call, tensors, dim), call.shape)
+    return call.builder.cat(tensors, dim=dim, name=call.label("cat"))
+
+
+def _counts_samples(tensor: Tensor, dim: int) -> bool:
+    return any(leaf.sample for leaf in leaves_of(tensor.dims[dim]))
 
 
 def _stack(call: Call) -> Tensor:
     tensors = [call.handle(each) for each in call.given("tensors")]
-    dim = call.given("dim") % len(call.shape)
-    shape = [*call.shape[:dim], 1, *call.shape[dim + 1 :]]
+    return _stacked(call, tensors, call.given("dim") % len(call.shape))
+
+
+def _stacked(call: Call, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors of one shape along a new dim."""
+    shape = [*tensors[0].shape[:dim], 1, *tensors[0].shape[dim:]]
     raised = [reshape(each, shape) for each in tensors]
     return call.builder.cat(raised, dim=dim, name=call.label("cat"))
 
