@@ -15,6 +15,8 @@ from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
 
+_BY_TIME = "cut it by time (partition='time' of a TrainingSetup), or into another number of stages"
+
 
 def balanced_stages(
     graph: OperatorGraph, cluster: Cluster, num_stages: int, costs: CostModel | None = None
@@ -125,7 +127,7 @@ def layer_stages(
             ends = " and 2 ends" if by == "layers and ends" else ""
             raise ValueError(
                 f"{graph.name!r} has {num_blocks} repeated blocks{ends}, which {num_stages} "
-                f"stages do not divide"
+                f"stages do not divide: {_BY_TIME}"
             )
         share = counted // num_stages
         skip = 1 if counted == num_blocks else 0
@@ -133,7 +135,8 @@ def layer_stages(
         stages = [min(max(u - skip, 0) // share, last) for u in range(len(units))]
     if set(stages) != set(range(num_stages)):
         raise ValueError(
-            f"{graph.name!r} has {num_blocks} repeated blocks, too few for {num_stages} stages"
+            f"{graph.name!r} has {num_blocks} repeated blocks, too few for {num_stages} stages: "
+            f"{_BY_TIME}"
         )
     stage_of = {i: s for unit, s in zip(units, stages, strict=True) for i in unit}
     return by_stage(graph, stage_of, num_stages)

@@ -15,7 +15,7 @@ from stratagem.executor.states import model_state
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
-from tests.plans import Case, make_plan, sharding, whole
+from tests.plans import Case, Chooser, make_plan, sharding, whole
 
 EXACT = 1e-10
 STEPS = 3
@@ -76,11 +76,18 @@ def case_of(loss: Loss, **modules: nn.Module) -> Case:
     return Case(model, batch, capture(model, (), batch))
 
 
-def assert_trains_as_torch(case: Case, ways: int = 1, tolerance: float = EXACT) -> None:
+def assert_trains_as_torch(
+    case: Case,
+    ways: int = 1,
+    tolerance: float = EXACT,
+    *,
+    choose: Chooser | None = None,
+    num_microbatches: int = 1,
+) -> None:
     """Losses of three steps of SGD, the last gradients, all parameters and buffers."""
-    choose = whole if ways == 1 else sharding("sample")
+    choose = choose or (whole if ways == 1 else sharding("sample"))
     training = Training(optimizer="sgd", learning_rate=RATE)
-    plan = make_plan(case, choose, (ways,), training=training)
+    plan = make_plan(case, choose, (ways,), training=training, num_microbatches=num_microbatches)
     batch = {name: value.clone() for name, value in case.batch.items()}
     result = execute(
         plan, case.graph, model_state(case.model), batch, steps=STEPS, gradients=True, timeout=60

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from examples.models import MLP
 from stratagem.executor import execute, lower, model_state, verify
 from stratagem.executor.instructions import Backward, Bundle, Convert, Forward, Part
 from stratagem.executor.live import peak_bytes
@@ -16,6 +17,7 @@ from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
 from tests.plans import (
     TOLERANCE,
@@ -158,6 +160,23 @@ def test_gradients_are_clipped_by_the_norm_of_all(name: str, longest: float) -> 
     assert result.gradients is not None
     truths = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert max(gradient_errors(result.gradients, truths).values()) < TOLERANCE
+
+
+def test_gradients_in_float64_are_clipped_in_float64() -> None:
+    """The norm was asked for in float32, to which torch does not narrow a float64 gradient."""
+    torch.manual_seed(0)
+    model = MLP([5, 6, 4]).double()
+    batch = {"x": torch.randn(8, 5).double(), "target": torch.randint(4, (8,))}
+    case = Case(model, batch, capture(model, (), batch))
+    training = Training(optimizer="sgd", learning_rate=0.1, clip_norm=0.01)
+    plan = make_plan(case, sharding("sample", zero=2), (2,), num_microbatches=2, training=training)
+    result = execute(plan, case.graph, model_state(model), batch, gradients=True, timeout=60)
+    model(**batch).backward()
+    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)) > 0.01
+    assert result.gradients is not None
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert float((result.gradients[name] - parameter.grad).abs().max()) < 1e-12, name
 
 
 def test_pieces_that_were_converted_alone_come_back_from_the_whole() -> None:

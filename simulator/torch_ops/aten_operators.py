@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stratagem.simulator.draft import Stored, Tensor, reshape
+from stratagem.simulator.draft import Stored, Tensor, permute, reshape
 from stratagem.simulator.factors import leaves_of
 from stratagem.simulator.torch_ops.calls import Call
 from stratagem.simulator.torch_ops.expressions import Expression, is_constant, mask_meaning
 
 
 def _linear(call: Call) -> Tensor:
+    """A linear layer, or a product with what the model makes of parameters, such as parts."""
     label = call.label("linear")
-    x, weight = call.tensor("input"), call.tensor("weight")
-    return call.builder.linear(x, weight, call.optional("bias"), name=label)
+    x, weight, bias = call.tensor("input"), call.tensor("weight"), call.optional("bias")
+    if isinstance(weight.node, Stored) and len(weight.node.dims) == 2:
+        own = bias if bias is not None and isinstance(bias.node, Stored) else None
+        made = call.builder.linear(x, weight, own, name=label)
+        bias = None if own is bias else bias
+    else:
+        call.refuse_unless(len(x.dims) > 1, "a vector and a weight that is no parameter")
+        made = call.builder.matmul(x, permute(weight, [1, 0]), name=call.label("matmul"))
+    return made if bias is None else call.builder.pointwise("add", made, bias)
 
 
 def _addmm(call: Call) -> Tensor:
@@ -46,8 +54,8 @@ def _conv2d(call: Call) -> Tensor:
     call.refuse_unless(not isinstance(padding, str), f"padding {padding!r}")
     return call.builder.conv2d(
         call.tensor("input"),
-        call.tensor("weight"),
-        call.optional("bias"),
+        call.stored("weight"),
+        call.stored("bias"),
         stride=_pair(call.given("stride")),
         padding=_pair(padding),
         dilation=_pair(call.given("dilation")),
@@ -67,8 +75,8 @@ def _embedding(call: Call) -> Tensor:
 def _layer_norm(call: Call) -> Tensor:
     return call.builder.layer_norm(
         call.tensor("input"),
-        call.optional("weight"),
-        call.optional("bias"),
+        call.stored("weight"),
+        call.stored("bias"),
         num_dims=len(call.given("normalized_shape")),
         eps=call.given("eps"),
         name=call.label("layer_norm"),
@@ -78,7 +86,7 @@ def _layer_norm(call: Call) -> Tensor:
 def _rms_norm(call: Call) -> Tensor:
     return call.builder.rms_norm(
         call.tensor("input"),
-        call.optional("weight"),
+        call.stored("weight"),
         num_dims=len(call.given("normalized_shape")),
         eps=call.given("eps"),
         name=call.label("rms_norm"),
@@ -91,7 +99,7 @@ def _batch_norm(call: Call) -> Tensor:
         call.refuse_unless(call.given(name) is not None, f"no {name}")
     return call.builder.batch_norm(
         call.tensor("input"),
-        *(call.tensor(name) for name in stored),
+        *(call.stored(name) for name in stored),
         eps=call.given("eps"),
         momentum=call.given("momentum"),
         training=call.given("training"),

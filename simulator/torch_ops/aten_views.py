@@ -33,7 +33,7 @@ def _permute(call: Call) -> Tensor:
 
 
 def _select(call: Call) -> Tensor:
-    x, dim = call.tensor("self"), call.given("dim")
+    x, dim = call.whole("self"), call.given("dim")
     return select(x, dim, call.given("index") % x.shape[dim])
 
 
@@ -52,14 +52,14 @@ def _cut(call: Call, x: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 def _slice(call: Call) -> Tensor:
-    x, dim = call.tensor("self"), call.given("dim")
+    x, dim = call.whole("self"), call.given("dim")
     call.refuse_unless(call.given("step") == 1, f"step {call.given('step')}")
     start, stop = slice_bounds(call.arguments, x.shape)
     return _cut(call, x, dim, start, stop - start)
 
 
 def _split(call: Call) -> list[Tensor]:
-    x, dim = call.tensor("self"), call.given("dim")
+    x, dim = call.whole("self"), call.given("dim")
     size = x.shape[dim]
     if "chunks" in call.arguments:
         length = -(-size // call.given("chunks"))
@@ -75,7 +75,7 @@ def _split(call: Call) -> list[Tensor]:
 
 
 def _unbind(call: Call) -> list[Tensor]:
-    x, dim = call.tensor("self"), call.given("dim")
+    x, dim = call.whole("self"), call.given("dim")
     return [select(x, dim, index) for index in range(x.shape[dim])]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.builder_base import is_float
-from stratagem.simulator.draft import Tensor
+from stratagem.simulator.draft import Stored, Tensor
 from stratagem.simulator.torch_ops.expressions import Expression, Sources
 from stratagem.simulator.torch_ops.given import Given
 
@@ -44,6 +44,25 @@ class Call:
         if x.dtype == self.dtype or (self.dtype == "int64" and not is_float(x.dtype)):
             return x
         return self.builder.elementwise([x], [["cast", [["in", 0], self.dtype]]], self.dtype)
+
+    def whole(self, name: str) -> Tensor:
+        """An argument of which parts are read: a parameter, which is read whole, is copied."""
+        x = self.tensor(name)
+        return self.builder.pointwise("alias", x) if isinstance(x.node, Stored) else x
+
+    def stored(self, name: str) -> Tensor | None:
+        """A parameter, unless it is None.
+
+        Raises:
+            ValueError: the model computes it.
+        """
+        x = self.optional(name)
+        if x is not None and not isinstance(x.node, Stored):
+            raise ValueError(
+                f"its {name} of shape {x.shape} is computed ({x.node.name!r}), and must be a "
+                "parameter; store it as one, or leave it out and compute with it afterwards"
+            )
+        return x
 
     def optional(self, name: str) -> Tensor | None:
         """An argument as a tensor, unless it is None."""
