@@ -55,7 +55,7 @@ def _conv2d(call: Call) -> Tensor:
     return call.builder.conv2d(
         call.tensor("input"),
         call.stored("weight"),
-        call.stored("bias"),
+        call.stored_or_none("bias"),
         stride=_pair(call.given("stride")),
         padding=_pair(padding),
         dilation=_pair(call.given("dilation")),
@@ -75,8 +75,8 @@ def _embedding(call: Call) -> Tensor:
 def _layer_norm(call: Call) -> Tensor:
     return call.builder.layer_norm(
         call.tensor("input"),
-        call.stored("weight"),
-        call.stored("bias"),
+        call.stored_or_none("weight"),
+        call.stored_or_none("bias"),
         num_dims=len(call.given("normalized_shape")),
         eps=call.given("eps"),
         name=call.label("layer_norm"),
@@ -86,7 +86,7 @@ def _layer_norm(call: Call) -> Tensor:
 def _rms_norm(call: Call) -> Tensor:
     return call.builder.rms_norm(
         call.tensor("input"),
-        call.stored("weight"),
+        call.stored_or_none("weight"),
         num_dims=len(call.given("normalized_shape")),
         eps=call.given("eps"),
         name=call.label("rms_norm"),

@@ -50,14 +50,18 @@ class Call:
         x = self.tensor(name)
         return self.builder.pointwise("alias", x) if isinstance(x.node, Stored) else x
 
-    def stored(self, name: str) -> Tensor | None:
-        """A parameter, unless it is None.
+    def stored_or_none(self, name: str) -> Tensor | None:
+        """A parameter, unless it is None (see `stored`)."""
+        return None if self.given(name) is None else self.stored(name)
+
+    def stored(self, name: str) -> Tensor:
+        """An argument that must be a parameter.
 
         Raises:
             ValueError: the model computes it.
         """
-        x = self.optional(name)
-        if x is not None and not isinstance(x.node, Stored):
+        x = self.tensor(name)
+        if not isinstance(x.node, Stored):
             raise ValueError(
                 f"its {name} of shape {x.shape} is computed ({x.node.name!r}), and must be a "
                 "parameter; store it as one, or leave it out and compute with it afterwards"
