@@ -32,7 +32,6 @@ from stratagem.executor.checkpoint_index import (
     shard_name,
 )
 from stratagem.executor.optimizers import state_names
-from stratagem.executor.seats import box_shape
 from stratagem.simulator.files import new_file_mode, sync
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def _own_parts(interpreter: Interpreter) -> tuple[dict[str, Tensor], int]:
     updates = 0
     for home in program.homes:
         name = home.stored.parameter
-        for holder, box in first_holders(program, home):
+        for holder, part in first_holders(program, home):
             if holder != rank:
                 continue
             kept = {PARAMETER: interpreter.value(home.stored)}
@@ -156,7 +155,7 @@ def _own_parts(interpreter: Interpreter) -> tuple[dict[str, Tensor], int]:
                 kept |= interpreter.optimizer.state(name)
                 updates = max(updates, interpreter.optimizer.updates(name))
             for kind, tensor in kept.items():
-                tensors[key_of(kind, name)] = tensor.reshape(box_shape(box)).contiguous()
+                tensors[key_of(kind, name)] = tensor.reshape(part.shape).contiguous()
     return tensors, updates
 
 

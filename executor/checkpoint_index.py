@@ -4,8 +4,8 @@
     DIR/step-00000040/rank-00000.safetensors     the parts that rank 0 holds first
     DIR/step-00000040/rank-00001.safetensors
 
-A tensor is cut into boxes of its factors, as the plan of the run that wrote it laid it out. Every
-box is in one file. So a part of another plan is read from the boxes that it meets.
+A tensor is cut into boxes of its factors, or into ranges of what is in a box, as the plan of the
+run that wrote it laid it out. Every part is in one file. Another plan reads the parts it meets.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.program import Home, Program
 from stratagem.simulator.files import decode, encode, read_text
 from stratagem.simulator.graph import Parameter
+from stratagem.simulator.parts import Box, Part, part_of
 from stratagem.simulator.substitutions.parameter_map import ParameterMap
-from stratagem.simulator.transfers import Box, box_elements, local_bounds
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 2
@@ -34,10 +34,19 @@ PARAMETER = "parameter"
 
 @dataclass(frozen=True)
 class SavedPart:
-    """The file that has a box of a tensor, whose factors are counted from 0."""
+    """The file that has a box of a tensor, whose factors are counted from 0.
+
+    With a `span` it has a range of the elements of the box, in order.
+    """
 
     file: str
     box: Box
+    span: tuple[int, int] | None = None
+
+    @property
+    def part(self) -> Part:
+        """What the file has."""
+        return Part(self.box, self.span)
 
 
 @dataclass(frozen=True)
@@ -201,15 +210,15 @@ def key_of(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
-def first_holders(program: Program, home: Home) -> Iterator[tuple[int, Box]]:
-    """The boxes that a parameter is cut into at home, each with the first rank that holds it."""
+def first_holders(program: Program, home: Home) -> Iterator[tuple[int, Part]]:
+    """The parts that a parameter is cut into at home, each with the first rank that holds it."""
     mesh = program.plan.stages[home.stage].mesh
-    seen: set[Box] = set()
+    seen: set[Part] = set()
     for device in mesh.devices:
-        box = local_bounds(home.stored.sizes, home.stored.placements, mesh, device)
-        if box is not None and box_elements(box) and box not in seen:
-            seen.add(box)
-            yield program.rank_of[device], box
+        part = part_of(home.stored.sizes, home.stored.placements, mesh, device)
+        if part is not None and part.elements and part not in seen:
+            seen.add(part)
+            yield program.rank_of[device], part
 
 
 def saved_tensors(program: Program) -> tuple[SavedTensor, ...]:
@@ -222,7 +231,8 @@ def saved_tensors(program: Program) -> tuple[SavedTensor, ...]:
             sizes=home.stored.sizes,
             trained=home.trained,
             parts=tuple(
-                SavedPart(shard_name(rank), box) for rank, box in first_holders(program, home)
+                SavedPart(shard_name(rank), part.box, part.span)
+                for rank, part in first_holders(program, home)
             ),
         )
         for home in program.homes

@@ -7,6 +7,7 @@ are made whole, brought to the model's own form, and rewritten.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,11 +27,12 @@ from stratagem.executor.checkpoint_index import (
     SavedTensor,
     key_of,
 )
-from stratagem.executor.movement import stored_shape
-from stratagem.executor.seats import box_shape, cut
+from stratagem.executor.movement import part_shape
+from stratagem.executor.reshard import put_together
+from stratagem.executor.seats import box_shape, cut, cut_part
 from stratagem.executor.substituted import to_model, to_rewritten
+from stratagem.simulator.parts import Box, Part, box_elements, intersection, part_of
 from stratagem.simulator.substitutions.parameter_map import ParameterMap
-from stratagem.simulator.transfers import Box, box_elements, intersection, local_bounds
 
 if TYPE_CHECKING:
     from stratagem.executor.backends.base import Communicator
@@ -101,7 +103,7 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
         checkpoint.check_files()
         checkpoint.check_hashes(comm)
         interpreter.restore(
-            lambda stored, box: checkpoint.part(PARAMETER, stored.parameter, stored.sizes, box)
+            lambda stored, part: checkpoint.part(PARAMETER, stored.parameter, stored.sizes, part)
         )
         states: dict[str, dict[str, Tensor]] = {}
         for kind in index.states:
@@ -109,10 +111,10 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
                 if not home.trained or home.stage not in program.ranks[comm.rank].stages:
                     continue
                 stored, mesh = home.stored, program.mesh(home.stage, device)
-                box = local_bounds(stored.sizes, stored.placements, mesh, device)
-                if box is not None:
-                    part = checkpoint.part(kind, stored.parameter, stored.sizes, box)
-                    shaped = part.reshape(stored_shape(stored.layout, part.shape))
+                part = part_of(stored.sizes, stored.placements, mesh, device)
+                if part is not None:
+                    read = checkpoint.part(kind, stored.parameter, stored.sizes, part)
+                    shaped = read.reshape(part_shape(stored.layout, part))
                     states.setdefault(stored.parameter, {})[kind] = shaped.to(comm.device)
         for name, state in states.items():
             interpreter.optimizer.load(name, state, index.updates)
@@ -197,8 +199,8 @@ class Checkpoint:
                 f"checkpoint"
             )
 
-    def part(self, kind: str, name: str, sizes: tuple[int, ...], box: Box) -> Tensor:
-        """A box of a tensor of the graph, in memory of its own; `sizes` are those of its factors.
+    def part(self, kind: str, name: str, sizes: tuple[int, ...], part: Part) -> Tensor:
+        """A part of a tensor of the graph, in memory of its own; `sizes` are those of its factors.
 
         Raises:
             ValueError: when a file cannot be read.
@@ -206,17 +208,22 @@ class Checkpoint:
         saved = self.index.by_name.get(name)
         if saved is not None and name not in self._touched:
             if saved.sizes == sizes:
-                return self._assemble(kind, saved, box)
+                return self._assemble(kind, saved, part)
             whole = self.whole(kind, saved)
         else:
             whole = self._rewrite(kind)[name]
-        everything = tuple((0, size) for size in sizes)
-        return cut(whole.reshape(sizes), everything, box).clone()
+        everything = Part(tuple((0, size) for size in sizes))
+        return put_together(
+            [(box, cut_part(whole.reshape(sizes), everything, box)) for box in part.pieces],
+            part,
+            whole.dtype,
+            whole.device,
+        ).clone()
 
     def whole(self, kind: str, saved: SavedTensor) -> Tensor:
         """All of a tensor as it was saved, in the shape of the parameter."""
-        box = tuple((0, size) for size in saved.sizes)
-        return self._assemble(kind, saved, box).reshape(saved.shape)
+        everything = Part(tuple((0, size) for size in saved.sizes))
+        return self._assemble(kind, saved, everything).reshape(saved.shape)
 
     def _rewrite(self, kind: str) -> dict[str, Tensor]:
         """The parameters that either graph rewrites, as those of the graph that is to run."""
@@ -230,34 +237,52 @@ class Checkpoint:
             self._rewritten = kind, to_rewritten(self._maps, model)
         return self._rewritten[1]
 
-    def _assemble(self, kind: str, saved: SavedTensor, box: Box) -> Tensor:
+    def _assemble(self, kind: str, saved: SavedTensor, part: Part) -> Tensor:
         made: Tensor | None = None
-        for part in saved.parts:
-            shared = intersection(part.box, box)
-            if box_elements(shared):
-                piece = self._read(part.file, key_of(kind, saved.name), part.box, shared)
-                if made is None:
-                    made = torch.empty(box_shape(box), dtype=piece.dtype)
-                cut(made, box, shared).copy_(piece)
-        return torch.empty(box_shape(box)) if made is None else made
+        for each in saved.parts:
+            held = each.part
+            for tile, piece in itertools.product(held.pieces, part.pieces):
+                shared = intersection(tile, piece)
+                if box_elements(shared):
+                    read = self._read(each.file, key_of(kind, saved.name), held, shared)
+                    if made is None:
+                        made = torch.empty(part.shape, dtype=read.dtype)
+                    cut_part(made, part, shared).copy_(read)
+        return torch.empty(part.shape) if made is None else made
 
-    def _read(self, file: str, key: str, held: Box, wanted: Box) -> Tensor:
-        """The box `wanted` of what a file has of a tensor, which is the box `held`."""
+    def _read(self, file: str, key: str, held: Part, wanted: Box) -> Tensor:
+        """The box `wanted` of what a file has of a tensor, which is the part `held`."""
         try:
             if file not in self._files:
                 opened = safe_open(self.folder / file, framework="pt")
                 self._files[file] = self._open.enter_context(opened)
-            if held == wanted:
-                tensor: Tensor = self._files[file].get_tensor(key)
+            saved = self._files[file]
+            if held.span is not None:
+                return _read_range(saved.get_slice(key), held, wanted)
+            if held.box == wanted:
+                tensor: Tensor = saved.get_tensor(key)
                 return tensor
             slices = tuple(
                 slice(start - first, stop - first)
-                for (start, stop), (first, _) in zip(wanted, held, strict=True)
+                for (start, stop), (first, _) in zip(wanted, held.box, strict=True)
             )
-            part: Tensor = self._files[file].get_slice(key)[slices]
+            part: Tensor = saved.get_slice(key)[slices]
             return part
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"file {file} of checkpoint {self.folder} is damaged: {error}; resume from "
                 f"another checkpoint"
             ) from error
+
+
+def _read_range(saved: Any, held: Part, wanted: Box) -> Tensor:
+    """The box `wanted` of a part that a file has as a row of elements: whole lines of a piece."""
+    before, piece = held.piece_around(wanted)
+    if not wanted:  # A scalar has no lines.
+        scalar: Tensor = saved[before : before + 1]
+        return scalar.view(())
+    (start, stop), (first, _) = wanted[0], piece[0]
+    line = box_elements(piece[1:])
+    row: Tensor = saved[before + (start - first) * line : before + (stop - first) * line]
+    lines = ((start, stop), *piece[1:])
+    return cut(row.view(box_shape(lines)), lines, wanted)

@@ -3,7 +3,7 @@
 Each instruction knows the values that it reads and writes, its name and kind in the timeline
 (`task`, `kind`), and the collectives in it (`meetings_of`). Its `microbatch` counts passes: where
 tokens are sliced, the slices of all microbatches one after the other. None of them names a rank:
-where they differ, each rank works out its own part from its seat on the mesh (`bounds_at`,
+where they differ, each rank works out its own part from its seat on the mesh (`part_at`,
 `Transfer`), so that all ranks of a stage can share one list.
 """
 
@@ -257,6 +257,14 @@ class Convert:
 
     def __str__(self) -> str:
         return self.task if self.microbatch < 0 else f"{self.task} {self.microbatch}"
+
+    @property
+    def after(self) -> Placements:
+        """How the tensor lies afterwards."""
+        placed = list(self.before)
+        for step in self.steps:
+            placed[step.axis] = step.target
+        return tuple(placed)
 
     @property
     def reads(self) -> tuple[str, ...]:

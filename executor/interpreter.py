@@ -32,20 +32,20 @@ from stratagem.executor.instructions import (
 )
 from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.memory import Memory
-from stratagem.executor.movement import Ports, stored_shape
+from stratagem.executor.movement import Ports, part_shape
 from stratagem.executor.optimizers import clipped, make_optimizer
 from stratagem.executor.program import LOSS, Program, Stored
-from stratagem.executor.seats import Seat, box_shape, mesh_groups
+from stratagem.executor.seats import Seat, mesh_groups
 from stratagem.executor.shards import operator_shards
-from stratagem.executor.states import check_state, collect, local_part, stored_box
+from stratagem.executor.states import check_state, collect, local_part, stored_part
 from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import Operator, OperatorGraph, factor_sizes
+from stratagem.simulator.parts import Part
 from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.token_slices import PREFIX
 from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
 from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Shards
-from stratagem.simulator.transfers import Box
 
 Action = Callable[[], None]
 
@@ -159,12 +159,11 @@ class Interpreter:
         remembered = [tensor for state in states for tensor in state.values()]
         return [*self._memory.everything(), *self._masters.values(), *remembered]
 
-    def restore(self, part: Callable[[Stored, Box], Tensor]) -> None:
-        """Replace every parameter and buffer by `part` of it, a tensor that fills the box."""
+    def restore(self, read: Callable[[Stored, Part], Tensor]) -> None:
+        """Replace every parameter and buffer by what `read` gives of it, which is the part."""
         for stored in self.mine.stored:
-            box = stored_box(stored, self._seats[stored.stage])
-            shape = stored_shape(stored.layout, box_shape(box))
-            self._keep(stored, part(stored, box).reshape(shape))
+            part = stored_part(stored, self._seats[stored.stage])
+            self._keep(stored, read(stored, part).reshape(part_shape(stored.layout, part)))
 
     def step(
         self,

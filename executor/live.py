@@ -242,11 +242,8 @@ class _Player:
         if convert.source is not None and _is_view(convert) and not convert.adds:
             self._hold(convert.target, self.held[convert.source])
             return
-        placements = list(convert.before)
-        for step in convert.steps:
-            placements[step.axis] = step.target
         shape = self.program.mesh(convert.stage).shape
-        elements = local_elements(convert.sizes, tuple(placements), shape)
+        elements = local_elements(convert.sizes, convert.after, shape)
         self._add(convert.target, elements * DTYPE_BYTES[convert.dtype])
 
 

@@ -16,10 +16,12 @@ from stratagem.executor.instructions import Bundle, Convert, Join, Receive, Send
 from stratagem.executor.memory import Memory
 from stratagem.executor.postings import Posting, postings
 from stratagem.executor.program import Program
-from stratagem.executor.reshard import Route, start_together
-from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
+from stratagem.executor.reshard import Route, put_together, start_together
+from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut_part
 from stratagem.executor.views import portion_of
 from stratagem.simulator.graph import Layout
+from stratagem.simulator.parts import Part
+from stratagem.simulator.placement import FLAT
 from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.transfers import Move
 
@@ -37,10 +39,15 @@ def stored_shape(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(next(left) for _ in group) for group in layout)
 
 
+def part_shape(layout: Layout, part: Part) -> tuple[int, ...]:
+    """The shape in which a part of a parameter is stored: what is flat is in a row."""
+    return part.shape if part.span is not None else stored_shape(layout, part.shape)
+
+
 def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory) -> Action:
     """The action of a conversion."""
-    box = _spec(instruction).box(seat)
-    given = None if box is None else box_shape(box)
+    part = _spec(instruction).part(seat)
+    given = None if part is None else part.shape
     values, source, target = memory.values, instruction.source, instruction.target
     keep = _keeper(target, instruction.adds, memory)
     steps, final, portion = instruction.steps, _finisher(instruction), instruction.portion
@@ -96,7 +103,7 @@ def stash(instruction: Stash, memory: Memory) -> Action:
 def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:
     """What makes of a result in factors the parameter in the shape in which it is stored."""
     layout = instruction.layout
-    if layout is None:
+    if layout is None or FLAT in instruction.after:
         return lambda tensor: tensor
     return lambda tensor: tensor.reshape(stored_shape(layout, tensor.shape))
 
@@ -113,8 +120,8 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) 
     """The action of a bucket: its parts go through each step together."""
     values, parts = memory.values, instruction.parts
     routes = [_route(part, seat, comm) for part in parts]
-    boxes = [_spec(part).box(seat) for part in parts]
-    shapes = [box_shape(box) for box in boxes if box is not None]
+    held = [_spec(part).part(seat) for part in parts]
+    shapes = [each.shape for each in held if each is not None]
     sources = [part.source for part in parts if part.source is not None]
     ends = [(part.target, _finisher(part)) for part in parts if part.target is not None]
 
@@ -148,15 +155,15 @@ class Ports:
 def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
     """The action of a send, which does not wait."""
     values, transfer = memory.values, instruction.transfer
-    own = transfer.source_box(ports.device)
+    own = transfer.source_part(ports.device)
     assert own is not None
-    shape = box_shape(own)
+    shape = own.shape
     moves, tag = transfer.moves_from(ports.device), ports.tags[instruction.label]
 
     def run() -> None:
         tensor: Tensor = values[instruction.value].reshape(shape)
         for move in moves:
-            piece = cut(tensor, own, move.box)
+            piece = cut_part(tensor, own, move.box)
             if move.receiver == ports.device:
                 ports.kept.setdefault(instruction.label, deque()).append(piece)
             else:
@@ -168,11 +175,10 @@ def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
 def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
     """The action of a receive: wait for the pieces and put them together."""
     dtype, transfer, device = torch_dtype(instruction.dtype), instruction.transfer, ports.device
-    own = transfer.target_box(device)
+    own, tag = transfer.target_part(device), ports.tags[instruction.label]
     assert own is not None
-    shape, tag = box_shape(own), ports.tags[instruction.label]
-    keep = _keeper(instruction.value, instruction.adds, memory)
-    final = shape if instruction.layout is None else stored_shape(instruction.layout, shape)
+    keep, layout = _keeper(instruction.value, instruction.adds, memory), instruction.layout
+    final = own.shape if layout is None else part_shape(layout, own)
     expected = [(move, box_shape(move.box)) for move in transfer.moves_to(device)]
 
     def take(move: Move, size: Shape) -> Tensor:
@@ -182,12 +188,7 @@ def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
 
     def run() -> None:
         pieces = [(move.box, take(move, size)) for move, size in expected]
-        tensor = pieces[0][1]
-        if len(pieces) > 1:
-            tensor = torch.empty(shape, dtype=dtype, device=ports.comm.device)
-            for box, tile in pieces:
-                cut(tensor, own, box).copy_(tile)
-        keep(tensor.reshape(final))
+        keep(put_together(pieces, own, dtype, ports.comm.device).reshape(final))
 
     return run
 

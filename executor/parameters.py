@@ -80,7 +80,7 @@ class ParameterWriter:
         for i in self._operators:
             for use in self._weights.of[i]:
                 kept = [] if use.is_gathered else [use.used]
-                if use.use is Use.OWNED:
+                if use.use is Use.OWNED or (use.is_gathered and not use.trained):
                     kept.append(use.home)
                 for placements in filter(self._writer.holds, kept):
                     stored = use.stored(placements)

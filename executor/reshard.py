@@ -1,8 +1,8 @@
 """Running resharding paths: each step of `simulator.resharding` is one collective here.
 
-Tensors are in factor form: one tensor dim for each factor of the layout, in local sizes. All
-members derive every shape from the placements, so that nothing but data is sent. The backward of a
-conversion is another conversion, of the gradient; there is no autograd here.
+Tensors are in factor form: one tensor dim for each factor of the layout, in local sizes; what is
+flat is in a row. All members derive every shape from the placements, so that nothing but data is
+sent. The backward of a conversion is another conversion, of the gradient; there is no autograd.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator, Group, Pending, Shape, done
-from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut
+from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut, cut_part
 from stratagem.simulator.collectives import Collective
-from stratagem.simulator.placement import Pin, Shard
+from stratagem.simulator.parts import Box, Part, intersection
+from stratagem.simulator.placement import FLAT, Pin, Shard
 from stratagem.simulator.resharding import Step
-from stratagem.simulator.transfers import Box, Transfer, intersection
+from stratagem.simulator.transfers import Transfer
 
 
 def run_steps(
@@ -59,8 +60,8 @@ class Route:
         self, spec: TensorSpec, steps: Sequence[Step], seat: Seat, comm: Communicator
     ) -> None:
         self._spec, self._seat = spec, seat
-        box = spec.box(seat)
-        self._shape = None if box is None else box_shape(box)
+        part = spec.part(seat)
+        self._shape = None if part is None else part.shape
         self.lines: list[_Line | None] = []
         for step in steps:
             self.lines.append(_line(spec, step, seat, comm))
@@ -184,7 +185,10 @@ def _parted(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Line:
-    """One step as one rank sees it: its group, and what each member holds before and after."""
+    """One step as one rank sees it: its group, and what each member holds before and after.
+
+    Steps to ranges of a box and back see a row of elements; `result` is the shape in the end.
+    """
 
     step: Step
     comm: Communicator
@@ -193,6 +197,7 @@ class _Line:
     dtype: torch.dtype
     before: list[Box]
     after: list[Box]
+    result: Shape | None
 
     @property
     def root(self) -> int:
@@ -223,29 +228,38 @@ class _Line:
 
     def chunks(self, tensor: Tensor) -> list[Tensor]:
         """What this member has of that which each member holds afterwards."""
-        own = self.before[self.index]
+        own, tensor = self.before[self.index], self.in_order(tensor)
         return [cut(tensor, own, box) for box in self._chunk_boxes]
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """The tensor as the step cuts it: its elements in a row where it becomes flat."""
+        return tensor.reshape(-1) if self.step.target == FLAT else tensor
 
     def stacked(self, tensor: Tensor) -> Tensor:
         """The same chunks, all of one shape, as a view with the members in front."""
-        assert isinstance(self.step.target, Shard)
-        dim = int(self.step.target.dim)
+        tensor = self.in_order(tensor)
+        dim = int(self.step.target.dim) if isinstance(self.step.target, Shard) else 0
         return torch.unflatten(tensor, dim, (len(self.after), -1)).movedim(dim, 0)
 
     def joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The members' pieces, which were shards of one dim, in one tensor."""
+        """The members' pieces, which were shards of one dim or ranges, in one tensor."""
+        if self.step.source == FLAT:
+            assert self.result is not None
+            return torch.cat(list(pieces)).view(self.result)
         assert isinstance(self.step.source, Shard)
         return torch.cat(list(pieces), int(self.step.source.dim))
 
 
 def _line(spec: TensorSpec, step: Step, seat: Seat, comm: Communicator) -> _Line | None:
     """A step as the rank of `seat` sees it; None where it takes no part."""
-    boxes, later = spec.boxes(seat, step.axis), spec.after(step).boxes(seat, step.axis)
-    before = [box for box in boxes if box is not None]
-    after = [box for box in later if box is not None]
+    parts, later = spec.parts(seat, step.axis), spec.after(step).parts(seat, step.axis)
+    in_rows = FLAT in (step.source, step.target)
+    before = [_extent(part, in_rows=in_rows) for part in parts if part is not None]
+    after = [_extent(part, in_rows=in_rows) for part in later if part is not None]
     if not before:
         return None
     index = seat.coordinates[step.axis]
+    ours = later[index]
     pinned = isinstance(step.source, Pin), isinstance(step.target, Pin)
     return _Line(
         step,
@@ -253,9 +267,15 @@ def _line(spec: TensorSpec, step: Step, seat: Seat, comm: Communicator) -> _Line
         seat.group(step.axis),
         index,
         spec.dtype,
-        before * len(boxes) if pinned[0] else before,
-        after * len(boxes) if pinned[1] else after,
+        before * len(parts) if pinned[0] else before,
+        after * len(parts) if pinned[1] else after,
+        None if ours is None else ours.shape,
     )
+
+
+def _extent(part: Part, *, in_rows: bool) -> Box:
+    """The box that a part is, or its range of elements, of a whole box too where it is in rows."""
+    return ((0, part.elements),) if in_rows and part.span is None else part.extent
 
 
 def _all_reduce(line: _Line, tensor: Tensor | None) -> Tensor:
@@ -294,7 +314,7 @@ def _slice(line: _Line, tensor: Tensor | None) -> Tensor | None:
     assert tensor is not None
     if isinstance(line.step.target, Pin):
         return tensor if line.group[line.index] == line.root else None
-    return cut(tensor, line.before[line.index], line.after[line.index])
+    return cut(line.in_order(tensor), line.before[line.index], line.after[line.index])
 
 
 def _broadcast(line: _Line, tensor: Tensor | None) -> Tensor:
@@ -352,12 +372,12 @@ def run_transfer(
     Returns:
         This rank's part on the target mesh, None where it has none. It may be a view of `tensor`.
     """
-    source, target = transfer.source_box(device), transfer.target_box(device)
+    source, target = transfer.source_part(device), transfer.target_part(device)
     for move in transfer.moves_from(device):
         if move.receiver != device:
             assert tensor is not None
             assert source is not None
-            comm.send(cut(tensor, source, move.box), ranks[move.receiver])
+            comm.send(cut_part(tensor, source, move.box), ranks[move.receiver])
     if target is None:
         return None
     tiles: list[tuple[Box, Tensor]] = []
@@ -365,12 +385,19 @@ def run_transfer(
         if move.sender == device:
             assert tensor is not None
             assert source is not None
-            tiles.append((move.box, cut(tensor, source, move.box)))
+            tiles.append((move.box, cut_part(tensor, source, move.box)))
         else:
             tiles.append((move.box, comm.recv(box_shape(move.box), dtype, ranks[move.sender])))
+    return put_together(tiles, target, dtype, comm.device)
+
+
+def put_together(
+    tiles: Sequence[tuple[Box, Tensor]], target: Part, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The part `target` of a tensor, of tiles that fill it; a view of one that is all of it."""
     if len(tiles) == 1:
-        return tiles[0][1]
-    whole = torch.empty(box_shape(target), dtype=dtype, device=comm.device)
+        return tiles[0][1].reshape(target.shape)
+    whole = torch.empty(target.shape, dtype=dtype, device=device)
     for box, tile in tiles:
-        cut(whole, target, box).copy_(tile)
+        cut_part(whole, target, box).copy_(tile)
     return whole

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stratagem.executor.backends.base import Group, Shape
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.parts import Box, Part, box_elements, part_at
 from stratagem.simulator.placement import REPLICATE, Placements
 from stratagem.simulator.resharding import Step
-from stratagem.simulator.transfers import Box, bounds_at
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class TensorSpec:
         placed[step.axis] = step.target
         return replace(self, placements=tuple(placed))
 
-    def boxes(self, seat: Seat, axis: int) -> list[Box | None]:
+    def parts(self, seat: Seat, axis: int) -> list[Part | None]:
         """What each member along `axis` of the seat's group holds; None for nothing."""
         start, rest = seat.coordinates[:axis], seat.coordinates[axis + 1 :]
         return [
-            bounds_at(self.sizes, self.placements, seat.mesh.shape, (*start, i, *rest))
+            part_at(self.sizes, self.placements, seat.mesh.shape, (*start, i, *rest))
             for i in range(seat.mesh.shape[axis])
         ]
 
-    def box(self, seat: Seat) -> Box | None:
+    def part(self, seat: Seat) -> Part | None:
         """What the seat holds; None for nothing."""
-        return bounds_at(self.sizes, self.placements, seat.mesh.shape, seat.coordinates)
+        return part_at(self.sizes, self.placements, seat.mesh.shape, seat.coordinates)
 
 
 @lru_cache(maxsize=4096)
@@ -104,3 +104,12 @@ def cut(tensor: Tensor, own: Box, wanted: Box) -> Tensor:
         if stop - first != tensor.shape[dim]:
             tensor = tensor.narrow(dim, first - start, stop - first)
     return tensor
+
+
+def cut_part(tensor: Tensor, own: Part, wanted: Box) -> Tensor:
+    """The box `wanted`, inside one of its pieces, of the part `own` that a tensor is; a view."""
+    if own.span is None:
+        return cut(tensor, own.box, wanted)
+    before, piece = own.piece_around(wanted)
+    row = tensor.view(-1).narrow(0, before, box_elements(piece))
+    return cut(row.view(box_shape(piece)), piece, wanted)

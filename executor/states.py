@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.executor.backends.base import Communicator
-from stratagem.executor.movement import stored_shape
+from stratagem.executor.movement import part_shape
 from stratagem.executor.program import Home, Program, Stored
 from stratagem.executor.reshard import run_transfer
-from stratagem.executor.seats import Seat, box_shape, cut
+from stratagem.executor.seats import Seat, cut
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.parts import Part, part_at
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.transfers import Box, Transfer, bounds_at
+from stratagem.simulator.transfers import Transfer
 
 
 def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
@@ -39,20 +40,21 @@ def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
             )
 
 
-def stored_box(stored: Stored, seat: Seat) -> Box:
-    """The box of a parameter's factors that this rank keeps."""
-    box = bounds_at(stored.sizes, stored.placements, seat.mesh.shape, seat.coordinates)
-    assert box is not None, "a rank stores nothing that is pinned elsewhere"
-    return box
+def stored_part(stored: Stored, seat: Seat) -> Part:
+    """The part of a parameter that this rank keeps."""
+    part = part_at(stored.sizes, stored.placements, seat.mesh.shape, seat.coordinates)
+    assert part is not None, "a rank stores nothing that is pinned elsewhere"
+    return part
 
 
 def local_part(stored: Stored, whole: Tensor, seat: Seat) -> Tensor:
     """This rank's part of a parameter, in memory of its own."""
-    box = stored_box(stored, seat)
+    part = stored_part(stored, seat)
     everything = tuple((0, size) for size in stored.sizes)
-    part = cut(whole.detach().reshape(stored.sizes), everything, box)
-    shape = stored_shape(stored.layout, box_shape(box))
-    return part.reshape(shape).clone(memory_format=torch.contiguous_format)
+    box = cut(whole.detach().reshape(stored.sizes), everything, part.box)
+    kept = box if part.span is None else box.reshape(-1)[slice(*part.span)]
+    shape = part_shape(stored.layout, part)
+    return kept.reshape(shape).clone(memory_format=torch.contiguous_format)
 
 
 def collect(
@@ -75,9 +77,9 @@ def collect(
         transfer = Transfer(stored.sizes, mesh, stored.placements, first, (REPLICATE,))
         parameter = program.graph.parameter_index[stored.parameter]
         part = parts.get(stored.parameter)
-        box, dtype = transfer.source_box(device), torch_dtype(parameter.dtype)
-        if part is not None and box is not None:
-            part = part.reshape(box_shape(box)).to(dtype)
+        held, dtype = transfer.source_part(device), torch_dtype(parameter.dtype)
+        if part is not None and held is not None:
+            part = part.reshape(held.shape).to(dtype)
         tensor = run_transfer(part, transfer, dtype, device, program.rank_of, comm)
         if tensor is not None:
             whole[stored.parameter] = tensor.reshape(parameter.shape).to("cpu", copy=True)

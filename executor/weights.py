@@ -26,8 +26,10 @@ class WeightUse:
 
     Attributes:
         owner: the operator at whose `home` the parameter is updated, in stage `owner_stage`.
-        joins_owner: the gradient lies like that of the owner in the same stage (or is its own).
-        zero: the owner's ZeRO stage where `joins_owner`, else 0.
+        joins_owner: the gradient lies like that of the owner in the same stage (or is its own, or
+            there is none).
+        zero: the owner's ZeRO stage where `joins_owner`, else 0; that of the user where the
+            parameter is frozen, which then has a home for each of its users.
         dtype: of the value that the operator reads.
         gradient_dtype: in which its gradients are added up and reduced.
         used: placements of the value that the operator reads.
@@ -60,7 +62,7 @@ class WeightUse:
     @property
     def trained(self) -> bool:
         """Whether it has a gradient."""
-        return self.use is not Use.BUFFER
+        return self.use not in (Use.BUFFER, Use.FROZEN)
 
     @property
     def is_gathered(self) -> bool:
@@ -74,8 +76,8 @@ class WeightUse:
 
     @property
     def home_value(self) -> str:
-        """The value that the optimizer updates."""
-        return self._value(self.home, self.owner_stage)
+        """The value that the optimizer updates, or that is gathered."""
+        return self._value(self.home, self.owner_stage if self.trained else self.stage)
 
     def _value(self, placements: Placements, stage: int) -> str:
         where = "" if stage == self.owner_stage else f" in stage {stage}"
@@ -167,18 +169,21 @@ class Weights:
         inside = set(context.operators[stage])
         use = use_of(graph, self._owner, operator, weight, inside)
         owner = self._first[weight.parameter]
-        if use is not Use.BUFFER:
-            owner = graph.index[self._owner[weight.parameter]]
         made = weight_gradient_placements(weight, context.configs[i])
-        used = weight_placements(weight, context.configs[i])
-        home, zero, joins = used, 0, use is Use.BUFFER
-        if use is not Use.BUFFER:
+        home = used = weight_placements(weight, context.configs[i])
+        zero, joins = 0, True
+        if use is Use.FROZEN:
+            choice = context.plan.choice(operator.name)
+            if choice.zero == 3:
+                home, zero = home_placements(weight, choice, context.mesh(stage).shape), 3
+        elif use is not Use.BUFFER:
+            owner = graph.index[self._owner[weight.parameter]]
             home, joins = self._home(owner, weight.parameter, sizes, operator, made)
             joins = joins and use in (Use.OWNED, Use.TIED_HERE)
             zero = context.plan.choice(graph.operators[owner].name).zero if joins else 0
         training = context.plan.training
         dtype = dtype_captured = graph.parameter_index[weight.parameter].dtype
-        if use is not Use.BUFFER or operator.kind != "batch_norm":
+        if use is not Use.BUFFER:
             dtype = executed_dtype(training, dtype_captured, weight.layout)
         return WeightUse(
             user=i,
@@ -224,7 +229,7 @@ class Weights:
             )
         mesh = context.mesh(context.stage_of[owner])
         choice = context.plan.choice(owning.name)
-        home = home_placements(own, owning.sizes, choice, mesh.shape)
+        home = home_placements(own, choice, mesh.shape)
         return home, weight_gradient_placements(own, choice.config) == made
 
 

@@ -190,7 +190,7 @@ class Writer:
         transfer: Transfer,
     ) -> None:
         """Send to every rank what it needs of a transfer; nothing where this rank has none."""
-        if transfer.source_box(self._device) is not None:
+        if transfer.source_part(self._device) is not None:
             self.write(Send(label, task, kind, microbatch, value, transfer))
 
     def receive(
@@ -207,7 +207,7 @@ class Writer:
         adds: bool = False,
     ) -> str | None:
         """Receive this rank's part of a transfer; None when it has none."""
-        if transfer.target_box(self._device) is None:
+        if transfer.target_part(self._device) is None:
             return None
         self.write(Receive(label, task, kind, microbatch, value, transfer, dtype, layout, adds))
         return value

@@ -12,13 +12,11 @@ from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.names import unknown
-from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.parameters import zero_stages_of
 from stratagem.simulator.placement import (
     Config,
-    Partial,
     Pin,
     Shard,
-    weight_gradient_placements,
 )
 from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import Simulation
@@ -182,10 +180,12 @@ class BoundConstraints:
         for dim, axis in self._require.get(operator.name, ()):
             if axis in axes and mesh.shape[axes[axis]] > 1 and config[axes[axis]] != Shard(dim):
                 return False
+        stages = c.zero_stages
         if (
-            c.zero_stages is not None
-            and choice.zero not in c.zero_stages
-            and (choice.zero or has_summed_gradients(self._graph, operator, config))
+            stages is not None
+            and choice.zero not in stages
+            and choice.zero
+            not in zero_stages_of(self._graph, operator, config, mesh.shape, stages)
         ):
             return False
         most = c.tensor or c.max_tensor
@@ -233,15 +233,6 @@ class BoundConstraints:
             if c.headroom and rank.peak > rank.capacity * (1 - c.headroom)
         ]
         return found
-
-
-def has_summed_gradients(graph: OperatorGraph, operator: Operator, config: Config) -> bool:
-    """Whether some gradient of a parameter is a sum over an axis, which ZeRO would split."""
-    return any(
-        isinstance(placement, Partial)
-        for weight in trainable_weights(graph, operator)
-        for placement in weight_gradient_placements(weight, config)
-    )
 
 
 def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> int:

@@ -16,11 +16,10 @@ from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.names import unknown
 from stratagem.simulator.overlap import fuses_forward, piece_dim
-from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.parameters import trainable_weights, zero_stages_of
 from stratagem.simulator.placement import (
     REPLICATE,
     Config,
-    Partial,
     Placement,
     Shard,
     largest_shard,
@@ -28,7 +27,6 @@ from stratagem.simulator.placement import (
     smallest_shard,
     splits_of,
     statistics_fit,
-    weight_gradient_placements,
     windows_fit,
 )
 from stratagem.simulator.plan import Choice, Plan, Stage
@@ -189,24 +187,19 @@ def operator_choices(
     """Every choice of an operator on a mesh of `shape`, the fully replicated one first.
 
     A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced
-    to `MAX_IMBALANCE`. ZeRO applies where some gradient would be summed over an axis, pieces and
+    to `MAX_IMBALANCE`. ZeRO applies where it shards something (`zero_stages_of`), pieces and
     fusion where `options` allow them and the operator can; `recompute` is the same for all.
     """
     weights = trainable_weights(graph, operator)
     fusible = options.fuse and (bool(weights) or fuses_forward(operator))
     choices: list[Choice] = []
     for config in _configs(operator, tuple(shape)):
-        summed = any(
-            isinstance(p, Partial)
-            for weight in weights
-            for p in weight_gradient_placements(weight, config)
-        )
         sizes = local_sizes(operator, config, shape)
         pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
         again = options.regather and bool(operator.weights) and not recompute
         choices += [
             Choice(config, zero, recompute, chunks, fused, regather)
-            for zero in (zero_stages if summed else (0,))
+            for zero in zero_stages_of(graph, operator, config, shape, zero_stages)
             for chunks in pieces or [1]
             for fused in ((False, True) if fusible else (False,))
             for regather in ((False, True) if again else (False,))

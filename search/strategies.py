@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
-from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.parameters import trainable_weights, zero_stage
 from stratagem.simulator.placement import (
     REPLICATE,
     Config,
@@ -308,4 +308,4 @@ def _activation_shard(
 
 
 def _with_zero(graph: OperatorGraph, operator: Operator, config: Config, zero: int) -> Choice:
-    return Choice(config, zero if trainable_weights(graph, operator) else 0)
+    return Choice(config, zero_stage(graph, operator, zero))

@@ -161,7 +161,10 @@ class _Writer:
             for j in self.triggers.at.get(place, ()):
                 launch = host.launches(j, "recompute", self._row(j).launch_recompute)
                 again[j] = self._again(draft, j, again, gate, gathers, host, launch)
-            first = [again[i]] if i in again else gathers.before(i)
+            runs = self.table.graph.needs_gradient[
+                i
+            ]  # What is below all that is trained does not.
+            first = [again[i]] if i in again else gathers.before(i) if runs else []
             first += [
                 again[edge.producer]
                 for k in self.incoming.get(i, ())

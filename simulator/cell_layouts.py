@@ -291,8 +291,8 @@ class Layouts:
 
     def _tie_conversion(self, role: Role, number: int) -> _Conversion:
         i, j, own, weight = self._builder.ties(self._table.operators)[number]
-        owner, user = (self._builder.graph.operators[each] for each in (i, j))
-        home = home_placements(own, owner.sizes, self._choice(i), self._builder.mesh.shape)
+        user = self._builder.graph.operators[j]
+        home = home_placements(own, self._choice(i), self._builder.mesh.shape)
         if role is Role.TIE_GRADIENT:
             made = weight_gradient_placements(weight, self._config(j))
             return self._of_gradient(user, weight, made, home)

@@ -40,6 +40,7 @@ from stratagem.simulator.parameters import (
     use_of,
 )
 from stratagem.simulator.placement import (
+    Flat,
     Pin,
     Placements,
     input_gradient_placements,
@@ -326,9 +327,9 @@ class TableBuilder:
         weight: Weight,
         choices: Mapping[int, Sequence[Choice]],
     ) -> TieRow:
-        owning, using = self.graph.operators[owner], self.graph.operators[user]
+        using = self.graph.operators[user]
         shape, sizes = self.mesh.shape, factor_sizes(weight.layout, using.sizes)
-        homes = [home_placements(own, owning.sizes, c, shape) for c in choices[owner]]
+        homes = [home_placements(own, c, shape) for c in choices[owner]]
         our_gradients = [weight_gradient_placements(own, c.config) for c in choices[owner]]
         our_uses = [weight_placements(own, c.config) for c in choices[owner]]
         gradients = [weight_gradient_placements(weight, c.config) for c in choices[user]]
@@ -491,7 +492,7 @@ class TableBuilder:
         sources: Sequence[Placements],
         targets: Sequence[Placements],
     ) -> Timed:
-        if any(isinstance(p, Pin) for placements in (*sources, *targets) for p in placements):
+        if any(isinstance(p, Pin | Flat) for each in (*sources, *targets) for p in each):
             paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
             pairs = [(self.resharder.seconds(p, itemsize), self.resharder.mask(p)) for p in paths]
             return timed(pairs, (len(sources), len(targets)))

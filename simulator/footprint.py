@@ -105,10 +105,13 @@ def _state_bytes(
     for weight, use in zip(operator.weights, uses, strict=True):
         whole = factor_sizes(weight.layout, operator.sizes)
         used = local_elements(whole, weight_placements(weight, choice.config), shape)
-        home = local_elements(whole, home_placements(weight, operator.sizes, choice, shape), shape)
+        home = local_elements(whole, home_placements(weight, choice, shape), shape)
         match use:
             case Use.BUFFER:
                 parameters += used
+            case Use.FROZEN:
+                parameters += home if choice.zero == 3 else used
+                gathered += used - home if choice.zero == 3 else 0
             case Use.TIED_ELSEWHERE:
                 parameters += used
                 gradients += used

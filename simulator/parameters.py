@@ -6,9 +6,11 @@ user owns it. Per use there are three conversions, all plain resharding:
     gradient as made ──sync──▶ home ──update──▶ home ──publish──▶ as the operator uses it
 
 Without ZeRO home is how the owner uses the parameter, sync is an all-reduce over the axes on which
-the gradient is Partial, and there is nothing to publish. With ZeRO, home is also sharded over
-those axes: sync becomes a reduce-scatter and publish an all-gather (stages 1 and 2, once a step),
-or the parameter is gathered before every use (stage 3).
+the gradient is Partial, and there is nothing to publish. With ZeRO, home is flat over those axes:
+each device has a range of the elements, whatever their number (Rajbhandari et al. 2020, arXiv
+1910.02054). Sync becomes a reduce-scatter and publish an all-gather (stages 1 and 2, once a step),
+or the parameter is gathered before every use (stage 3). A frozen parameter has a home under
+stage 3 only, and is just gathered.
 
 A tied parameter is updated at its owner's home. Another user in the same stage whose gradient lies
 like the owner's just adds to it; else its gradient goes to the home by a path (or a transfer
@@ -21,16 +23,13 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
+from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, Weight
 from stratagem.simulator.placement import (
+    FLAT,
+    PARTIAL,
     REPLICATE,
-    Partial,
-    Placement,
+    Config,
     Placements,
-    Shard,
-    largest_shard,
-    smallest_shard,
-    splits_of,
     weight_gradient_placements,
     weight_placements,
 )
@@ -38,38 +37,27 @@ from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import rule_of
 
 
-def home_placements(
-    weight: Weight, sizes: Mapping[str, int], choice: Choice, shape: Sequence[int]
-) -> Placements:
+def home_placements(weight: Weight, choice: Choice, shape: Sequence[int]) -> Placements:
     """Where the owner of a parameter keeps its optimizer state (factor positions of the weight).
 
-    Under ZeRO each axis with a Partial gradient shards the factor whose local size is largest, the
-    first among equals; it stays replicated where no factor can be cut without an empty shard.
+    Example:
+        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.placement import Shard
+        >>> layer = mlp([8, 6], batch=10).operators[1]
+        >>> choice = Choice((Shard("sample"), Shard("out")), zero=1)
+        >>> home_placements(layer.weights[0], choice, (5, 2))
+        (Flat(), Shard(dim=0))
+
+    Under ZeRO a parameter is flat over every axis along which there are whole copies of it:
+    those that sum its gradient, and those that leave it as it is. An axis of one device is none.
     """
-    home = list(weight_placements(weight, choice.config))
+    home = weight_placements(weight, choice.config)
     if choice.zero == 0:
-        return tuple(home)
-    made = weight_gradient_placements(weight, choice.config)
-    whole = factor_sizes(weight.layout, sizes)
-    for axis, placement in enumerate(made):
-        if isinstance(placement, Partial):
-            home[axis] = _zero_shard(whole, home, axis, shape)
-    return tuple(home)
-
-
-def _zero_shard(
-    whole: tuple[int, ...], home: list[Placement], axis: int, shape: Sequence[int]
-) -> Placement:
-    best: Placement = REPLICATE
-    most = 0
-    for factor, size in enumerate(whole):
-        shard = Shard(factor)
-        after = [*home[:axis], shard, *home[axis + 1 :]]
-        splits = splits_of(after, factor, shape)
-        left = largest_shard(size, splits)
-        if shard not in home[axis + 1 :] and smallest_shard(size, splits) > 0 and left > most:
-            best, most = shard, left
-    return best
+        return home
+    return tuple(
+        FLAT if placement == REPLICATE and ways > 1 else placement
+        for placement, ways in zip(home, shape, strict=True)
+    )
 
 
 class Use(enum.Enum):
@@ -77,7 +65,8 @@ class Use(enum.Enum):
 
     __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
 
-    BUFFER = "not trained"
+    BUFFER = "not trained, and kept whole"
+    FROZEN = "not trained, and gathered under ZeRO-3"
     OWNED = "updates it"
     TIED_HERE = "adds its gradient to that of the owner in the same stage"
     TIED_ELSEWHERE = "sends its gradient to the owner in another stage"
@@ -92,11 +81,52 @@ def use_of(
 ) -> Use:
     """What `operator` is to its `weight` in a stage that runs the operators `inside`."""
     if not graph.parameter_index[weight.parameter].trainable:
-        return Use.BUFFER
+        return Use.FROZEN if is_frozen(graph, operator, weight) else Use.BUFFER
     owning = owner[weight.parameter]
     if owning == operator.name:
         return Use.OWNED
     return Use.TIED_HERE if graph.index[owning] in inside else Use.TIED_ELSEWHERE
+
+
+def is_frozen(graph: OperatorGraph, operator: Operator, weight: Weight) -> bool:
+    """Whether a weight is constant; statistics of batch norms change without being trained."""
+    return operator.kind != "batch_norm" and not graph.parameter_index[weight.parameter].trainable
+
+
+def parameter_weights(graph: OperatorGraph, operator: Operator) -> tuple[Weight, ...]:
+    """The weights of `operator` that ZeRO may shard: those that are trained or frozen."""
+    trained = trainable_weights(graph, operator)
+    return tuple(w for w in operator.weights if w in trained or is_frozen(graph, operator, w))
+
+
+def zero_stage(graph: OperatorGraph, operator: Operator, zero: int) -> int:
+    """What ZeRO stage `zero` is for an operator: frozen parameters alone know but the third."""
+    if trainable_weights(graph, operator):
+        return zero
+    return 3 if zero == 3 and parameter_weights(graph, operator) else 0
+
+
+def zero_stages_of(
+    graph: OperatorGraph,
+    operator: Operator,
+    config: Config,
+    shape: Sequence[int],
+    stages: Iterable[int],
+) -> tuple[int, ...]:
+    """Of some ZeRO stages those that differ for an operator with a config, in order.
+
+    Only stage 0 is left where no gradient is summed. Parameters without samples, such as learned
+    positions, are sharded over what repeats them.
+    """
+    samples = any(dim.kind is DimKind.SAMPLE for dim in operator.dims)
+    copies = {PARTIAL} if samples else {PARTIAL, REPLICATE}
+    shared = any(
+        placement in copies and ways > 1
+        for weight in parameter_weights(graph, operator)
+        for placement, ways in zip(weight_gradient_placements(weight, config), shape, strict=True)
+    )
+    found = (zero_stage(graph, operator, zero) if shared else 0 for zero in stages)
+    return tuple(dict.fromkeys(found))
 
 
 def trainable_weights(graph: OperatorGraph, operator: Operator) -> tuple[Weight, ...]:
@@ -121,7 +151,10 @@ def weight_share(graph: OperatorGraph, i: int) -> float:
 
 @dataclass(frozen=True)
 class Residence:
-    """The three placements of a trained weight: its gradient as made, its home, as it is used."""
+    """The placements of a weight: its gradient as made, its home, as it is used.
+
+    The gradient of what is not trained lies at home from the start: it is never brought there.
+    """
 
     weight: Weight
     use: Use
@@ -133,13 +166,15 @@ class Residence:
 def residences(
     operator: Operator, uses: Sequence[Use], choice: Choice, shape: Sequence[int]
 ) -> Iterator[Residence]:
-    """The weights of `operator` whose gradients it syncs itself; ZeRO is the owner's affair."""
+    """The weights of `operator` that it syncs or gathers itself; ZeRO is the owner's affair."""
     for weight, use in zip(operator.weights, uses, strict=True):
-        if use not in (Use.BUFFER, Use.TIED_HERE):
-            own = choice if use is Use.OWNED else replace(choice, zero=0)
-            home = home_placements(weight, operator.sizes, own, shape)
-            made = weight_gradient_placements(weight, choice.config)
-            yield Residence(weight, use, made, home, weight_placements(weight, choice.config))
+        if use in (Use.BUFFER, Use.TIED_HERE) or (use is Use.FROZEN and choice.zero < 3):
+            continue
+        own = replace(choice, zero=0) if use is Use.TIED_ELSEWHERE else choice
+        home = home_placements(weight, own, shape)
+        made = weight_gradient_placements(weight, choice.config)
+        used = weight_placements(weight, choice.config)
+        yield Residence(weight, use, home if use is Use.FROZEN else made, home, used)
 
 
 def gradient_buckets(

@@ -62,7 +62,15 @@ class Pin:
         return f"Pin({self.index})"
 
 
-Placement = Shard | Replicate | Partial | Pin
+@dataclass(frozen=True, order=True)
+class Flat:
+    """A range of the elements that the axes which shard leave here (ZeRO); see `parts`."""
+
+    def __str__(self) -> str:
+        return "F"
+
+
+Placement = Shard | Replicate | Partial | Pin | Flat
 Config = tuple[Placement, ...]
 """Per mesh axis what it does to an operator: `Shard(dim name)`, `Replicate()` or `Pin(index)`."""
 Placements = tuple[Placement, ...]
@@ -70,6 +78,7 @@ Placements = tuple[Placement, ...]
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
+FLAT = Flat()
 _PRINTED = re.compile(r"^(?:R|P|S\((?P<dim>[^()]+)\)|Pin\((?P<pin>\d+)\))$")
 
 
@@ -97,9 +106,9 @@ def check_config(operator: Operator, config: Config, shape: Sequence[int]) -> No
     """Refuse a config that an operator cannot have on a mesh of `shape`.
 
     Raises:
-        ValueError: the number of placements is not the number of axes; a dim is unknown, must be
-            whole, or has too few elements for its shards; a Pin is beyond its axis; a batch norm
-            with statistics of its own has one value of a channel.
+        ValueError: the number of placements is not the number of axes; one is Partial or Flat; a
+            dim is unknown, must be whole, or has too few elements for its shards; a Pin is beyond
+            its axis; a batch norm with statistics of its own has one value of a channel.
     """
     if len(config) != len(shape):
         raise ValueError(
@@ -115,6 +124,10 @@ def check_config(operator: Operator, config: Config, shape: Sequence[int]) -> No
         elif isinstance(placement, Partial):
             raise ValueError(
                 f"{_named(operator)}: a config cannot be Partial (axis {axis}); outputs become so"
+            )
+        elif isinstance(placement, Flat):
+            raise ValueError(
+                f"{_named(operator)}: a config cannot be Flat (axis {axis}); give it a ZeRO stage"
             )
 
     if not statistics_fit(operator, config, shape):
@@ -296,11 +309,16 @@ def weight_gradient_placements(weight: Weight, config: Config) -> Placements:
     return _place(weight.layout, config, PARTIAL)
 
 
+def flat_axes(placements: Placements) -> tuple[int, ...]:
+    """The axes on which a tensor is flat, the one that cuts first in front (see `parts`)."""
+    return tuple(i for i in reversed(range(len(placements))) if type(placements[i]) is Flat)
+
+
 def local_elements(sizes: Sequence[int], placements: Placements, shape: Sequence[int]) -> int:
-    """Elements of the largest shard of a tensor whose factors have `sizes`."""
+    """Elements of the largest part of a tensor whose factors have `sizes`."""
     left = list(sizes)
     for placement, ways in zip(placements, shape, strict=True):
         if type(placement) is Shard:
             factor = int(placement.dim)
             left[factor] = -(-left[factor] // ways)
-    return math.prod(left)
+    return largest_shard(math.prod(left), [shape[axis] for axis in flat_axes(placements)])

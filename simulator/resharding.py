@@ -9,6 +9,9 @@ step has its adjoint on the way back (an all-gather a reduce-scatter, and so on)
 Shards are nested in axis order, so a step may touch a factor only on the innermost axis that
 shards it: the pieces are contiguous there. The paths take care of that by themselves (gather the
 inner axis first, say), and find hierarchical all-reduces for the same reason.
+
+What is `Flat` lies in ranges of a box, so all that changes boxes comes before or behind: a
+parameter's home is left by gathering what is flat, and reached by scattering what is left.
 """
 
 from __future__ import annotations
@@ -25,14 +28,17 @@ from stratagem.simulator._paths import shortest_paths
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import AxisLink
 from stratagem.simulator.placement import (
+    FLAT,
     PARTIAL,
     REPLICATE,
+    Flat,
     Partial,
     Pin,
     Placement,
     Placements,
     Replicate,
     Shard,
+    flat_axes,
     local_elements,
     smallest_shard,
     splits_of,
@@ -59,6 +65,9 @@ TRANSITIONS: dict[tuple[type[Placement], type[Placement]], Collective] = {
     (Pin, Replicate): Collective.BROADCAST,
     (Pin, Shard): Collective.SCATTER,
     (Pin, Pin): Collective.SEND,
+    (Partial, Flat): Collective.REDUCE_SCATTER,
+    (Flat, Replicate): Collective.ALL_GATHER,
+    (Replicate, Flat): Collective.SLICE,
 }
 
 
@@ -113,6 +122,8 @@ class Resharder:
     def _find_path(
         self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
     ) -> tuple[Step, ...]:
+        if FLAT in source or FLAT in target:
+            return self._flat_path(sizes, itemsize, source, target)
         pins = tuple(sorted({p for p in (*source, *target) if isinstance(p, Pin)}))
         steps = self._graph(sizes, itemsize, pins).path(source, target)
         if steps is None:
@@ -121,6 +132,36 @@ class Resharder:
                 f"for a tensor with factors {sizes} on a mesh of shape {self.shape}"
             )
         return steps
+
+    def _flat_path(
+        self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
+    ) -> tuple[Step, ...]:
+        """Out of ranges of boxes and into them: axis after axis, with boxes between."""
+        if _only_sums(source, target):
+            moved = [axis for axis, placement in enumerate(source) if placement != target[axis]]
+            return self._along(sizes, source, moved, REPLICATE)
+        leaving, reaching = flat_axes(source)[::-1], flat_axes(target)
+        whole = _with(source, leaving, REPLICATE)
+        pending = [axis for axis in reaching if whole[axis] == PARTIAL]
+        landing = _with(_with(target, reaching, REPLICATE), pending, PARTIAL)
+        return (
+            *self._along(sizes, source, leaving, REPLICATE),
+            *self.path(sizes, itemsize, whole, landing),
+            *self._along(sizes, landing, reaching, FLAT),
+        )
+
+    def _along(
+        self, sizes: tuple[int, ...], state: Placements, axes: Sequence[int], target: Placement
+    ) -> tuple[Step, ...]:
+        """The steps that change some axes to `target`, one after the other."""
+        steps: list[Step] = []
+        for axis in axes:
+            after = _with(state, (axis,), target)
+            elements = max(local_elements(sizes, each, self.shape) for each in (state, after))
+            kind = TRANSITIONS[type(state[axis]), type(target)]
+            steps.append(Step(kind, axis, state[axis], target, elements))
+            state = after
+        return tuple(steps)
 
     def matrix(
         self,
@@ -269,6 +310,17 @@ class _StateGraph:
             for target in targets:
                 if target != placement:
                     yield axis, target
+
+
+def _with(state: Placements, axes: Sequence[int], placement: Placement) -> Placements:
+    """The same placements but for those of some axes."""
+    return tuple(placement if axis in axes else each for axis, each in enumerate(state))
+
+
+def _only_sums(source: Placements, target: Placements) -> bool:
+    """Whether sums are all that changes, which ranges of boxes can be added up in."""
+    pairs = zip(source, target, strict=True)
+    return all(a == b or (a, b) == (PARTIAL, REPLICATE) for a, b in pairs)
 
 
 def placements_text(placements: Placements) -> str:

@@ -1,9 +1,9 @@
 """Moving a tensor from one mesh to another: which device sends which tile to which.
 
 Between two pipeline stages both the devices and the placements change, so there is no axis along
-which to convert. Every device of the target mesh needs a box of the tensor; the source mesh holds
-the tensor cut into tiles, each on one device or on several. A move is one tile's intersection with
-one box:
+which to convert. Every device of the target mesh needs a box of the tensor (or several, see
+`parts`); the source mesh holds the tensor cut into tiles, each on one device or on several. A
+move is one tile's intersection with one box:
 
     source: 2 rows of tiles        target: 3 columns of boxes        6 moves
     ┌───────┐                      ┌──┬──┬──┐                        ┌──┬──┬──┐
@@ -15,17 +15,15 @@ The executor sends the moves, the simulator prices them.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.placement import Partial, Pin, Placements, Shard, shard_bounds
-
-Box = tuple[tuple[int, int], ...]
-"""Start and stop of each factor."""
+from stratagem.simulator.parts import Box, Part, box_elements, intersection, part_of
+from stratagem.simulator.placement import Partial, Placements
 
 
 @dataclass(frozen=True)
@@ -87,52 +85,17 @@ class Transfer:
     def _by_receiver(self) -> dict[int, tuple[Move, ...]]:
         return _grouped(self.moves, lambda move: move.receiver)
 
-    def source_box(self, device: int) -> Box | None:
-        """What `device` holds before; None when that is nothing."""
+    def source_part(self, device: int) -> Part | None:
+        """What `device` holds before; None when it takes no part."""
         if device not in self.source_mesh.devices:
             return None
-        return local_bounds(self.sizes, self.source_placements, self.source_mesh, device)
+        return part_of(self.sizes, self.source_placements, self.source_mesh, device)
 
-    def target_box(self, device: int) -> Box | None:
-        """What `device` holds after; None when that is nothing."""
+    def target_part(self, device: int) -> Part | None:
+        """What `device` holds after; None when it takes no part."""
         if device not in self.target_mesh.devices:
             return None
-        return local_bounds(self.sizes, self.target_placements, self.target_mesh, device)
-
-
-def local_bounds(
-    sizes: Sequence[int], placements: Placements, mesh: DeviceMesh, device: int
-) -> Box | None:
-    """Start and stop of each factor on a device of the mesh; None when it is pinned elsewhere.
-
-    Example:
-        >>> from stratagem.simulator.mesh import MeshAxis
-        >>> mesh = DeviceMesh((MeshAxis("x", 2), MeshAxis("y", 2)), (0, 1, 2, 3))
-        >>> local_bounds((10, 4), (Shard(0), Shard(0)), mesh, 2)
-        ((5, 8), (0, 4))
-    """
-    coordinates = mesh.coordinates(device)
-    return bounds_at(sizes, placements, mesh.shape, coordinates)
-
-
-def bounds_at(
-    sizes: Sequence[int],
-    placements: Placements,
-    shape: Sequence[int],
-    coordinates: Sequence[int],
-) -> Box | None:
-    """`local_bounds` at given coordinates of a mesh of `shape`."""
-    for placement, index in zip(placements, coordinates, strict=True):
-        if isinstance(placement, Pin) and placement.index != index:
-            return None
-    return tuple(
-        shard_bounds(
-            size,
-            [n for n, p in zip(shape, placements, strict=True) if p == Shard(factor)],
-            [i for i, p in zip(coordinates, placements, strict=True) if p == Shard(factor)],
-        )
-        for factor, size in enumerate(sizes)
-    )
+        return part_of(self.sizes, self.target_placements, self.target_mesh, device)
 
 
 def _grouped(moves: Sequence[Move], key: Callable[[Move], int]) -> dict[int, tuple[Move, ...]]:
@@ -140,11 +103,6 @@ def _grouped(moves: Sequence[Move], key: Callable[[Move], int]) -> dict[int, tup
     for move in moves:
         groups.setdefault(key(move), []).append(move)
     return {device: tuple(group) for device, group in groups.items()}
-
-
-def box_elements(box: Box) -> int:
-    """Number of elements of a box."""
-    return math.prod(max(0, stop - start) for start, stop in box)
 
 
 def tile_moves(
@@ -176,20 +134,20 @@ def tile_moves(
     _check(target_mesh, target_placements)
     holders: dict[Box, list[int]] = {}
     for device in source_mesh.devices:
-        held = local_bounds(sizes, source_placements, source_mesh, device)
-        if held is not None:
-            holders.setdefault(held, []).append(device)
+        held = part_of(sizes, source_placements, source_mesh, device)
+        for tile in () if held is None else held.pieces:
+            holders.setdefault(tile, []).append(device)
     sent: Counter[int] = Counter()
     moves: list[Move] = []
     for position, receiver in enumerate(target_mesh.devices):
-        wanted = local_bounds(sizes, target_placements, target_mesh, receiver)
+        wanted = part_of(sizes, target_placements, target_mesh, receiver)
         if wanted is None:
             continue
         twin = source_mesh.devices[position % source_mesh.num_devices]
-        for held in sorted(holders):
-            box = intersection(held, wanted)
+        for tile, piece in itertools.product(sorted(holders), wanted.pieces):
+            box = intersection(tile, piece)
             if box_elements(box):
-                sender = _sender(holders[held], receiver, twin, sent)
+                sender = _sender(holders[tile], receiver, twin, sent)
                 sent[sender] += box_elements(box) if sender != receiver else 0
                 moves.append(Move(sender, receiver, box))
     return tuple(moves)
@@ -199,11 +157,6 @@ def _sender(candidates: Sequence[int], receiver: int, twin: int, sent: Counter[i
     if receiver in candidates:
         return receiver
     return min(candidates, key=lambda device: (sent[device], device != twin, device))
-
-
-def intersection(one: Box, two: Box) -> Box:
-    """What two boxes have in common; a stop below its start when they have nothing."""
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, two, strict=True))
 
 
 def _check(mesh: DeviceMesh, placements: Placements) -> None:

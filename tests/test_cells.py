@@ -20,6 +20,7 @@ from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph, factor_sizes
 from stratagem.simulator.models import mlp
 from stratagem.simulator.oracle import simulate_plain
+from stratagem.simulator.parts import part_of
 from stratagem.simulator.pipeline import (
     FORWARD,
     LAST_BACKWARD,
@@ -40,7 +41,6 @@ from stratagem.simulator.plan_model import (
 )
 from stratagem.simulator.simulation import simulate_model, simulate_plan
 from stratagem.simulator.training import Training
-from stratagem.simulator.transfers import local_bounds
 from tests.cell_plans import (
     COSTS,
     assert_same_times,
@@ -234,7 +234,7 @@ def talking(
             members = {
                 device
                 for device in group
-                if any(local_bounds(sizes, s, mesh, device) is not None for s in (state, after))
+                if any(part_of(sizes, s, mesh, device) is not None for s in (state, after))
             }
             if members:
                 apart = [each for each in joined if not each & members]

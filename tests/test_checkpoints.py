@@ -39,12 +39,12 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import llama, mlp
+from stratagem.simulator.parts import box_elements
 from stratagem.simulator.placement import REPLICATE, Pin, Shard, check_config
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.substitutions import rewrite
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
-from stratagem.simulator.transfers import box_elements
 
 torch.set_num_threads(1)
 TOKENS = 11

@@ -17,9 +17,11 @@ from torch import Tensor
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.reshard import run_steps, run_transfer
-from stratagem.executor.seats import Seat, TensorSpec, cut, mesh_groups
+from stratagem.executor.seats import Seat, TensorSpec, mesh_groups
 from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.parts import Box, Part, intersection, part_at, part_of
 from stratagem.simulator.placement import (
+    FLAT,
     PARTIAL,
     REPLICATE,
     Partial,
@@ -31,14 +33,7 @@ from stratagem.simulator.placement import (
     splits_of,
 )
 from stratagem.simulator.resharding import TRANSITIONS, Resharder, Step
-from stratagem.simulator.transfers import (
-    Transfer,
-    bounds_at,
-    box_elements,
-    intersection,
-    local_bounds,
-    tile_moves,
-)
+from stratagem.simulator.transfers import Transfer, tile_moves
 
 torch.set_num_threads(1)
 
@@ -74,6 +69,7 @@ def all_placements(
             *([PARTIAL] if partial else []),
             *(Shard(f) for f in range(len(sizes))),
             *(Pin(i) for i in {0, n - 1}),
+            FLAT,
         ]
         for n in shape
     ]
@@ -95,8 +91,20 @@ def addends(whole: Tensor, placements: Placements, shape: Sequence[int]) -> dict
 
 def local(whole: Tensor, placements: Placements, mesh: DeviceMesh, device: int) -> Tensor | None:
     """What a device holds of a tensor that is not Partial."""
-    box = local_bounds(tuple(whole.shape), placements, mesh, device)
-    return None if box is None else cut(whole, tuple((0, n) for n in whole.shape), box)
+    part = part_of(tuple(whole.shape), placements, mesh, device)
+    return None if part is None else taken(whole, part)
+
+
+def elements_of(part: Part) -> list[tuple[int, ...]]:
+    """The places in a tensor of the elements of a part, in order."""
+    places = list(itertools.product(*(range(start, stop) for start, stop in part.box)))
+    return places if part.span is None else places[slice(*part.span)]
+
+
+def taken(whole: Tensor, part: Part) -> Tensor:
+    """A part of a tensor, picked element by element."""
+    picked = [whole[place] for place in elements_of(part)]
+    return torch.stack(picked).reshape(part.shape) if picked else whole.new_empty(part.shape)
 
 
 def convert(
@@ -250,8 +258,10 @@ def test_backward_is_the_adjoint(seed):
     chosen = random.Random(seed)
     shape = chosen.choice([(2,), (3,), (2, 2), (3, 2), (2, 2, 2)])
     sizes = chosen.choice([(5, 4), (8,), (3, 6, 4), (9, 8)])
-    made = chosen.choice(all_placements(sizes, shape, partial=True))
-    read = chosen.choice(all_placements(sizes, shape, partial=False))
+    made, read = (
+        chosen.choice([p for p in all_placements(sizes, shape, partial=partial) if FLAT not in p])
+        for partial in (True, False)
+    )
     used = [p == REPLICATE and chosen.random() < 0.5 for p in read]
     back = tuple(PARTIAL if u else p for u, p in zip(used, read, strict=True))
     needed = tuple(REPLICATE if p == PARTIAL else p for p in made)
@@ -314,6 +324,11 @@ def transfers(draw: st.DrawFn) -> Transfer:
     return Transfer(sizes, source, have, target, want)
 
 
+def has(part: Part, box: Box) -> bool:
+    """Whether a box is inside one piece of a part."""
+    return any(intersection(piece, box) == box for piece in part.pieces)
+
+
 class TestTransfers:
     @given(transfers())
     @settings(deadline=None, max_examples=60)
@@ -321,40 +336,40 @@ class TestTransfers:
         devices = sorted({*transfer.source_mesh.devices, *transfer.target_mesh.devices})
         ranks = ranks_of(devices)
         whole = torch.arange(math.prod(transfer.sizes)).reshape(transfer.sizes)
-        everything = tuple((0, n) for n in transfer.sizes)
 
         def run(comm: Communicator) -> Tensor | None:
             device = devices[len(devices) - 1 - comm.rank]
-            box = transfer.source_box(device)
-            mine = None if box is None else cut(whole, everything, box)
+            part = transfer.source_part(device)
+            mine = None if part is None else taken(whole, part)
             return run_transfer(mine, transfer, whole.dtype, device, ranks, comm)
 
         results = run_local(len(devices), run, timeout=30)
         for device in devices:
-            box, got = transfer.target_box(device), results[ranks[device]]
-            if box is None:
+            part, got = transfer.target_part(device), results[ranks[device]]
+            if part is None:
                 assert got is None
             else:
                 assert got is not None
-                assert torch.equal(got, cut(whole, everything, box))
+                assert torch.equal(got, taken(whole, part))
 
     @given(transfers())
     @settings(deadline=None, max_examples=100)
     def test_moves_tile_each_box_once(self, transfer):
         received: Counter[int] = Counter()
         for move in transfer.moves:
-            held, wanted = transfer.source_box(move.sender), transfer.target_box(move.receiver)
+            held, wanted = transfer.source_part(move.sender), transfer.target_part(move.receiver)
             assert held is not None
             assert wanted is not None
             assert move.elements > 0
-            assert intersection(move.box, held) == move.box == intersection(move.box, wanted)
+            assert has(held, move.box)
+            assert has(wanted, move.box)
             received[move.receiver] += move.elements
-            mine = transfer.source_box(move.receiver)
-            if mine is not None and intersection(mine, move.box) == move.box:
+            mine = transfer.source_part(move.receiver)
+            if mine is not None and has(mine, move.box):
                 assert move.sender == move.receiver
         for device in transfer.target_mesh.devices:
-            box = transfer.target_box(device)
-            assert received[device] == (0 if box is None else box_elements(box))
+            part = transfer.target_part(device)
+            assert received[device] == (0 if part is None else part.elements)
 
     def test_a_replicated_source_shares_the_work(self):
         source, target = make_mesh((4,), 0), make_mesh((8,), 4)
@@ -392,13 +407,56 @@ class TestTransfers:
 
 
 @given(st.integers(6, 40), st.sampled_from([(2, 3), (3, 2), (2, 2, 2)]), st.data())
-def test_boxes_of_shards_tile_the_tensor(size, shape, data):
+def test_parts_tile_the_tensor(size, shape, data):
     placements = data.draw(st.sampled_from(all_placements((size, 8), shape, partial=False)))
     count: Counter[tuple[int, int]] = Counter()
     for place in itertools.product(*map(range, shape)):
-        box = bounds_at((size, 8), placements, shape, place)
-        if box is not None:
-            count.update(itertools.product(*(range(a, b) for a, b in box)))
+        part = part_at((size, 8), placements, shape, place)
+        if part is not None:
+            count.update(elements_of(part))
     assert count.keys() == set(itertools.product(range(size), range(8)))
     copies = math.prod(n for n, p in zip(shape, placements, strict=True) if p == REPLICATE)
     assert set(count.values()) == {copies}
+
+
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+def test_pieces_of_a_part_are_its_elements_in_order(sizes, data):
+    box = tuple((first, first + size) for first, size in enumerate(sizes, 2))
+    start, stop = sorted(data.draw(st.integers(0, math.prod(sizes))) for _ in range(2))
+    part = Part(box, (start, stop))
+    boxes = [list(itertools.product(*(range(a, b) for a, b in piece))) for piece in part.pieces]
+    assert [place for places in boxes for place in places] == elements_of(part)
+    assert all(boxes)
+    assert len(boxes) <= max(1, 2 * len(sizes) - 1)
+    before = 0
+    for piece, places in zip(part.pieces, boxes, strict=True):
+        assert part.piece_around(piece) == (before, piece)
+        before += len(places)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (3, 1, 2), (8,)])
+@pytest.mark.parametrize("sizes", [(1,), (7,), (5, 9), ()])
+def test_ranges_are_those_of_a_padded_row(sizes, shape):
+    """What is flat is cut as an array is that is filled up to a multiple, last axis first."""
+    row = torch.arange(math.prod(sizes))
+    for place in itertools.product(*map(range, shape)):
+        left = row
+        for ways, index in reversed(list(zip(shape, place, strict=True))):
+            length = -(-len(left) // ways)
+            left = left[index * length : (index + 1) * length]
+        part = part_at(sizes, (FLAT,) * len(shape), shape, place)
+        assert part is not None
+        assert torch.equal(taken(row.reshape(sizes), part), left)
+
+
+def test_sums_over_fast_links_come_first():
+    """The last axis cuts first: over the others goes only what is left."""
+    steps = Resharder((4, 8), [LINK] * 2).path((64,), 4, (PARTIAL,) * 2, (FLAT,) * 2)
+    assert [(step.axis, step.elements) for step in steps] == [(1, 64), (0, 8)]
+    back = Resharder((4, 8), [LINK] * 2).path((64,), 4, (FLAT,) * 2, (REPLICATE,) * 2)
+    assert [(step.axis, step.elements) for step in back] == [(0, 8), (1, 64)]
+
+
+def test_a_box_that_is_in_no_piece_is_refused():
+    with pytest.raises(ValueError, match=r"box \(\(0, 2\),\) is in none of the pieces"):
+        Part(((0, 4),), (1, 3)).piece_around(((0, 2),))

@@ -15,7 +15,7 @@ from stratagem.search.strategies import (
     tensor_parallel,
 )
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.parameters import zero_stage
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.segments import recomputed_operators
 
@@ -113,13 +113,13 @@ def variants(
     base = layout.make(graph, shape)
     if base is None:
         return
-    trained = {op.name for op in graph.operators if trainable_weights(graph, op)}
     policies: dict[frozenset[str], str] = {}
     for policy in limits.recompute:
         policies.setdefault(recomputed_operators(graph, policy), policy)
     for zero in limits.zero_stages if shape[0] > 1 else limits.zero_stages[:1]:
         sharded = {
-            name: _sharded(choice, zero if name in trained else 0) for name, choice in base.items()
+            name: _sharded(choice, zero_stage(graph, graph.operator(name), zero))
+            for name, choice in base.items()
         }
         for again, policy in policies.items():
             yield Variant(layout.name, zero, policy, recomputing(sharded, again))

@@ -11,7 +11,7 @@ from stratagem.search.literature.pricing import Price, StagePrices
 from stratagem.search.strategies import Choices
 from stratagem.simulator.graph import Layout, Operator, OperatorGraph, factors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.parameters import zero_stage
 from stratagem.simulator.placement import REPLICATE, Config, Placement, Shard, smallest_shard
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import rule_of
@@ -189,7 +189,7 @@ def _choice(
         Shard(split[axis]) if axis in split else REPLICATE for axis in range(num_axes)
     ]
     config: Config = tuple(placed)
-    return Choice(config, zero if trainable_weights(graph, operator) else 0)
+    return Choice(config, zero_stage(graph, operator, zero))
 
 
 def _check_name(graph: OperatorGraph, dims: Mapping[str, LogicalDim], name: str) -> None:
