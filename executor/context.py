@@ -13,6 +13,7 @@ from stratagem.executor.program import ranks_of
 from stratagem.simulator.boundary import landing, summed
 from stratagem.simulator.graph import DimKind, Edge, OperatorGraph, factor_sizes
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.overlap import shares_conversion
 from stratagem.simulator.parameters import weight_share
 from stratagem.simulator.pipeline import transfer_name
 from stratagem.simulator.placement import (
@@ -402,6 +403,34 @@ class Context:
         """Whether a consumer in the same stage reads a copy, and not what was made."""
         inside = not self.is_source[edge.producer] and not self.crosses(edge)
         return inside and self.made(edge) != self.wanted(edge)
+
+    def has_company(self, edge: Edge, *, again: bool = False) -> bool:
+        """Whether the consumer of an edge may read a copy that others read too (see `sharing`).
+
+        Likewise its gradient may be added to those of others before they are converted. What is
+        pinned, or read in pieces, is its own; what is read `again` is read as a whole.
+        """
+        operator = self.graph.operators[edge.consumer]
+        choice = self.plan.choice(operator.name)
+        pinned = any(isinstance(placement, Pin) for placement in choice.config)
+        return not pinned and (again or shares_conversion(operator, choice, edge.slot))
+
+    @cached_property
+    def sums(self) -> dict[Edge, Edge]:
+        """Of each edge whose gradient is added to others', the one that brings the sum back."""
+        groups: dict[tuple[object, ...], list[Edge]] = {}
+        for edge in self.graph.edges:
+            if self.crosses(edge) or not (self.flows_back(edge) and self.has_company(edge)):
+                continue
+            made = self.gradient_made(edge)
+            if made != self.gradient_wanted(edge):
+                groups.setdefault((edge.producer, edge.output, made), []).append(edge)
+        found: dict[Edge, Edge] = {}
+        for group in groups.values():
+            # Backward comes last to the first consumer; all of its gradients are there at once.
+            last = min(group, key=lambda edge: (edge.consumer, -edge.slot))
+            found |= dict.fromkeys(group, last)
+        return found
 
     def is_made_again(self, edge: Edge) -> bool:
         """Whether the consumer keeps nothing of an input that its backward pass needs."""

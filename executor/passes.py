@@ -38,7 +38,8 @@ class PassWriter:
     `_arrived` has per (producer, output, microbatch) the values whose sum is the gradient, and
     `_waiting` the gradients of weights that are to be made later. `_went` has the edges that were
     converted piece by piece, with their pieces and the factor that is cut, `_came` those of which
-    the gradient was.
+    the gradient was. `_copies` has what was converted for the first of several readers, `_first`
+    has those readers' edges, `_summed` the sums of gradients that were begun.
 
     Where tokens are sliced, each slice has a writer with the graph of that slice, and "microbatch"
     is the number of a pass (see `Context`); what they have in common is that of the `first`.
@@ -66,6 +67,9 @@ class PassWriter:
         self._pieces = {i: pieces_of(context, i) for i in range(len(context.graph.operators))}
         self._went: dict[tuple[Edge, int], tuple[Pieces, int]] = {}
         self._came: dict[tuple[Edge, int], tuple[Pieces, int]] = {}
+        self._copies: dict[object, Operand | None] = {}
+        self._first: dict[object, Edge] = {}
+        self._summed: set[str] = set()
 
     def write(self, action: Action) -> None:
         """Write one block."""
@@ -178,15 +182,18 @@ class PassWriter:
         """Whether anybody reads the result of an operator in pieces as it is made."""
         outgoing = self._context.outgoing[i]
         return again or any(
-            (edge, microbatch) not in self._went
+            (self._first.get(self._copy(edge, microbatch), edge), microbatch) not in self._went
             or self._context.is_made_again(edge)
             or self._context.recomputes[edge.consumer]
             for edge in outgoing
         )
 
     def _convert_piece(self, edge: Edge, microbatch: int, piece: Piece) -> None:
-        """Convert a piece of a result for its reader, if it can go by itself."""
+        """Convert a piece of a result for its readers, if it can go by itself."""
         context = self._context
+        copy = self._copy(edge, microbatch)
+        if copy is not None and self._first.setdefault(copy, edge) != edge:
+            return
         producer, pieces = context.graph.operators[edge.producer], self._pieces[edge.producer]
         assert pieces is not None
         before, after = context.made(edge), context.wanted(edge)
@@ -283,13 +290,42 @@ class PassWriter:
         In the backward pass, what was dropped is there `again`, and what was converted is
         converted once more.
         """
-        context, wanted = self._context, self._context.wanted(edge)
+        context = self._context
         if context.is_source[edge.producer]:
             return self._slice(edge, microbatch)
         if context.crosses(edge):
             crossing = next(c for c in context.crossings if edge in c.edges)
             held = self.writer.holds(crossing.after)
             return Operand(f"{crossing.value} m{microbatch}") if held else None
+        copy = self._copy(edge, microbatch, again=again)
+        if copy is None:
+            return self._converted(edge, microbatch, again=again)
+        if copy not in self._copies:
+            self._copies[copy] = self._converted(edge, microbatch, again=again)
+        return self._copies[copy]
+
+    def _copy(self, edge: Edge, microbatch: int, *, again: bool = False) -> object:
+        """What all readers have in common that read one converted copy; None if it is their own.
+
+        What runs again at one time reads one copy, and so does what converts only its inputs
+        again.
+        """
+        context = self._context
+        if not context.is_converted(edge) or not context.has_company(edge, again=again):
+            return None
+        choice = context.plan.choice(context.graph.operators[edge.consumer].name)
+        when: object = "forward"
+        if again and context.recomputes[edge.consumer]:
+            when = self._triggers.of[edge.consumer]
+        elif again:
+            when = None if choice.recompute else "backward"
+        if when is None:
+            return None
+        return edge.producer, edge.output, context.wanted(edge), microbatch, when
+
+    def _converted(self, edge: Edge, microbatch: int, *, again: bool) -> Operand | None:
+        """What the consumer of an edge reads of another operator of its stage."""
+        context, wanted = self._context, self._context.wanted(edge)
         name, suffix = context.name(edge, "→"), " again" if again else ""
         if not again and (edge, microbatch) in self._went:
             if not self.writer.holds(wanted):
@@ -450,8 +486,13 @@ class PassWriter:
         added = [
             value
             for value, factor in zip(inputs, factors_cut, strict=True)
-            if later and value is not None and factor is None
+            if value is not None and (value in self._summed or (later and factor is None))
         ]
+        self._summed.update(
+            value
+            for value, edge in zip(inputs, context.incoming[i], strict=True)
+            if value is not None and edge in context.sums
+        )
         totals = tuple(
             named(f"∂{self._output(i, n, microbatch)} total", piece)
             for n, values in enumerate(gradients)
@@ -533,7 +574,8 @@ class PassWriter:
     def _gradient(self, edge: Edge, microbatch: int) -> str:
         """The gradient of an input as its consumer makes it.
 
-        Inputs that read one tensor share it where it goes to the producer as it is.
+        Inputs that read one tensor share it where it goes to the producer as it is, or where
+        operators make it alike and the sum is converted.
         """
         context = self._context
         if not context.crosses(edge) and context.gradient_made(edge) == context.gradient_wanted(
@@ -541,7 +583,7 @@ class PassWriter:
         ):
             consumer = context.graph.operators[edge.consumer].name
             return f"∂{self._made(edge, microbatch)} of {consumer}"
-        return f"∂{self._context.name(edge, '→')} m{microbatch}"
+        return f"∂{context.name(context.sums.get(edge, edge), '→')} m{microbatch}"
 
     def _return(self, edge: Edge, microbatch: int) -> None:
         """Bring the gradient along an edge to its producer."""
@@ -550,6 +592,8 @@ class PassWriter:
         if context.crosses(edge):
             crossing = next(c for c in context.returns if c.edge == edge)
             self.writer.send(crossing, microbatch, made)
+            return
+        if context.sums.get(edge, edge) != edge:
             return
         if (edge, microbatch) in self._came:
             if not self.writer.holds(context.gradient_wanted(edge)):

@@ -58,7 +58,7 @@ from stratagem.search._plays import (
     settle_play,
 )
 from stratagem.search._random import Words, random_float
-from stratagem.simulator import _delta_index, _delta_kernels
+from stratagem.simulator import _delta_index, _delta_kernels, _sharing_kernels
 from stratagem.simulator import _kernels as engine
 from stratagem.simulator._compiling import hash_of_sources, uncounted
 
@@ -257,6 +257,7 @@ _SOURCES = (
     _random,
     _delta_index,
     _delta_kernels,
+    _sharing_kernels,
     engine,
 )
 

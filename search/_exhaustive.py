@@ -11,6 +11,7 @@ import numpy.typing as npt
 from stratagem.search import _kernels, _pipeline
 from stratagem.search._kernels import REPLAY, excess_of, score
 from stratagem.simulator import _kernels as engine
+from stratagem.simulator import _sharing_kernels
 from stratagem.simulator._compiling import hash_of_sources, kernel
 
 Ints = npt.NDArray[np.int64]
@@ -79,4 +80,6 @@ def _make_try_plans(fingerprint: int):  # type: ignore[no-untyped-def]
     return try_plans
 
 
-try_plans = _make_try_plans(hash_of_sources(sys.modules[__name__], _kernels, _pipeline, engine))
+try_plans = _make_try_plans(
+    hash_of_sources(sys.modules[__name__], _kernels, _pipeline, engine, _sharing_kernels)
+)

@@ -18,8 +18,10 @@ import numpy.typing as npt
 from stratagem.search import _pipeline
 from stratagem.search._pipeline import play_in_queue
 from stratagem.simulator import _kernels as engine
+from stratagem.simulator import _sharing_kernels
 from stratagem.simulator._compiling import hash_of_sources, kernel
 from stratagem.simulator._kernels import simulate_tasks
+from stratagem.simulator._sharing_kernels import is_shut
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -50,13 +52,21 @@ def play_block(
     stride: Ints,
     second: Ints,
     second_stride: Ints,
+    gate: Ints,
+    gate_starts: Ints,
+    gate_operators: Ints,
+    gate_offsets: Ints,
+    gate_ids: Ints,
     set_offsets: Ints,
     set_resources: Ints,
     contention: Ints,
     work: Ints,
     free: Ints,
 ) -> int:
-    """Makespan in ns of one block under `choice`; every duration is one look-up in the pool."""
+    """Makespan in ns of one block under `choice`; every duration is one look-up in the pool.
+
+    What is behind a gate that is shut is idle (see `simulator.sharing`).
+    """
     lo, hi = task_offsets[block], task_offsets[block + 1]
     count = hi - lo
     durations, sets = work[0, :count], work[1, :count]
@@ -67,6 +77,8 @@ def play_block(
             where += (
                 choice[first[task]] * stride[task] + choice[second[task]] * second_stride[task]
             )
+            if is_shut(gate[task], choice, gate_starts, gate_operators, gate_offsets, gate_ids):
+                where = 0
         durations[k] = pool_ns[where]
         sets[k] = pool_mask[where]
     return simulate_tasks(
@@ -105,6 +117,11 @@ def measure_stage(
     death: Ints,
     pool: Ints,
     change: Ints,
+    gate: Ints,
+    gate_starts: Ints,
+    gate_operators: Ints,
+    gate_offsets: Ints,
+    gate_ids: Ints,
 ) -> None:
     """Fill `profile` of a stage: state, held between passes (2), peaks of the three passes (3).
 
@@ -114,6 +131,8 @@ def measure_stage(
     change[: 3 * n + 1] = 0
     profile[:] = 0
     for k in range(starts[stage], starts[stage + 1]):
+        if is_shut(gate[k], choice, gate_starts, gate_operators, gate_offsets, gate_ids):
+            continue
         nbytes = pool[
             base[k] + choice[first[k]] * stride[k] + choice[second[k]] * second_stride[k]
         ]
@@ -244,4 +263,6 @@ def _make_score_plan(fingerprint: int):  # type: ignore[no-untyped-def]
     return score_plan
 
 
-score_plan = _make_score_plan(hash_of_sources(sys.modules[__name__], engine, _pipeline))
+score_plan = _make_score_plan(
+    hash_of_sources(sys.modules[__name__], engine, _pipeline, _sharing_kernels)
+)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.simulator._compiling import uncounted
+from stratagem.simulator._sharing_kernels import is_shut
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,7 +35,8 @@ class Tensors(NamedTuple):
         starts: [S + 1], where those of each stage begin.
         sizes: [S], operators of each stage.
         stage: of each tensor.
-        base, first, stride, second, second_stride, birth, death, pool: see `Lifetimes`.
+        base, first, stride, second, second_stride, birth, death, gate, pool: see `Lifetimes`.
+        gates: see `Sharing.arrays`.
         touch_starts: [N + 1], where the tensors begin whose bytes an operator decides.
         touches: those tensors.
         trees: [S + 1], where the nodes of each stage begin.
@@ -55,6 +57,8 @@ class Tensors(NamedTuple):
     second_stride: Ints
     birth: Ints
     death: Ints
+    gate: Ints
+    gates: tuple[Ints, Ints, Ints, Ints]
     pool: Ints
     touch_starts: Ints
     touches: Ints
@@ -68,7 +72,10 @@ class Tensors(NamedTuple):
 
 @uncounted(inline="always")
 def bytes_of(tensors: Tensors, k: int, choice: Ints) -> int:
-    """Bytes of tensor k under `choice`."""
+    """Bytes of tensor k under `choice`; none if another reader keeps the same copy."""
+    gates = tensors.gates
+    if is_shut(tensors.gate[k], choice, gates[0], gates[1], gates[2], gates[3]):
+        return 0
     where = tensors.base[k] + choice[tensors.first[k]] * tensors.stride[k]
     return int(tensors.pool[where + choice[tensors.second[k]] * tensors.second_stride[k]])
 

@@ -32,6 +32,7 @@ from stratagem.simulator._delta_kernels import (
     propose,
     reject,
 )
+from stratagem.simulator._sharing_kernels import is_shut
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,7 +50,7 @@ FOUND, NS, STALE, CALM, IS_PENDING, PATH, NEW_PATH, AGE = range(8)
 since it is, whether a proposal is pending; ns of the noted path, as accepted and as proposed, and
 proposals that were accepted since it was noted."""
 NUM_BOOKS = 8
-TASK, BASE, FIRST, STRIDE, SECOND, SECOND_STRIDE = range(6)
+TASK, BASE, FIRST, STRIDE, SECOND, SECOND_STRIDE, GATE = range(7)
 """Columns of `Plays.touches`."""
 NOW, NEW = 0, 1
 """Entries of `Plays.loads`: as accepted, as proposed."""
@@ -69,7 +70,8 @@ class Plays(NamedTuple):
         link_starts: [P + 1], where each begins in ``links``.
         links: see `DeltaState`.
         touch_starts: [P, N + 1], where the tasks begin whose look-up an operator takes part in.
-        touches: [*, 6], see `TASK`, ...: such a task and its look-up.
+        touches: [*, 7], see `TASK`, ...: such a task and its look-up.
+        gates: see `Sharing.arrays`.
         task, rows, latest, held, numbers, free, heap_ready, heap_task: see `DeltaState`.
         seen: [T], the last proposal that changed a task.
         on_path: [T], whether a task lies on the path that is noted (see `_longest_path`).
@@ -89,6 +91,7 @@ class Plays(NamedTuple):
     links: Ints
     touch_starts: Ints
     touches: Ints
+    gates: tuple[Ints, Ints, Ints, Ints]
     task: Ints
     rows: Ints
     latest: Ints
@@ -133,8 +136,10 @@ def copy_ints(source: Ints, target: Ints) -> None:
 
 
 @uncounted()
-def look_up(touch: Ints, choice: Ints) -> int:
-    """Where a task's duration and set are in the pool under `choice`."""
+def look_up(touch: Ints, choice: Ints, gates: tuple[Ints, Ints, Ints, Ints]) -> int:
+    """Where a task's duration and set are in the pool under `choice`; 0, for idle, if shared."""
+    if is_shut(touch[GATE], choice, gates[0], gates[1], gates[2], gates[3]):
+        return 0
     where: int = touch[BASE] + choice[touch[FIRST]] * touch[STRIDE]
     where += choice[touch[SECOND]] * touch[SECOND_STRIDE]
     return where
@@ -169,7 +174,7 @@ def gather_changes(
             if plays.seen[begin + each] == proposal:
                 continue
             plays.seen[begin + each] = proposal
-            where = look_up(touch, choice)
+            where = look_up(touch, choice, plays.gates)
             ns, resources = plays.pool_ns[where], plays.pool_sets[where]
             played = plays.task[begin + k + each]
             if ns == played[PLAYED_DURATION] and resources == played[PLAYED_SET]:

@@ -15,7 +15,10 @@ a path has both, are as long as that block: n_pb counts it and not the backward.
 on a path without the backward.) The same holds with weights μ. A rank runs
 its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A
 block's makespan is at least the tasks along a path of *its* graph, and at least the busy time of
-each of its resources, which serve one task at a time: that is each f_bq, whatever overlaps. So
+each of its resources, which serve one task at a time: that is each f_bq, whatever overlaps.
+(Readers of a tensor may have a conversion or a copy in common, which only one of n edges then has.
+As a load, and in memory, each counts with 1/n. On a path it counts once whoever has it, as all of
+them wait for it from the same tensor on.) So
 t_b ≥ Σ_q λ_q f_bq for weights λ that sum to 1. The last sum is at most 0 where a plan fits. ∎
 
 The right side is a sum of look-ups by the choices of one or two operators (`lookups`), so its
@@ -55,6 +58,8 @@ from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.pipeline import SEND
 from stratagem.simulator.resharding import FloatArray, IntArray
 
+GATE = 11
+"""The gates of tensors in `Problem.tensors`."""
 MAX_PATHS = 6
 """Paths that are kept of a block, and of the macro graph."""
 FIT_ROUNDS = 8
@@ -156,11 +161,16 @@ class _BlockMeasure:
 
 
 def _block_measure(
-    block: BlockLookups, rows: IntArray | None = None, resource: int = PLAIN
+    block: BlockLookups,
+    path: tuple[IntArray, FloatArray] | None = None,
+    resource: int = PLAIN,
 ) -> _BlockMeasure:
+    """Of a path its tasks as far as they count, of a resource what surely occupies it."""
     found = block.lookups(resource)
-    found = found if rows is None else found.some(rows)
-    return _BlockMeasure(Measure(found, np.ones(len(found.base))), rows)
+    if path is None:
+        return _BlockMeasure(Measure(found, block.share), None)
+    rows, counts = path
+    return _BlockMeasure(Measure(found.some(rows), counts), rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,10 +296,10 @@ class _Relaxation:
 
     def _learn_path(self, key: tuple[int, int], choice: IntArray) -> None:
         block, known = self._blocks[key], self._measures[key]
-        rows = block.longest_path(choice)
+        path = block.longest_path(choice)
         paths = [measure.rows for measure in known if measure.rows is not None]
-        if len(paths) < MAX_PATHS and not any(np.array_equal(rows, p) for p in paths):
-            known.append(_block_measure(block, rows))
+        if len(paths) < MAX_PATHS and not any(np.array_equal(path[0], p) for p in paths):
+            known.append(_block_measure(block, path))
 
     def _learn_moments(self, choice: IntArray) -> None:
         """The moments at which ranks are over their memory."""
@@ -314,7 +324,8 @@ class _Relaxation:
                 continue
             copies = self._copies(rank, worst, place)
             rows = np.flatnonzero(copies)
-            shares = copies[rows] / float(problem.capacities[rank])
+            sharers = problem.tensor_sharing.share_of(problem.tensors[GATE][rows])
+            shares = copies[rows] / sharers / float(problem.capacities[rank])
             self._moments.append(_Moment(name, rows, Measure(self._tensors.some(rows), shares)))
 
     def _fullest_place(self, choice: IntArray, stage: int, which: int) -> int:
@@ -473,7 +484,8 @@ class _Relaxation:
             mine = [np.zeros(len(block.tasks)) for _ in range(NUM_RESOURCES + 1)]
             for q, measure in enumerate(self._measures[key]):
                 chosen = slice(None) if measure.rows is None else measure.rows
-                mine[measure.resource][chosen] += at.block.get((*key, q), 0.0)
+                weight = at.block.get((*key, q), 0.0)
+                mine[measure.resource][chosen] += weight * measure.ns.weights
             weights += mine
         sends = np.zeros(len(self._crossings[1]))
         for mu, path in zip(at.path, self._paths, strict=False):

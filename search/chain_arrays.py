@@ -14,6 +14,7 @@ from stratagem.search._pipeline import CLOSED, ORDERED, QUEUED, Pipeline
 from stratagem.search._plays import (
     BASE,
     FIRST,
+    GATE,
     NOW,
     NS,
     NUM_BOOKS,
@@ -26,12 +27,15 @@ from stratagem.search._plays import (
 )
 from stratagem.simulator._delta_index import DURATION, DURATIONS, SET, SETS
 from stratagem.simulator._delta_kernels import play_changes
+from stratagem.simulator._sharing_kernels import all_shut
 from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks
 from stratagem.simulator.contraction import contract
 from stratagem.simulator.delta import allocate_delta
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.pipeline import MacroGraph
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.rows import BoolArray
+from stratagem.simulator.sharing import OPEN, Sharing, joined_sharing
 from stratagem.simulator.taskgraph import TaskGraph
 
 if TYPE_CHECKING:
@@ -67,6 +71,7 @@ def begin_plays(plays: Plays, choice: IntArray) -> None:
         touches = plays.touches[low:high].T
         where = touches[BASE] + choice[touches[FIRST]] * touches[STRIDE]
         where += choice[touches[SECOND]] * touches[SECOND_STRIDE]
+        where[all_shut(touches[GATE], choice, *plays.gates)] = 0
         state = state_of.py_func(plays, k)
         ns, sets = plays.pool_ns[where], plays.pool_sets[where]
         state.task[touches[TASK], DURATION] = state.rows[DURATIONS, touches[TASK]] = ns
@@ -124,6 +129,7 @@ def _plays(problem: Problem) -> Plays:
     ]
     stages, pools = problem.plays[:, 0].tolist(), pool_starts(problem.stage_blocks)
     num_operators = len(problem.choices)
+    sharing, gates = joined_sharing([blocks.sharing for blocks in problem.stage_blocks])
     contracted: dict[int, tuple[TaskGraph, IntArray]] = {}
     states, touched = [], []
     for stage, (block, last) in zip(stages, blocks, strict=True):
@@ -132,7 +138,9 @@ def _plays(problem: Problem) -> Plays:
             contracted[key] = _contracted(problem.stage_blocks[stage], block, last)
         graph, kept = contracted[key]
         states.append(allocate_delta(graph))
-        touched.append(_touches(block, last, kept, pools[stage], num_operators))
+        touched.append(
+            _touches(block, last, kept, (pools[stage], gates[stage]), num_operators, sharing)
+        )
     before = np.cumsum([0, *(rows.shape[0] for _, rows in touched)])[:-1]
     num_tasks = [state.rows.shape[1] for state in states]
     total, num_plays = sum(num_tasks), len(states)
@@ -150,6 +158,7 @@ def _plays(problem: Problem) -> Plays:
             [starts + b for (starts, _), b in zip(touched, before, strict=True)]
         ),
         touches=np.concatenate([rows for _, rows in touched]),
+        gates=sharing.arrays,
         task=np.concatenate([state.task for state in states]),
         rows=np.concatenate([state.rows.ravel() for state in states]),
         latest=np.concatenate([state.latest.ravel() for state in states]),
@@ -176,16 +185,27 @@ def _contracted(blocks: StageBlocks, block: Block, last: bool) -> tuple[TaskGrap
 
 
 def _touches(
-    block: Block, last: bool, kept: IntArray, pool: int, num_operators: int
+    block: Block,
+    last: bool,
+    kept: IntArray,
+    begins: tuple[int, int],
+    num_operators: int,
+    sharing: Sharing,
 ) -> tuple[IntArray, IntArray]:
-    """By operator, the tasks whose look-up it takes part in: where they begin, and columns."""
+    """By operator, the tasks whose look-up it takes part in: where they begin, and columns.
+
+    The pool and the gates of the stage begin at `begins` among those of all.
+    """
+    pool, gates = begins
+    gate = np.where(block.gate[kept] < 0, OPEN, block.gate[kept] + gates)
     base = block.bases(last)[kept]
     first, stride = block.first[kept], block.stride[kept]
     second, second_stride = block.second[kept], block.second_stride[kept]
     busy = np.flatnonzero(base > 0)
     both = np.flatnonzero((base > 0) & (second_stride > 0) & (second != first))
-    tasks = np.concatenate([busy, both])
-    owners = np.concatenate([first[busy], second[both]])
+    gated, rivals = gate_owners(gate, sharing, base > 0)
+    tasks = np.concatenate([busy, both, gated])
+    owners = np.concatenate([first[busy], second[both], rivals])
     order = np.argsort(owners, kind="stable")
     tasks = tasks[order]
     columns = (
@@ -195,21 +215,35 @@ def _touches(
         stride[tasks],
         second[tasks],
         second_stride[tasks],
+        gate[tasks],
     )
     starts = np.searchsorted(owners[order], np.arange(num_operators + 1))
     return starts.astype(np.int64), np.stack(columns, axis=1).astype(np.int64)
+
+
+def gate_owners(gate: IntArray, sharing: Sharing, busy: BoolArray) -> tuple[IntArray, IntArray]:
+    """Whose gates other readers decide about: (what is behind a gate, an operator) pairs."""
+    rows: list[int] = []
+    rivals: list[int] = []
+    for row in np.flatnonzero((gate >= 0) & busy).tolist():
+        found = sharing.rivals(int(gate[row])).tolist()
+        rows += [row] * len(found)
+        rivals += found
+    return np.array(rows, dtype=np.int64), np.array(rivals, dtype=np.int64)
 
 
 # -- memory -------------------------------------------------------------------------------------
 
 
 def _tensors(problem: Problem) -> Tensors:
-    starts, sizes, base, first, stride, second, second_stride, birth, death, pool, _ = (
+    starts, sizes, base, first, stride, second, second_stride, birth, death, pool, _, *gates = (
         problem.tensors
     )
+    gate, sharing = gates[0], problem.tensor_sharing
     tensors = np.arange(base.size)
     pairs = (second_stride > 0) & (second != first)
-    owners = np.concatenate([first, second[pairs]])
+    gated, rivals = gate_owners(gate, sharing, np.ones(base.size, dtype=np.bool_))
+    owners = np.concatenate([first, second[pairs], rivals])
     order = np.argsort(owners, kind="stable")
     leaves = [1 << max(0, int(n) - 1).bit_length() for n in sizes]
     trees = _starts([6 * size for size in leaves])
@@ -225,9 +259,11 @@ def _tensors(problem: Problem) -> Tensors:
         second_stride=second_stride,
         birth=birth,
         death=death,
+        gate=gate,
+        gates=sharing.arrays,
         pool=pool,
         touch_starts=np.searchsorted(owners[order], np.arange(len(problem.choices) + 1)),
-        touches=np.concatenate([tensors, tensors[pairs]])[order],
+        touches=np.concatenate([tensors, tensors[pairs], gated])[order],
         trees=trees,
         nbytes=np.zeros(base.size, dtype=np.int64),
         sums=np.zeros(num_nodes, dtype=np.int64),

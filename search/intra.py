@@ -65,7 +65,10 @@ class IntraProgram:
         )
 
     def sum_weights(self) -> list[FloatArray]:
-        """Every task as often as a step runs it: nothing overlaps, no stage waits."""
+        """Every task as often as a step runs it: nothing overlaps, no stage waits.
+
+        What several readers may share they pay for in equal parts.
+        """
         macro = self.problem.macro_graph
         rests = macro.less >= 0
         times = np.zeros((NUM_KINDS, self.problem.table.shape[1]))
@@ -73,7 +76,7 @@ class IntraProgram:
         np.add.at(times, (macro.less[rests], macro.item[rests]), -1.0)
         rows = self.problem.crossings
         return [
-            *(np.full(len(b.tasks), times[b.kind, b.stage]) for b in self.blocks),
+            *(b.share * times[b.kind, b.stage] for b in self.blocks),
             times[rows[:, 0], rows[:, 1]],
         ]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from stratagem.search.problem import Problem
 from stratagem.simulator._compiling import kernel
-from stratagem.simulator.block import NUM_RESOURCES
+from stratagem.simulator.block import NUM_RESOURCES, Role
 from stratagem.simulator.resharding import FloatArray, IntArray
 from stratagem.simulator.rows import BoolArray
 
@@ -135,12 +135,50 @@ class BlockLookups:
         masks = self.problem.stage_blocks[self.stage].pool_mask
         return bool((np.bitwise_or.reduce(masks) >> resource) & 1)
 
-    def longest_path(self, choice: IntArray) -> IntArray:
-        """Positions in `tasks` of the path that takes longest under `choice`, resources apart."""
+    @cached_property
+    def share(self) -> FloatArray:
+        """What share of each of `tasks` surely counts: of edges that may share one has it all.
+
+        Weighed so, what they take together is at most what the one takes that makes it.
+        """
+        sharing = self.problem.stage_blocks[self.stage].sharing
+        return 1.0 / sharing.share_of(self.block.gate[self.tasks])
+
+    def longest_path(self, choice: IntArray) -> tuple[IntArray, FloatArray]:
+        """The path that takes longest under `choice`, resources apart.
+
+        Returns:
+            Its positions in `tasks`, and what share of each counts under all choices. A conversion
+            that another reader makes still keeps its own waiting as long, from the same tensor
+            on; but it counts once where the path goes through that of another reader, too.
+        """
+        stage = self.problem.stage_blocks[self.stage]
         durations = np.zeros(len(self._base))
-        durations[self.tasks] = self.lookups().values(choice)
+        shut = stage.sharing.shut(self.block.gate[self.tasks], choice)
+        durations[self.tasks] = np.where(shut, 0, self.lookups().values(choice))
         path = longest_path(self.block.successor_offsets, self.block.successors, durations)
-        return np.flatnonzero(np.isin(self.tasks, path))
+        rows = np.flatnonzero(np.isin(self.tasks, path))
+        counts = dict(zip(path.tolist(), self._counting(path.tolist()), strict=True))
+        return rows, np.array([counts[task] for task in self.tasks[rows].tolist()])
+
+    def _counting(self, path: Sequence[int]) -> list[float]:
+        """Whether each task of a path counts whoever makes what its edge may share."""
+        sharing = self.problem.stage_blocks[self.stage].sharing
+        roles = [None, *(self.block.roles[task] for task in path), None]
+        found: list[float] = []
+        for place, task in enumerate(path, start=1):
+            gate, role = int(self.block.gate[task]), roles[place]
+            before = roles[place - 1]
+            counts = before is not Role.LAUNCH_CONVERSION
+            if role is Role.CONVERT:
+                counts = counts and before is not role
+            elif role is Role.CONVERT_BACK:
+                counts = counts and roles[place + 1] is not role
+            else:
+                counts = False
+            is_own = gate < 0 or not len(sharing.rivals(gate))
+            found.append(1.0 if is_own or counts else 0.0)
+        return found
 
 
 def crossing_lookups(problem: Problem) -> Lookups:

@@ -52,6 +52,7 @@ from stratagem.simulator.rows import Timed
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedules import schedule_by_name
 from stratagem.simulator.segments import recomputed_operators
+from stratagem.simulator.sharing import OPEN, Sharing, joined_sharing
 from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.taskgraph import contention_table
 from stratagem.simulator.training import Training
@@ -80,6 +81,7 @@ class Problem:
     bucket_bytes: int
     inputs_first: bool
     tensors: tuple[IntArray, ...]
+    tensor_sharing: Sharing
     ranks: tuple[IntArray, ...]
     crossings: IntArray
     arrivals: IntArray
@@ -235,6 +237,7 @@ def make_problem(
     )
     graph_arrays = macro.graph.arrays()
     capacities, ranks = _flat_situations(schedule, skeleton, cluster)
+    tensors, tensor_sharing = _flat_tensors(tables, edges, stage_of, small, shapes)
     if constraints is not None:
         capacities = (capacities * (1.0 - constraints.constraints.headroom)).astype(np.int64)
     return Problem(
@@ -249,7 +252,8 @@ def make_problem(
         bucket_bytes=options.bucket_bytes,
         inputs_first=options.inputs_first,
         blocks=flat_blocks,
-        tensors=_flat_tensors(tables, edges, stage_of, small, shapes),
+        tensors=tensors,
+        tensor_sharing=tensor_sharing,
         ranks=ranks,
         crossings=crossings,
         arrivals=arrivals,
@@ -390,6 +394,12 @@ def _flat_blocks(
         pool_ns.append(c.timed.ns.ravel())
         pool_mask.append(c.timed.mask.ravel())
         shift += c.timed.ns.size
+    sharing, begins = joined_sharing([stage.sharing for stage in blocks])
+    gates = [
+        np.where(block.gate < 0, OPEN, block.gate + begin)
+        for stage, begin in zip(blocks, begins, strict=True)
+        for block in stage.all
+    ]
     tasks = np.cumsum([0, *(b.base.size for b in flat)])
     starts = np.cumsum([0, *(b.successors.size for b in flat)])
 
@@ -410,6 +420,8 @@ def _flat_blocks(
         joined(lambda k: flat[k].stride),
         joined(lambda k: flat[k].second),
         joined(lambda k: flat[k].second_stride),
+        joined(lambda k: gates[k]),
+        *sharing.arrays,
         SET_OFFSETS,
         SET_RESOURCES,
         contention_table(SET_OFFSETS, SET_RESOURCES, RIVALS, blocks[0].slowdown),
@@ -445,10 +457,12 @@ def _flat_tensors(
     stage_of: Mapping[str, int],
     graph: OperatorGraph,
     shapes: StageShapes,
-) -> tuple[IntArray, ...]:
-    """The tensors of all stages as the kernels take them."""
+) -> tuple[tuple[IntArray, ...], Sharing]:
+    """The tensors of all stages as the kernels take them, and their gates."""
     columns: list[tuple[IntArray, ...]] = []
     pool: list[IntArray] = []
+    gates: list[IntArray] = []
+    shared: list[Sharing] = []
     size = 0
     for s, table in enumerate(tables):
         arriving = {
@@ -457,18 +471,25 @@ def _flat_tensors(
             if stage_of[graph.operators[edge.consumer].name] == s
         }
         lifetimes = shapes.lifetimes(table, arriving)
-        base, *others = lifetimes.columns()
+        base, *others, gate = lifetimes.columns()
         columns.append((base + size, *others))
+        gates.append(gate)
+        shared.append(lifetimes.sharing)
         pool.append(lifetimes.pool)
         size += lifetimes.pool.size
     sizes = [len(table.operators) for table in tables]
-    return (
+    sharing, begins = joined_sharing(shared)
+    gates = [np.where(g < 0, OPEN, g + at) for g, at in zip(gates, begins, strict=True)]
+    arrays = (
         np.cumsum([0, *(stage[0].size for stage in columns)]).astype(np.int64),
         np.array(sizes, dtype=np.int64),
         *(np.concatenate([stage[k] for stage in columns]) for k in range(7)),
         np.concatenate(pool),
         np.zeros(3 * max(sizes) + 1, dtype=np.int64),
+        np.concatenate(gates),
+        *sharing.arrays,
     )
+    return arrays, sharing
 
 
 def _flat_situations(

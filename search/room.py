@@ -23,6 +23,7 @@ from stratagem.search.problem import Problem
 from stratagem.search.space import Options, Skeleton
 from stratagem.simulator.graph import shape_of
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.sharing import OPEN
 
 LEFT_OUT = "gathering inputs again: every plan fits without"
 """Why choices are left out, as a search's notes have it."""
@@ -88,15 +89,16 @@ def always_fits(problem: Problem) -> bool:
         >>> always_fits(problem)
         True
     """
-    starts, sizes, _, first, _, second, _, birth, death, _, change = problem.tensors
+    starts, sizes, _, first, _, second, _, birth, death, _, change, gate, *gates = problem.tensors
     most, idle = _largest(problem), np.zeros_like(first)
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     nobody = np.zeros(len(problem.choices), dtype=np.int64)
     where = np.arange(len(most)), first, idle, second, idle
     for stage in range(problem.num_stages):
         _kernels.measure_stage.py_func(
-            stage, nobody, profiles[stage], starts, sizes, *where, birth, death, most, change
-        )
+            stage, nobody, profiles[stage], starts, sizes, *where, birth, death, most, change,
+            np.full_like(gate, OPEN), *gates,
+        )  # fmt: skip
     return all(
         _kernels.rank_peak.py_func(rank, profiles, *problem.ranks) <= capacity
         for rank, capacity in enumerate(problem.capacities.tolist())
@@ -106,7 +108,7 @@ def always_fits(problem: Problem) -> bool:
 def _largest(problem: Problem) -> IntArray:
     """The most bytes of each tensor under any choices of the operators that decide it."""
     counts = np.array([len(listed) for listed in problem.choices])
-    _, _, base, first, stride, second, second_stride, _, _, pool, _ = problem.tensors
+    _, _, base, first, stride, second, second_stride, _, _, pool, *_ = problem.tensors
     theirs = np.where((second == first) | (second_stride == 0), 1, counts[second])
     strides = stride + np.where(second == first, second_stride, 0)
     rows = np.stack([base, counts[first], strides, theirs, second_stride], axis=1)

@@ -25,6 +25,7 @@ from stratagem.simulator.names import unknown
 from stratagem.simulator.placement import Pin
 from stratagem.simulator.plan import CUSTOM, Choice, Plan
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.sharing import Sharing
 from stratagem.simulator.taskgraph import TaskGraph
 
 
@@ -82,7 +83,7 @@ class WhatIf:
         chosen = {name: c for stage in plan.stages for name, c in stage.choices.items()}
         self._choice = self._problem.encode(chosen)
         self._touched = {
-            (number, direction): _touched(block)
+            (number, direction): _touched(block, stage.sharing)
             for number, stage in enumerate(self._problem.stage_blocks)
             for direction, block in enumerate(stage.all)
         }
@@ -253,7 +254,7 @@ def _problem(plan: Plan, graph: OperatorGraph, costs: CostModel, options: Option
     )
 
 
-def _touched(block: Block) -> dict[int, list[int]]:
+def _touched(block: Block, sharing: Sharing) -> dict[int, list[int]]:
     """Per operator the tasks of a block whose look-up it takes part in."""
     found: dict[int, list[int]] = {}
     busy = (block.base > 0) | (block.inner_base > 0)
@@ -261,4 +262,6 @@ def _touched(block: Block) -> dict[int, list[int]]:
         found.setdefault(int(block.first[task]), []).append(task)
         if block.second_stride[task]:
             found.setdefault(int(block.second[task]), []).append(task)
+        for i in sharing.rivals(int(block.gate[task])).tolist() if block.gate[task] >= 0 else ():
+            found.setdefault(i, []).append(task)
     return found

@@ -6,8 +6,8 @@ is idle. A task's duration and resources are one look-up in the stage's *pool*, 
 
     base + choice of its first operator · stride + choice of its second operator
 
-so a change of choice is a change of a few durations. Which tasks there are is said in
-`block_tasks`.
+so a change of choice is a change of a few durations. What another reader of a tensor has is idle
+(see `sharing`). Which tasks there are is said in `block_tasks`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from stratagem.simulator.pipeline import (
 from stratagem.simulator.repeats import extrapolated
 from stratagem.simulator.resharding import COMPUTE, HOST, INTER_NODE, INTRA_NODE, IntArray
 from stratagem.simulator.rows import BoolArray, Timed
+from stratagem.simulator.sharing import OPEN, Sharing
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import TaskKind
 
@@ -135,7 +136,7 @@ class Block:
     and `second` are operator indices of the graph, `operators` its names; `second_stride` is 0
     where `second` does not count. `labels` name the tasks, ``{0}`` and ``{1}`` being the two.
     `roles` say what each task is, and `subjects` of what: the index of an operator, or the number
-    of an edge or a tied parameter in the cost table.
+    of an edge or a tied parameter in the cost table. `gate` is that of a conversion, −1 elsewhere.
     """
 
     successor_offsets: IntArray
@@ -147,6 +148,7 @@ class Block:
     stride: IntArray
     second: IntArray
     second_stride: IntArray
+    gate: IntArray
     labels: tuple[str, ...]
     roles: tuple[Role, ...]
     subjects: IntArray
@@ -201,6 +203,7 @@ class StageBlocks:
     weight_backward: Block | None
     pool_ns: IntArray
     pool_mask: IntArray
+    sharing: Sharing
     slowdown: int = 0
     apart: Mapping[int, Block] = field(default_factory=dict)
 
@@ -252,6 +255,7 @@ class StageBlocks:
             input_backward=parts[0],
             weight_backward=parts[1],
             apart={kind: block.moved(by) for kind, block in self.apart.items()},
+            sharing=self.sharing.moved(by),
         )
 
     def look_up(
@@ -261,7 +265,7 @@ class StageBlocks:
         base = block.bases(last)[tasks]
         where = base + choices[block.first[tasks]] * block.stride[tasks]
         where += choices[block.second[tasks]] * block.second_stride[tasks]
-        where[base == 0] = 0
+        where[(base == 0) | self.sharing.shut(block.gate[tasks], choices)] = 0
         return self.pool_ns[where], self.pool_mask[where]
 
     def task_graph(self, block: Block, choices: IntArray, *, last: bool) -> TaskGraph:
@@ -308,9 +312,9 @@ class Pool:
         return np.concatenate(self._ns), np.concatenate(self._mask)
 
 
-_Task = tuple[str, Role, int, int, int, int, int, int, int, Sequence[int]]
+_Task = tuple[str, Role, int, int, int, int, int, int, int, int, Sequence[int]]
 """A task of a block that is being built: label, role, subject, first, stride, second, second
-stride, base, inner base, predecessors. Millions are made, so it is a plain tuple."""
+stride, base, inner base, gate, predecessors. Millions are made, so it is a plain tuple."""
 
 
 class Draft:
@@ -358,7 +362,7 @@ class Draft:
         """Add a task whose duration one operator's choice decides."""
         inner = base if inner_base is None else inner_base
         self._tasks.append(
-            (label, role, operator, operator, 1, operator, 0, base, inner, predecessors)
+            (label, role, operator, operator, 1, operator, 0, base, inner, OPEN, predecessors)
         )
         return len(self) - 1
 
@@ -372,24 +376,25 @@ class Draft:
         base: int,
         predecessors: Sequence[int],
         inner_base: int | None = None,
+        gate: int = OPEN,
     ) -> int:
         """Add a task whose duration two operators decide; the second has `width` choices.
 
-        `subject` is the number of the edge or the tied parameter, or an operator.
+        `subject` is the number of the edge or the tied parameter, or an operator. Where its `gate`
+        is shut it is idle.
         """
         inner = base if inner_base is None else inner_base
         first, second = pair
         self._tasks.append(
-            (label, role, subject, first, width, second, 1, base, inner, predecessors)
+            (label, role, subject, first, width, second, 1, base, inner, gate, predecessors)
         )
         return len(self) - 1
 
     def finish(self) -> Block:
         """Flat arrays, successors in ascending order."""
         parts = [*self._before, _columns(self._tasks)]
-        subject, first, stride, second, second_stride, base, inner_base = np.concatenate(
-            [part.numbers for part in parts], axis=1
-        )
+        numbers = np.concatenate([part.numbers for part in parts], axis=1)
+        subject, first, stride, second, second_stride, base, inner_base, gate = numbers
         counts, sources = (
             np.concatenate([getattr(part, which) for part in parts])
             for which in ("counts", "sources")
@@ -406,6 +411,7 @@ class Draft:
             stride=stride,
             second=second,
             second_stride=second_stride,
+            gate=gate,
             labels=tuple(label for part in parts for label in part.labels),
             roles=tuple(role for part in parts for role in part.roles),
             subjects=subject,
@@ -444,7 +450,7 @@ class _Columns(NamedTuple):
 def _columns(tasks: Sequence[_Task]) -> _Columns:
     if not tasks:
         none = np.zeros(0, dtype=np.int64)
-        return _Columns((), (), np.zeros((7, 0), dtype=np.int64), none, none)
+        return _Columns((), (), np.zeros((8, 0), dtype=np.int64), none, none)
     label, role, *numbers, before = zip(*tasks, strict=True)
     return _Columns(
         label,

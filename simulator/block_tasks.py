@@ -13,7 +13,9 @@ Gathers of sharded parameters are prefetched while the operators before run, two
 recomputed is made again when backward comes to the first operator that may need it; inputs that
 are only converted again are so beside the operator before. An operator
 that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
-operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Where the
+operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Readers of
+one tensor may have a conversion in common (see `sharing`), so they are made in their order, and
+gradients, against it, when all are there. Where the
 host's time counts, passes and conversions wait for their launches, one after the other. Syncs of a
 bucket wait for its last gradient, and a path of collectives that two of them share pays its
 latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
@@ -21,7 +23,7 @@ latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +35,8 @@ from stratagem.simulator.parameters import gradient_buckets
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.repeats import copy_length, sparing
 from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray, EdgeLaunches, EdgeRow, OperatorRow, Timed
+from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, SharedBy, Timed
+from stratagem.simulator.sharing import NUM_GATES, OPEN, chains_of, sharing_of
 
 
 def stage_blocks(
@@ -64,13 +67,15 @@ def stage_blocks(
     parts: tuple[Block | None, Block | None] = (None, None)
     if split:
         parts = writer.backward(parameters=False), writer.weight_backward()
-    return StageBlocks(forward, backward, *parts, *writer.pool.arrays(), slowdown)
+    pool = writer.pool.arrays()
+    return StageBlocks(forward, backward, *parts, *pool, writer.sharing, slowdown)
 
 
-_ARROWS = {
-    Role.CONVERT: "{0} → {1}",
-    Role.CONVERT_BACK: "{0} ← {1}",
-    Role.CONVERT_AGAIN: "{0} → {1} again",
+_CONVERSIONS = {
+    SharedBy.THERE: (Role.CONVERT, "{0} → {1}"),
+    SharedBy.BACK: (Role.CONVERT_BACK, "{0} ← {1}"),
+    SharedBy.AGAIN: (Role.CONVERT_AGAIN, "{0} → {1} again"),
+    SharedBy.REGATHER: (Role.CONVERT_AGAIN, "{0} → {1} again"),
 }
 
 
@@ -91,15 +96,13 @@ class _Host:
         self.last = [self.draft.operator_task(label, Role.LAUNCH, i, number, self.last)]
         return self.last
 
-    def converts(self, k: int, role: Role, pick: Callable[[EdgeLaunches], Timed]) -> list[int]:
+    def converts(self, k: int, by: SharedBy) -> list[int]:
         """What a conversion of edge `k` waits for; nothing where its launch costs nothing."""
         launches = self.writer.edge_row(k).launches
         if launches is None:
             return []
-        label = f"{_ARROWS[role]} launch"
-        task = self.writer.pair(
-            self.draft, k, label, Role.LAUNCH_CONVERSION, pick(launches), self.last
-        )
+        label, timed = f"{_CONVERSIONS[by][1]} launch", launches.of(by)
+        task = self.writer.pair(self.draft, k, label, Role.LAUNCH_CONVERSION, timed, self.last, by)
         self.last = [task]
         return self.last
 
@@ -121,6 +124,8 @@ class _Writer:
         for k, edge in enumerate(self.table.edges):
             self.outgoing.setdefault(edge.producer, []).append(k)
         self.triggers = recompute_triggers(self.table)
+        self.sharing = sharing_of(self.table, self.triggers)
+        self.chains = chains_of(self.table, self.triggers)
 
     def forward(self) -> Block:
         """Every operator's forward pass, conversions between, gathers ahead."""
@@ -134,11 +139,11 @@ class _Writer:
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self.edge_row(k)
                 both = row.made_forward, row.read_forward
-                launch = made.host.converts(k, Role.CONVERT, lambda each: each.forward)
-                tasks = self._conversion(
-                    draft, k, Role.CONVERT, row.forward, both, done[edge.producer], launch
+                launch = made.host.converts(k, SharedBy.THERE)
+                made.converted[k] = self._conversion(
+                    made, k, SharedBy.THERE, row.forward, both, done[edge.producer], launch
                 )
-                _arrive(arrivals, first, tasks)
+                _arrive(arrivals, first, made.converted[k])
             done[i] = self._passes(
                 draft, i, "forward", Role.FORWARD, self._row(i).forward, first, arrivals
             )
@@ -160,10 +165,9 @@ class _Writer:
             gate = [done[order[place - 1]][-1]] if place else []
             for j in self.triggers.at.get(place, ()):
                 launch = host.launches(j, "recompute", self._row(j).launch_recompute)
-                again[j] = self._again(draft, j, again, gate, gathers, host, launch)
-            runs = self.table.graph.needs_gradient[
-                i
-            ]  # What is below all that is trained does not.
+                again[j] = self._again(made, j, gate, launch)
+            # What is below all that is trained has no backward pass to gather for.
+            runs = self.table.graph.needs_gradient[i]
             first = [again[i]] if i in again else gathers.before(i) if runs else []
             first += [
                 again[edge.producer]
@@ -172,11 +176,11 @@ class _Writer:
                 if edge.producer in again
             ]
             before = done[order[place - 2]] if place > 1 else []
-            first += self._regathered(draft, i, again, before, host)
+            first += self._regathered(made, i, before)
             first += host.launches(i, "backward", self._row(i).launch_backward)
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
             for k in self.outgoing.get(i, ()):
-                _arrive(arrivals, first, made.returned[k])
+                _arrive(arrivals, first, made.converted[k])
             timed = self._row(i).backward if together else self._row(i).input_gradient
             done[i] = self._passes(draft, i, "backward", Role.BACKWARD, timed, first, arrivals)
             gathers.ran(i, done[i][-1])
@@ -186,9 +190,9 @@ class _Writer:
             for k in self.incoming.get(i, ()):
                 row = self.edge_row(k)
                 both = row.made_backward, row.read_backward
-                launch = host.converts(k, Role.CONVERT_BACK, lambda each: each.backward)
-                made.returned[k] = self._conversion(
-                    draft, k, Role.CONVERT_BACK, row.backward, both, done[i], launch
+                launch = host.converts(k, SharedBy.BACK)
+                made.converted[k] = self._conversion(
+                    made, k, SharedBy.BACK, row.backward, both, done[i], launch
                 )
         if parameters:
             self._parameters(draft, ends)
@@ -235,35 +239,44 @@ class _Writer:
 
     def _conversion(
         self,
-        draft: Draft,
+        now: _Pass,
         k: int,
-        role: Role,
+        by: SharedBy,
         timed: Timed,
         pieces: tuple[IntArray, IntArray],
         made: Sequence[int],
         launch: Sequence[int],
     ) -> tuple[list[int], list[int]]:
-        """Tasks of a conversion: in the pieces of what makes the tensor, and of what reads it."""
+        """Tasks of a conversion: in the pieces of what makes the tensor, and of what reads it.
+
+        Each waits for that of the edge which may have it in common.
+        """
         by_maker, by_reader = pieces
-        last = len(made) - 1
+        last, draft = len(made) - 1, now.draft
+        other = self.chains[by].get(k)
+        ahead = [] if other is None else now.converted[other][0]
+        if by is SharedBy.BACK:
+            ahead = ahead[-1:] * len(made)
         if last == 0 and self.edge_row(k).is_whole:
-            return [self._converted(draft, k, role, 0, timed, [*made, *launch])], []
+            return [self._converted(draft, k, by, 0, timed, [*made, *launch, *ahead])], []
         ours: list[int] = []
         for j, task in enumerate(made):
             active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
             part = self._part(timed, j - len(made), active)
-            ours.append(self._converted(draft, k, role, j, part, [task, *launch]))
+            waits = [task, *launch, *ahead[j : j + 1]]
+            ours.append(self._converted(draft, k, by, j, part, waits))
         theirs: list[int] = []
         for j in range(int(by_reader.max())):
             part = self._part(timed, j, by_reader > j)
-            theirs.append(self._converted(draft, k, role, j, part, [ours[-1], made[-1]]))
+            theirs.append(self._converted(draft, k, by, j, part, [ours[-1], made[-1]]))
         return ours, theirs
 
     def _converted(
-        self, draft: Draft, k: int, role: Role, j: int, timed: Timed, before: Sequence[int]
+        self, draft: Draft, k: int, by: SharedBy, j: int, timed: Timed, before: Sequence[int]
     ) -> int:
-        label = _ARROWS[role] + (f", piece {j + 1}" if j else "")
-        return self.pair(draft, k, label, role, timed, before)
+        role, arrow = _CONVERSIONS[by]
+        label = arrow + (f", piece {j + 1}" if j else "")
+        return self.pair(draft, k, label, role, timed, before, by)
 
     def pair(
         self,
@@ -273,8 +286,9 @@ class _Writer:
         role: Role,
         timed: Timed,
         before: Sequence[int],
+        by: SharedBy,
     ) -> int:
-        """A task of edge `k`, which the choices of its two ends decide."""
+        """A task of edge `k`, which the choices of its two ends decide, and who shares it."""
         edge = self.table.edges[k]
         return draft.pair_task(
             label,
@@ -284,26 +298,22 @@ class _Writer:
             len(self._row(edge.consumer).choices),
             self.pool.add(timed),
             before,
+            gate=OPEN if self.sharing.is_empty else NUM_GATES * k + by,
         )
 
-    def _again(
-        self,
-        draft: Draft,
-        i: int,
-        again: Mapping[int, int],
-        gate: Sequence[int],
-        gathers: _Prefetch,
-        host: _Host,
-        launch: Sequence[int],
-    ) -> int:
+    def _again(self, now: _Pass, i: int, gate: Sequence[int], launch: Sequence[int]) -> int:
         """Recompute an operator, its inputs converted again, not before `gate`."""
-        before = [*gathers.before(i), *gate, *launch]
+        draft, again = now.draft, now.again
+        before = [*now.gathers.before(i), *gate, *launch]
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self.edge_row(k)
             made = [again[edge.producer]] if edge.producer in again else []
-            launched = host.converts(k, Role.CONVERT_AGAIN, lambda each: each.recompute)
-            waits = [*made, *gate, *launched]
-            before.append(self._converted(draft, k, Role.CONVERT_AGAIN, 0, row.recompute, waits))
+            waits = [*made, *gate, *now.host.converts(k, SharedBy.AGAIN)]
+            other = self.chains[SharedBy.AGAIN].get(k)
+            waits += [] if other is None else [now.repeated[other]]
+            task = self._converted(draft, k, SharedBy.AGAIN, 0, row.recompute, waits)
+            now.repeated[k] = task
+            before.append(task)
         return draft.operator_task(
             "{0} recompute",
             Role.RECOMPUTE,
@@ -312,18 +322,20 @@ class _Writer:
             before,
         )
 
-    def _regathered(
-        self, draft: Draft, i: int, again: Mapping[int, int], gate: Sequence[int], host: _Host
-    ) -> list[int]:
+    def _regathered(self, now: _Pass, i: int, gate: Sequence[int]) -> list[int]:
         """Convert inputs again that were not kept as they were read, not before `gate`."""
+        draft, again = now.draft, now.again
         tasks: list[int] = []
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self.edge_row(k)
             if row.may_regather:
                 made = [again[edge.producer]] if edge.producer in again else []
-                launched = host.converts(k, Role.CONVERT_AGAIN, lambda each: each.regather)
-                waits = [*made, *gate[-1:], *launched]
-                tasks.append(self._converted(draft, k, Role.CONVERT_AGAIN, 0, row.regather, waits))
+                waits = [*made, *gate[-1:], *now.host.converts(k, SharedBy.REGATHER)]
+                other = self.chains[SharedBy.REGATHER].get(k)
+                waits += [] if other is None else [now.regathered[other]]
+                task = self._converted(draft, k, SharedBy.REGATHER, 0, row.regather, waits)
+                now.regathered[k] = task
+                tasks.append(task)
         return tasks
 
     # -- parameters -----------------------------------------------------------------------------
@@ -459,7 +471,9 @@ class _Pass:
     Attributes:
         done: of operators, one for each piece.
         again: of operators that are recomputed.
-        returned: of edges backward, for their producer and for their reader.
+        converted: of edges, for who makes the tensor or the gradient and for who reads it.
+        repeated: of edges whose reader is recomputed.
+        regathered: of edges whose reader converts its inputs again.
         ends: of operators, behind which their gradients are complete.
     """
 
@@ -467,7 +481,9 @@ class _Pass:
         self.draft = Draft(writer.table.graph.names)
         self.done: dict[int, list[int]] = {}
         self.again: dict[int, int] = {}
-        self.returned: dict[int, tuple[list[int], list[int]]] = {}
+        self.converted: dict[int, tuple[list[int], list[int]]] = {}
+        self.repeated: dict[int, int] = {}
+        self.regathered: dict[int, int] = {}
         self.ends: dict[int, int] = {}
         self.gathers, self.host = _Prefetch(writer, self.draft), _Host(writer, self.draft)
         self._table, self._backwards = writer.table, backwards
@@ -486,8 +502,9 @@ class _Pass:
 
     @property
     def _kept(self) -> tuple[dict[int, Any], ...]:
-        """What later operators look up, by operator but for the first, which is by edge."""
-        return (self.returned, self.done, self.again, self.ends, self.gathers.made)
+        """What later operators look up: three by edge, the others by operator."""
+        by_edge = self.converted, self.repeated, self.regathered
+        return (*by_edge, self.done, self.again, self.ends, self.gathers.made)
 
     def _mark(self) -> None:
         passed = len(self.gathers.passed)
@@ -496,7 +513,7 @@ class _Pass:
 
     def _skip(self, times: int) -> bool:
         """Extrapolate what the next copies draft, and what they leave for later operators."""
-        steps = [self._edge_step, *[self._operator_step] * 4]
+        steps = [*[self._edge_step] * 3, *[self._operator_step] * 4]
         tasks = copy_length([mark[0] for mark in self._marks])
         before, last = self._launched[2:]
         launches = 0 if last == before else tasks

@@ -32,7 +32,7 @@ from stratagem.simulator.graph import (
 )
 from stratagem.simulator.mesh import AxisLink, DeviceMesh
 from stratagem.simulator.operator_rows import OperatorPricer
-from stratagem.simulator.overlap import fuses_forward, piece_dim
+from stratagem.simulator.overlap import fuses_forward, piece_dim, shares_conversion
 from stratagem.simulator.parameters import (
     home_placements,
     makes_input_gradients,
@@ -430,6 +430,32 @@ class TableBuilder:
             regather=whole.where(gathers),
             copy_bytes=copies,
             launches=launches,
+            shares=self._shares(edge, theirs, targets, grads if flows else None, kept, runs_again),
+        )
+
+    def _shares(
+        self,
+        edge: Edge,
+        theirs: Sequence[Choice],
+        targets: Sequence[Placements],
+        grads: Sequence[Placements] | None,
+        kept: bool,
+        runs_again: bool,
+    ) -> tuple[IntArray, ...]:
+        """Numbers of what each choice of a reader needs, by `SharedBy`."""
+        consumer, number = self.graph.operators[edge.consumer], self._memory.number
+        alone = np.array([not shares_conversion(consumer, c, edge.slot) for c in theirs])
+        again = np.array([choice.recompute for choice in theirs])
+        gathers = np.array([choice.regather for choice in theirs]) & ~again & kept
+        there = np.array([number(target) for target in targets], dtype=np.int64)
+        back = there if grads is None else np.array([number(g) for g in grads], dtype=np.int64)
+        none = np.full(len(theirs), -1, dtype=np.int64)
+        return (
+            np.where(alone, none, there),
+            none if grads is None else np.where(alone, none, back),
+            np.where(again & runs_again, there, none),
+            np.where(gathers, there, none),
+            np.where(alone | again | gathers | (not kept), none, there),
         )
 
     def _pieces(self, operator: Operator, choices: Sequence[Choice], layout: Layout) -> IntArray:

@@ -29,7 +29,8 @@ from stratagem.simulator.graph import Edge
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.repeats import Repeat, copy_length, extrapolated, sparing
 from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray
+from stratagem.simulator.rows import BoolArray, SharedBy
+from stratagem.simulator.sharing import NUM_GATES, OPEN, Sharing, sharing_of
 
 
 class Purpose(Enum):
@@ -61,6 +62,7 @@ class Lifetimes:
 
         pool[base[k] + choice[first[k]]·stride[k] + choice[second[k]]·second_stride[k]]   bytes
 
+    and none where its `gate` is shut, because another reader keeps the same copy (see `sharing`).
     Parameters, gradients and optimizer state live from −1 to 3n: through the step. Where each
     microbatch has an update, gradients live until its backward is over, and the oldest version of
     the weights until the backward of its operator.
@@ -75,18 +77,26 @@ class Lifetimes:
     birth: IntArray
     death: IntArray
     owner: IntArray
+    gate: IntArray
     uses: tuple[Purpose, ...]
     pool: IntArray
+    sharing: Sharing
 
     def bytes_under(self, choices: IntArray) -> IntArray:
         """Bytes of each tensor under `choices` (per operator of the graph)."""
         where = self.base + choices[self.first] * self.stride
         found: IntArray = self.pool[where + choices[self.second] * self.second_stride]
-        return found
+        return np.where(self.sharing.shut(self.gate, choices), 0, found)
 
     def moved(self, by: int) -> Lifetimes:
         """The tensors of a stage of equal operators, `by` places further on in the graph."""
-        return replace(self, first=self.first + by, second=self.second + by, owner=self.owner + by)
+        return replace(
+            self,
+            first=self.first + by,
+            second=self.second + by,
+            owner=self.owner + by,
+            sharing=self.sharing.moved(by),
+        )
 
     def with_tensors(self, more: Sequence[Tensor], *, of: BoolArray) -> Lifetimes:
         """Those of these tensors that `of` marks, and `more`."""
@@ -104,8 +114,10 @@ class Lifetimes:
             birth=np.concatenate([self.birth[kept], birth]),
             death=np.concatenate([self.death[kept], death]),
             owner=np.concatenate([self.owner[kept], owner]),
+            gate=np.concatenate([self.gate[kept], np.full_like(owner, OPEN)]),
             uses=(*(self.uses[k] for k in kept), *(each.use for each in more)),
             pool=np.concatenate([self.pool, nbytes]),
+            sharing=self.sharing,
         )
 
     def columns(self) -> tuple[IntArray, ...]:
@@ -118,6 +130,7 @@ class Lifetimes:
             self.second_stride,
             self.birth,
             self.death,
+            self.gate,
         )
 
 
@@ -185,7 +198,9 @@ class _Writer:
         table = self.table
         self.n = len(table.operators)
         self.place = {i: p for p, i in enumerate(table.operators)}
-        self.triggers = recompute_triggers(table).of
+        triggers = recompute_triggers(table)
+        self.triggers, self.sharing = triggers.of, sharing_of(table, triggers)
+        self.number = {edge: k for k, edge in enumerate(table.edges)}
         self.segment = table.graph.segments if self.triggers else None
         self.readers: dict[int, list[Edge]] = {}
         for edge in table.edges:
@@ -254,10 +269,10 @@ class _Writer:
             return
         row = self.table.row(edge.consumer)
         if row.keeps_copies.all():
-            self._add_pair(Purpose.ACTIVATIONS, edge, nbytes, place, back)
+            self._add_pair(Purpose.ACTIVATIONS, edge, nbytes, place, back, shared=True)
             return
         held, used = self._divide(nbytes, row.keeps_copies)
-        self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back)
+        self._add_pair(Purpose.ACTIVATIONS, edge, held, place, back, shared=True)
         self._add_pair(Purpose.BUFFERS, edge, used, place, place)
         if edge.consumer in self.triggers:
             dropped, again = self._divide(nbytes, row.keeps)[1], self._trigger(edge.consumer)
@@ -312,7 +327,7 @@ class _Writer:
     def finish(self) -> Lifetimes:
         """All tensors as columns."""
         columns = np.concatenate([*self.columns, _columns(self.rows)], axis=1)
-        base, first, stride, second, second_stride, birth, death, owner = columns
+        base, first, stride, second, second_stride, birth, death, owner, gate = columns
         return Lifetimes(
             num_operators=self.n,
             base=base,
@@ -323,8 +338,10 @@ class _Writer:
             birth=birth,
             death=death,
             owner=owner,
+            gate=gate,
             uses=tuple(self.uses),
             pool=np.concatenate([np.zeros(0, dtype=np.int64), *self.pool]),
+            sharing=self.sharing,
         )
 
     # -- one result -----------------------------------------------------------------------------
@@ -475,16 +492,26 @@ class _Writer:
         base = self._base(nbytes)
         if base >= 0:
             self.uses.append(use)
-            self.rows.append((base, i, 1, i, 0, birth, death, i))
+            self.rows.append((base, i, 1, i, 0, birth, death, i, OPEN))
 
     def _add_pair(
-        self, use: Purpose, edge: Edge, nbytes: IntArray, birth: int, death: int
+        self,
+        use: Purpose,
+        edge: Edge,
+        nbytes: IntArray,
+        birth: int,
+        death: int,
+        *,
+        shared: bool = False,
     ) -> None:
         base = self._base(nbytes)
         if base >= 0:
             self.uses.append(use)
             ends = (edge.producer, nbytes.shape[1], edge.consumer, 1)
-            self.rows.append((base, *ends, birth, death, edge.consumer))
+            gate = OPEN
+            if shared and not self.sharing.is_empty:
+                gate = NUM_GATES * self.number[edge] + SharedBy.KEPT
+            self.rows.append((base, *ends, birth, death, edge.consumer, gate))
 
     def _base(self, nbytes: IntArray) -> int:
         """Where a row of bytes begins in the pool; −1 for one without any."""
@@ -502,4 +529,4 @@ class _Writer:
 
 
 def _columns(rows: Sequence[tuple[int, ...]]) -> IntArray:
-    return np.array(rows, dtype=np.int64).reshape(-1, 8).T.copy()
+    return np.array(rows, dtype=np.int64).reshape(-1, 9).T.copy()

@@ -14,10 +14,14 @@ Small pieces compute less efficiently, and each pays the latency of its collecti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from stratagem.simulator.graph import DimKind, Operator, factors
 from stratagem.simulator.placement import Config, local_sizes
 from stratagem.simulator.rules import rule_of
+
+if TYPE_CHECKING:
+    from stratagem.simulator.plan import Choice
 
 
 def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str | None:
@@ -40,6 +44,14 @@ def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str 
 def fuses_forward(operator: Operator) -> bool:
     """Whether an operator's forward pass can run inside the conversion of its first input."""
     return operator.kind == "elementwise" and not operator.weights and bool(operator.inputs)
+
+
+def shares_conversion(operator: Operator, choice: Choice, slot: int) -> bool:
+    """Whether an operator may read a copy that another one reads too (see `sharing`).
+
+    What it reads in pieces, or inside a conversion, is its own.
+    """
+    return choice.chunks == 1 and not (choice.fused and slot == 0 and fuses_forward(operator))
 
 
 def check_pieces(operator: Operator, config: Config, shape: Sequence[int], chunks: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
 
+from stratagem.simulator.placement import Pin
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import FloatArray, IntArray
 
@@ -125,6 +127,11 @@ class OperatorRow:
         return any(choice.recompute for choice in self.choices)
 
     @cached_property
+    def may_pin(self) -> bool:
+        """Whether some choice pins the operator to a part of the mesh."""
+        return any(isinstance(p, Pin) for choice in self.choices for p in choice.config)
+
+    @cached_property
     def keeps(self) -> BoolArray:
         """Which choices do not recompute the operator."""
         return np.array([not choice.recompute for choice in self.choices])
@@ -140,6 +147,19 @@ class OperatorRow:
         return self.keeps & ~self.regathers
 
 
+class SharedBy(IntEnum):
+    """What edges of one result may have in common: conversions forward, of gradients, of what runs
+
+    again, of inputs only; and the copy that is kept for backward.
+    """
+
+    THERE = 0
+    BACK = 1
+    AGAIN = 2
+    REGATHER = 3
+    KEPT = 4
+
+
 @dataclass(frozen=True, eq=False)
 class EdgeLaunches:
     """What hosts lose while they launch the collectives of an edge's conversions, whole."""
@@ -148,6 +168,10 @@ class EdgeLaunches:
     backward: Timed
     recompute: Timed
     regather: Timed
+
+    def of(self, by: SharedBy) -> Timed:
+        """Those of a kind of conversion."""
+        return (self.forward, self.backward, self.recompute, self.regather)[by]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +185,9 @@ class EdgeRow:
     `recompute` is the whole forward conversion where the consumer is recomputed (of one that does
     not run again, where backward needs the input), `regather` where only its input is converted
     again. `copy_bytes` is the size of the converted copy. `launches`
-    are None where launching a collective costs its hosts nothing.
+    are None where launching a collective costs its hosts nothing. `shares` are, by `SharedBy`, a
+    number for each consumer choice, equal for edges of one result that share (see `sharing`), −1
+    where nothing is shared; None where nothing ever is converted.
     """
 
     forward: Timed
@@ -174,6 +200,7 @@ class EdgeRow:
     regather: Timed
     copy_bytes: IntArray
     launches: EdgeLaunches | None = None
+    shares: tuple[IntArray, ...] | None = None
 
     @cached_property
     def may_regather(self) -> bool:

@@ -27,6 +27,7 @@ from stratagem.simulator.models import gpt, llama, mlp, moe, nmt
 from stratagem.simulator.models.layers import linear
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.repeats import LEAST, Repeat, extrapolated, find_repeat
+from stratagem.simulator.sharing import Sharing
 from stratagem.simulator.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -137,7 +138,7 @@ def assert_equal_arrays(one: object, other: object) -> None:
     assert type(one) is type(other)
     for each in fields(one):  # type: ignore[arg-type]
         ours, theirs = getattr(one, each.name), getattr(other, each.name)
-        if isinstance(ours, Block):
+        if isinstance(ours, (Block, Sharing)):
             assert_equal_arrays(ours, theirs)
         elif isinstance(ours, np.ndarray):
             np.testing.assert_array_equal(ours, theirs, err_msg=each.name)
