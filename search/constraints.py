@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import TypeVar
 
 from stratagem.search.literature.dims import logical_dims
 from stratagem.search.space import Skeleton, skeleton_of
@@ -20,6 +21,8 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import Simulation
+
+T = TypeVar("T")
 
 AXES = ("node", "device", "outer", "inner", "data", "tensor")
 """What the meshes of the search call their axes (see `Constraints`)."""
@@ -55,8 +58,8 @@ class Constraints:
         headroom: share of each device's memory that must stay free.
 
     Raises:
-        ValueError: a degree below 1, both a fixed degree and a limit under it, or a headroom
-            outside [0, 1).
+        ValueError: a degree below 1, both a fixed degree and a limit under it, a pair that is both
+            forbidden and required, or a headroom outside [0, 1).
     """
 
     pin: Mapping[str, Config] = field(default_factory=dict)
@@ -83,6 +86,12 @@ class Constraints:
                 raise ValueError(
                     f"constraints: {name} is {fixed}, but max_{name} is {most}; drop one of them"
                 )
+        for pair in self.forbid:
+            if pair in self.require:
+                raise ValueError(
+                    f"constraints: both forbid and require name {pair[0]!r} on {pair[1]!r}; drop "
+                    "it in one of them"
+                )
         if not 0 <= self.headroom < 1:
             raise ValueError(
                 f"constraints: headroom is {self.headroom}; it is a share of the memory, from 0 "
@@ -91,6 +100,27 @@ class Constraints:
         for name in ("zero_stages", "microbatches", "schedules", "recompute"):
             if getattr(self, name) == ():
                 raise ValueError(f"constraints: {name} allows nothing; name at least one")
+
+    def also(
+        self,
+        *,
+        schedules: Sequence[str] | None = None,
+        zero_stages: Sequence[int] | None = None,
+    ) -> Constraints:
+        """These constraints and further ones: what both allow.
+
+        Example:
+            >>> Constraints(zero_stages=(1, 3)).also(zero_stages=(0, 1)).zero_stages
+            (1,)
+
+        Raises:
+            ValueError: when nothing is allowed by both; names both.
+        """
+        return replace(
+            self,
+            schedules=_both("schedule", schedules, self.schedules),
+            zero_stages=_both("zero_stages", zero_stages, self.zero_stages),
+        )
 
     def describe(self) -> str:
         """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
@@ -233,6 +263,25 @@ class BoundConstraints:
             if c.headroom and rank.peak > rank.capacity * (1 - c.headroom)
         ]
         return found
+
+
+def _both(
+    name: str, given: Sequence[T] | None, allowed: tuple[T, ...] | None
+) -> tuple[T, ...] | None:
+    """What an argument and the constraints allow; None where neither says anything."""
+    if given is None or allowed is None:
+        return allowed if given is None else tuple(given)
+    both = tuple(each for each in given if each in allowed)
+    if not both:
+        raise ValueError(
+            f"search: {name} asks for {_listed(given)}, but the constraints allow "
+            f"{_listed(allowed)} only; say it in one of them, or name what both allow"
+        )
+    return both
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(repr, values))
 
 
 def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> int:

@@ -46,8 +46,8 @@ def search(
     training: Training | None = None,
     budget: Budget | None = None,
     seed: int = 0,
-    schedule: str | Sequence[str] = "1f1b",
-    zero_stages: Sequence[int] = ZERO_STAGES,
+    schedule: str | Sequence[str] | None = None,
+    zero_stages: Sequence[int] | None = None,
     num_skeletons: int = 4,
     num_bounded: int | None = None,
     options: Options | None = None,
@@ -84,13 +84,16 @@ def search(
         graph: the model at its whole batch.
         cluster: where it is to run; all its devices are used.
         costs: prices of operators; the device model of the cluster when left out.
-        training: precision and optimizer; float32 and Adam when left out, as models are captured.
-            (A `TrainingSetup` takes bfloat16, as the runs that it states do.)
+        training: precision and optimizer; those of `start` when left out, without one float32 and
+            Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
+            states do.)
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number.
-        schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
-            ``"interleaved"`` and ``"zb-h1"``.
-        zero_stages: the ZeRO stages that a choice may have.
+        schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
+            ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
+            1F1B is searched, and baselines may have others.
+        zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
+            out.
         num_skeletons: how many skeletons are searched.
         num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
             first; fewer of larger models when left out.
@@ -113,13 +116,16 @@ def search(
         to fitting (`SearchResult.simulation.fits` is then False and its memory says by how much).
 
     Raises:
-        ValueError: the constraints leave no plan, the checkpoint is another search's, or `start`
-            is a plan for another model or cluster.
+        ValueError: the constraints leave no plan, an argument and a constraint leave nothing that
+            both allow, the checkpoint is another search's, or `start` is a plan for another model,
+            cluster or training.
         KeyboardInterrupt: it was interrupted before it knew any plan.
     """
-    spend, base = budget or Budget(), Training() if training is None else training
+    spend, base = budget or Budget(), _training(training, start)
     begin = time.monotonic()
-    wishes = constraints or Constraints()
+    if isinstance(schedule, str):
+        schedule = (schedule,)
+    wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
     wishes.check_axes(_axes(start))
     situation = Situation(graph, cluster, base, costs or default_costs())
     others, left_out = _rewritten(situation, wishes, num_rewritten)
@@ -131,8 +137,6 @@ def search(
                 replace(situation, graph=each.graph),
                 budget=spend.share(len(graphs), number, time.monotonic() - begin),
                 seed=seed,
-                schedule=schedule,
-                zero_stages=zero_stages,
                 num_skeletons=num_skeletons,
                 num_bounded=num_bounded,
                 options=options or Options(),
@@ -152,6 +156,19 @@ def search(
         if part.stop_reason is StopReason.INTERRUPTED:
             break
     return _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
+
+
+def _training(given: Training | None, start: Plan | None) -> Training:
+    """The training that is asked for, which a plan to start from must have too."""
+    if start is None:
+        return given or Training()
+    unlike = given.unlike(start.training) if given is not None else ""
+    if unlike:
+        raise ValueError(
+            f"search: the training's {unlike}, as the plan to start from, {start.name!r}, has it; "
+            "leave out the training, or change that of the plan"
+        )
+    return start.training
 
 
 def _axes(start: Plan | None) -> list[str]:
@@ -217,8 +234,6 @@ def _search_graph(
     *,
     budget: Budget,
     seed: int,
-    schedule: str | Sequence[str],
-    zero_stages: Sequence[int],
     num_skeletons: int,
     num_bounded: int | None,
     options: Options,
@@ -231,12 +246,8 @@ def _search_graph(
 ) -> SearchResult:
     """`search` on one graph."""
     graph, cluster = situation.graph, situation.cluster
-    schedules = (schedule,) if isinstance(schedule, str) else tuple(schedule)
-    if wishes.schedules is not None:
-        schedules = wishes.schedules
-    zeros = tuple(zero_stages)
-    if wishes.zero_stages is not None:
-        zeros = wishes.zero_stages
+    schedules = wishes.schedules or ("1f1b",)
+    zeros = wishes.zero_stages or ZERO_STAGES
     for name in baselines:
         _check_method(name)
     run = Course(

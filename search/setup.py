@@ -65,7 +65,8 @@ class TrainingSetup:
             weights of matrix products (nanotron); ``time`` the predicted time.
 
     Raises:
-        ValueError: a size below 1, or an unknown policy or partition.
+        ValueError: a size below 1, an unknown policy or partition, or virtual stages under another
+            schedule than 1F1B.
     """
 
     microbatch: int = 1
@@ -86,6 +87,11 @@ class TrainingSetup:
         for name in ("microbatch", "tensor", "pipeline", "virtual_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")
+        if self.virtual_stages > 1 and self.schedule not in ("1f1b", "interleaved"):
+            raise ValueError(
+                f"training setup: schedule is {self.schedule!r}, but virtual_stages is "
+                f"{self.virtual_stages}, which makes it 'interleaved'; leave out one of them"
+            )
         if self.partition not in PARTITIONS:
             raise unknown("partition", self.partition, PARTITIONS, where="training setup")
         check_policy(self.recompute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from stratagem.simulator.names import unknown
 from stratagem.simulator.rules import DTYPE_BYTES
@@ -62,6 +62,19 @@ class Training:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip_norm: float = 0.0
+
+    def unlike(self, other: Training) -> str:
+        """In words, the first thing in which another one differs; empty if nothing does.
+
+        Example:
+            >>> Training("bfloat16").unlike(Training())
+            "precision is 'bfloat16', not 'float32'"
+        """
+        for each in fields(self):
+            mine, its = getattr(self, each.name), getattr(other, each.name)
+            if mine != its:
+                return f"{each.name} is {mine!r}, not {its!r}"
+        return ""
 
     def __post_init__(self) -> None:
         for what, value, known in (

@@ -319,7 +319,7 @@ class TestPlanBesideCluster:
             ),
             (
                 {"training": sg.Training("bfloat16")},
-                "precision='bfloat16', but that of plan .* has precision='float32'",
+                "training's precision is 'bfloat16', not 'float32', as plan",
             ),
         ],
     )
@@ -338,8 +338,8 @@ class TestPlanBesideCluster:
         [
             (("--cluster", "dgx-a100"), "'dgx-a100' (2 × 8 A100-80GB)"),
             (("--devices", "4"), "(1 × 4 cpu)"),
-            (("--precision", "bfloat16"), "precision='bfloat16'"),
-            (("--optimizer", "sgd"), "optimizer='sgd'"),
+            (("--precision", "bfloat16"), "precision is 'bfloat16', not 'float32'"),
+            (("--optimizer", "sgd"), "optimizer is 'sgd', not 'adam'"),
         ],
     )
     def test_on_the_command_line(

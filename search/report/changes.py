@@ -111,6 +111,8 @@ def _one_node_more(
     cluster = plan.cluster.resized(num_nodes=plan.cluster.num_nodes + 1)
     what = f"one node more ({cluster.num_nodes} nodes, {cluster.num_devices} devices)"
     given = constraints or Constraints()
+    if given.schedules is None and plan.schedule in SCHEDULES:
+        given = replace(given, schedules=(plan.schedule,))
     # Most of such a search is looking at pipelines of other depths, so they come last.
     alike = replace(given, pipeline=given.pipeline or plan.num_ranks)
     for wishes in (alike,) if given == alike else (alike, given):
@@ -122,7 +124,6 @@ def _one_node_more(
                 training=plan.training,
                 budget=budget,
                 seed=plan.seed,
-                schedule=plan.schedule if plan.schedule in SCHEDULES else "1f1b",
                 num_skeletons=1,
                 num_bounded=0,
                 options=options,

@@ -53,6 +53,11 @@ def capture(
     """
     given = _by_name(model, args, kwargs or {})
     root: nn.Module = model
+    if loss is None and targets is not None:
+        raise ValueError(
+            "capture: targets are given, but no loss takes them; pass loss=, or give the targets "
+            "to the model as one of its inputs"
+        )
     if loss is not None:
         if targets is None:
             raise ValueError("capture: a loss needs targets; pass an example as targets=")
@@ -96,6 +101,12 @@ def _by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise ValueError(
             f"capture: {len(args)} positional arguments for a forward with {len(positional)} "
             "named ones; give every tensor a name of its own"
+        )
+    twice = [name for name in positional[: len(args)] if name in kwargs]
+    if twice:
+        raise ValueError(
+            f"capture: {twice[0]!r} is given twice, as positional argument "
+            f"{positional.index(twice[0]) + 1} and by its name; give it once"
         )
     given = {**dict(zip(positional, args, strict=False)), **kwargs}
     if not any(each.kind is each.POSITIONAL_ONLY for each in signature.parameters.values()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,10 @@ from rich.console import Console
 from stratagem.search.methods import METHODS
 from stratagem.simulator.cluster import preset_names
 from stratagem.simulator.files import write_text
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.segments import RECOMPUTE_POLICIES
 from stratagem.simulator.table import Table
-from stratagem.simulator.training import OPTIMIZER_STATES, PRECISIONS
+from stratagem.simulator.training import OPTIMIZER_STATES, PRECISIONS, Training
 from stratagem.tables import result_table
 
 ANSWER_IS_NO = 1
@@ -65,10 +67,18 @@ ClusterName = Annotated[
 Nodes = Annotated[int | None, typer.Option("--nodes", help="number of nodes")]
 Devices = Annotated[int | None, typer.Option("--devices", help="devices per node")]
 Precision = Annotated[
-    str, typer.Option(help="float32, bfloat16 or float16", autocompletion=among(PRECISIONS))
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or float16; left out, that of a plan given, else float32",
+        autocompletion=among(PRECISIONS),
+    ),
 ]
 Optimizer = Annotated[
-    str, typer.Option(help="adam or sgd", autocompletion=among(tuple(OPTIMIZER_STATES)))
+    str | None,
+    typer.Option(
+        help="adam or sgd; left out, that of a plan given, else adam",
+        autocompletion=among(tuple(OPTIMIZER_STATES)),
+    ),
 ]
 Recompute = Annotated[
     list[str] | None,
@@ -94,6 +104,14 @@ Tables = Annotated[Path | None, typer.Option("--tables", help="JSON file of the 
 AsJson = Annotated[
     bool, typer.Option("--json", help="print one JSON object instead of words and tables")
 ]
+
+
+def training_of(precision: str | None, optimizer: str | None, plan: Plan | None) -> Training:
+    """The training that options ask for; what they leave out is a plan's, if one is given."""
+    base = Training() if plan is None else plan.training
+    return replace(
+        base, precision=precision or base.precision, optimizer=optimizer or base.optimizer
+    )
 
 
 def speaker(as_json: bool) -> Console:

@@ -18,7 +18,7 @@ from stratagem.search import search as searching
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Progress
 from stratagem.search.result import Budget, SearchResult
-from stratagem.search.space import ZERO_STAGES, Options
+from stratagem.search.space import Options
 from stratagem.simulator import schedule_comparison
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
@@ -54,8 +54,8 @@ def search(
     training: Training | None = None,
     budget: Budget | None = None,
     seed: int = 0,
-    schedule: str | Sequence[str] = "1f1b",
-    zero_stages: Sequence[int] = ZERO_STAGES,
+    schedule: str | Sequence[str] | None = None,
+    zero_stages: Sequence[int] | None = None,
     num_skeletons: int = 4,
     num_bounded: int | None = None,
     options: Options | None = None,
@@ -83,13 +83,16 @@ def search(
         cluster: where it is to run; all its devices are used.
         costs: prices of operators, such as those of `profile`; the device model of the cluster
             when left out.
-        training: precision and optimizer; float32 and Adam when left out, as models are captured.
-            (A `TrainingSetup` takes bfloat16, as the runs that it states do.)
+        training: precision and optimizer; those of `start` when left out, without one float32 and
+            Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
+            states do.)
         budget: evaluations to spend, and perhaps seconds.
         seed: of every random number; equal arguments give equal plans.
-        schedule: of the pipelines tried, one or several of ``"1f1b"``, ``"gpipe"``,
-            ``"interleaved"`` and ``"zb-h1"``.
-        zero_stages: the ZeRO stages that an operator's parameters may have.
+        schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
+            ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
+            1F1B is searched, and baselines may have others.
+        zero_stages: that an operator's parameters may have: the same as
+            `Constraints.zero_stages`; all when left out.
         num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.
         num_bounded: of how many, beside the best, lower bounds are sharpened before, the weakest
             first, for the certificate; fewer of larger models when left out.
@@ -109,8 +112,9 @@ def search(
         nothing fits, the plan closest to it.
 
     Raises:
-        ValueError: no plan meets the constraints; an unknown name; a checkpoint or a plan to start
-            from that is not for this search.
+        ValueError: no plan meets the constraints; an argument and a constraint, or the options,
+            leave nothing that both allow; an unknown name; a checkpoint or a plan to start from
+            that is not for this search.
     """
     with progress_bar(enabled=progress) as show:
         return searching.search(

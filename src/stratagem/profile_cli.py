@@ -6,7 +6,6 @@ stratagem profile examples.small_gpt:build --plan plan.json
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,16 +18,19 @@ from stratagem.cli_options import (
     Devices,
     Model,
     Nodes,
+    Optimizer,
+    Precision,
     among,
     print_json,
     speaker,
+    training_of,
 )
 from stratagem.face import MAX_OPERATORS
 from stratagem.model_spec import load_cluster, load_graph
 from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.files import encode, write_text
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import OPTIMIZER_STATES, PRECISIONS, Training
+from stratagem.simulator.training import Training
 from stratagem.tables import result_table
 
 if TYPE_CHECKING:
@@ -54,18 +56,8 @@ def profile(
             "--plan", help="time what this plan runs, on its cluster, not a search's space"
         ),
     ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="float32 (if left out), bfloat16 or float16", autocompletion=among(PRECISIONS)
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="adam (if left out) or sgd", autocompletion=among(tuple(OPTIMIZER_STATES))
-        ),
-    ] = None,
+    precision: Precision = None,
+    optimizer: Optimizer = None,
     limit: Annotated[
         int, typer.Option(help="operators to time at most, the most valuable first")
     ] = MAX_OPERATORS,
@@ -99,7 +91,7 @@ def profile(
         graph,
         _cluster(loaded, cluster, nodes, devices),
         plan=loaded,
-        training=_training(loaded, precision, optimizer),
+        training=training_of(precision, optimizer, loaded),
     )
     place, training = wanted.cluster, wanted.training
     if out is not None:
@@ -140,14 +132,6 @@ def _cluster(
     if (nodes, devices) != (None, None):
         return plan.cluster.resized(num_nodes=nodes, devices_per_node=devices)
     return None
-
-
-def _training(plan: Plan | None, precision: str | None, optimizer: str | None) -> Training:
-    """The training that was asked for; what is left out is the plan's."""
-    base = Training() if plan is None else plan.training
-    return replace(
-        base, precision=precision or base.precision, optimizer=optimizer or base.optimizer
-    )
 
 
 def _facts(done: Profiled, training: Training) -> dict[str, Any]:

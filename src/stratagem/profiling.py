@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -192,13 +192,12 @@ def _check_same(plan: Plan, cluster: Cluster | None, training: Training | None) 
             f"profile: the cluster is {told}, but plan {plan.name!r} is for {own}{same}; leave "
             "out the cluster to profile the plan, or the plan to profile the cluster"
         )
-    for each in fields(Training) if training is not None else ():
-        told, own = getattr(training, each.name), getattr(plan.training, each.name)
-        if told != own:
-            raise ValueError(
-                f"profile: the training has {each.name}={told!r}, but that of plan {plan.name!r} "
-                f"has {each.name}={own!r}; leave out the training to profile the plan as it is"
-            )
+    unlike = training.unlike(plan.training) if training is not None else ""
+    if unlike:
+        raise ValueError(
+            f"profile: the training's {unlike}, as plan {plan.name!r} has it; leave out the "
+            "training to profile the plan as it is"
+        )
 
 
 def space_operators(graph: OperatorGraph, cluster: Cluster, training: Training) -> list[Local]:

@@ -30,6 +30,7 @@ from stratagem.cli_options import (
     print_json,
     say_written,
     speaker,
+    training_of,
 )
 from stratagem.cli_simulation import costs_for, show_simulation, simulation_facts
 from stratagem.model_spec import load_cluster, load_graph
@@ -39,7 +40,6 @@ from stratagem.search.space import SCHEDULES, Options
 from stratagem.simulator.files import check_place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.segments import RECOMPUTE_POLICIES
-from stratagem.simulator.training import Training
 from stratagem.tables import result_table, strategy_table
 
 
@@ -49,15 +49,16 @@ def search(
     out: Annotated[Path, typer.Option("--out", "-o", help="plan file to write")],
     nodes: Nodes = None,
     devices: Devices = None,
-    precision: Precision = "float32",
-    optimizer: Optimizer = "adam",
+    precision: Precision = None,
+    optimizer: Optimizer = None,
     schedule: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="of pipelines: 1f1b, gpipe, interleaved or zb-h1",
+            help="that pipelines may have: 1f1b, gpipe, interleaved or zb-h1; left out, 1f1b is "
+            "searched",
             autocompletion=among(SCHEDULES),
         ),
-    ] = "1f1b",
+    ] = None,
     recompute: Recompute = None,
     chunks: Annotated[
         list[int] | None,
@@ -123,7 +124,8 @@ def search(
     for path in (out, plot, trace, report, checkpoint):
         if path is not None:
             check_place(path)
-    training = Training(precision, optimizer)
+    begun = Plan.load(start) if start is not None else None
+    training = training_of(precision, optimizer, begun)
     graph, place = load_graph(model), load_cluster(cluster, nodes, devices)
     costs = costs_for(graph, place, training, measure)
     options = Options(
@@ -152,7 +154,7 @@ def search(
         options=options,
         constraints=constraints,
         baselines=compare_with,
-        start=Plan.load(start) if start is not None else None,
+        start=begun,
         checkpoint=checkpoint,
         num_rewritten=rewrite,
     )

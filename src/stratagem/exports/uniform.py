@@ -224,12 +224,14 @@ class _Near:
 
     def _setup(self, degrees: _Degrees, sequence: bool) -> TrainingSetup:
         schedules, schedule = self.limits.schedules, self.plan.schedule
+        if schedule not in schedules:
+            schedule = schedules[0]
         return TrainingSetup(
             microbatch=self.graph.batch // (degrees.microbatches * degrees.data),
             tensor=degrees.tensor,
             pipeline=degrees.pipeline,
             virtual_stages=degrees.virtual,
-            schedule=schedule if schedule in schedules else schedules[0],
+            schedule="interleaved" if degrees.virtual > 1 else schedule,
             training=self.plan.training,
             zero=self._zero(degrees) if degrees.data > 1 else 0,
             recompute=self._recompute(),
