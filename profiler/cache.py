@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from stratagem.profiler.keys import (
     CollectiveEntry,
@@ -18,13 +17,11 @@ from stratagem.profiler.keys import (
     Trust,
 )
 from stratagem.profiler.merging import MergeReport, better, is_same_measurement, standing
-from stratagem.profiler.rows import FORMS, Row, columns_of, entry_of, row_of, table_of
-from stratagem.profiler.store import CACHE_VARIABLE, REMEDY, Store, cache_path
+from stratagem.profiler.rows import FORMS, Row, entry_of, measurement_of, row_of, table_of
+from stratagem.profiler.store import CACHE_VARIABLE, ELSEWHERE, Store, cache_path
 from stratagem.simulator.provenance import Environment
 
 __all__ = ["CACHE_VARIABLE", "TimingCache", "cache_path"]
-
-_MEASUREMENT = "median_s, spread, repeats, error, origin"
 
 
 class TimingCache:
@@ -146,16 +143,15 @@ class TimingCache:
         self.close()
 
     def _get(self, table: str, digest: str) -> Measurement | None:
-        rows = self._store.run(f"SELECT {_MEASUREMENT} FROM {table} WHERE digest = ?", (digest,))
-        return Measurement(*rows[0]) if rows else None
+        rows = self._store.read(table, "WHERE digest = ?", (digest,))
+        return measurement_of(rows[0]) if rows else None
 
     def _put(self, entry: Entry) -> None:
-        self._store.write(table_of(entry), entry.key.digest, row_of(entry))
+        with self._store.transaction():
+            self._store.write(table_of(entry), entry.key.digest, row_of(entry))
 
     def _entries(self, table: str, environment: Environment | None) -> list[Entry]:
-        columns = list(columns_of(FORMS[table]))
-        found = self._store.run(f"SELECT {', '.join(columns)} FROM {table} ORDER BY digest")
-        entries = [self._entry(_row(table, columns, values)) for values in found]
+        entries = [self._entry(row) for row in self._store.read(table)]
         return [e for e in entries if environment in (None, e.key.environment)]
 
     def _entry(self, row: Row) -> Entry:
@@ -163,27 +159,20 @@ class TimingCache:
             return entry_of(row)
         except ValueError as error:
             raise ValueError(
-                f"timing cache {self.path} has a bad row: {error}; {REMEDY}"
+                f"timing cache {self.path} has a bad row: {error}; {ELSEWHERE}"
             ) from error
 
     def _merge(self, entry: Entry) -> str:
         """What becomes of one entry, in a word of `MergeReport`."""
         table, digest, row = table_of(entry), entry.key.digest, row_of(entry)
-        columns = list(columns_of(FORMS[table]))
-        found = self._store.run(
-            f"SELECT {', '.join(columns)} FROM {table} WHERE digest = ?", (digest,)
-        )
+        found = self._store.read(table, "WHERE digest = ?", (digest,))
         if not found:
             self._store.write(table, digest, row)
             return "added"
-        old = _row(table, columns, found[0])
+        old = found[0]
         winner = better(old, row)
         if winner != old:
             self._store.write(table, digest, row)
         if is_same_measurement(old, row):
             return "same"
         return "kept" if winner == old else "replaced"
-
-
-def _row(table: str, columns: list[str], values: tuple[Any, ...]) -> Row:
-    return FORMS[table](**dict(zip(columns, values, strict=True)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +19,18 @@ from typing import Any
 import msgspec
 
 from stratagem.profiler.keys import Entry
-from stratagem.profiler.rows import FORMS, Row, columns_of, entry_of, row_of, table_of
+from stratagem.profiler.rows import (
+    FORMS,
+    Row,
+    checksum,
+    columns_of,
+    entry_of,
+    row_of,
+    table_of,
+)
 
 FORMAT = "stratagem timings"
 VERSION = 1
-_CHECK_DIGITS = 12
 _OWN_COLUMNS = list(dict.fromkeys(name for form in FORMS.values() for name in columns_of(form)))
 CSV_COLUMNS = ("table", "row", *_OWN_COLUMNS, "check")
 
@@ -56,7 +62,7 @@ def to_csv(entries: Iterable[Entry]) -> str:
         # A float is written as its repr, the shortest text that reads the same.
         own = dataclasses.asdict(row)
         place = f"{number}/{len(pairs)}"
-        writer.writerow({"table": table, "row": place, **own, "check": _checksum(row)})
+        writer.writerow({"table": table, "row": place, **own, "check": checksum(row)})
     return text.getvalue()
 
 
@@ -65,7 +71,7 @@ def to_json(entries: Iterable[Entry]) -> str:
     lines: dict[str, list[str]] = {table: [] for table in FORMS}
     for entry in entries:
         row = row_of(entry)
-        fields = {**dataclasses.asdict(row), "check": _checksum(row)}
+        fields = {**dataclasses.asdict(row), "check": checksum(row)}
         lines[table_of(entry)].append(json.dumps(fields, ensure_ascii=False))
     head = f'"format": {json.dumps(FORMAT)}, "version": {VERSION}'
     tables = [f'"{table}": [\n' + ",\n".join(rows) + "\n]" for table, rows in lines.items()]
@@ -197,17 +203,12 @@ def _json_entry(table: str, raw: bytes, where: str) -> Entry:
 
 def _checked(row: Row, check: Any, where: str) -> Entry:
     """The entry of a row whose checksum is right, or left empty."""
-    if check and check != _checksum(row):
+    if check and check != checksum(row):
         raise ValueError(
-            f"{where}, field check: {check} is not that of the row, {_checksum(row)}: a field was "
+            f"{where}, field check: {check} is not that of the row, {checksum(row)}: a field was "
             f"changed; {_AGAIN}, or leave the field empty if the row is your own"
         )
     try:
         return entry_of(row)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def _checksum(row: Row) -> str:
-    text = msgspec.json.encode(dataclasses.astuple(row))
-    return hashlib.sha256(text).hexdigest()[:_CHECK_DIGITS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -77,6 +78,9 @@ E = TypeVar("E", bound=Enum)
 FORMS: dict[str, type[Row]] = {"timing": TimingRow, "collective": CollectiveRow}
 """The form of each table's rows."""
 
+CHECK = "checksum"
+"""The column of a row's checksum, which its digest is part of."""
+
 _SQL_TYPES = {str: "TEXT", int: "INTEGER", float: "REAL"}
 
 
@@ -86,9 +90,18 @@ def columns_of(form: type[Row]) -> dict[str, type]:
     return {field.name: hints[field.name] for field in dataclasses.fields(form)}
 
 
+def checksum(row: Row, digest: str = "") -> str:
+    """The first digits of SHA-256 over a row, and over its digest where that is kept."""
+    values = (*([digest] if digest else []), *dataclasses.astuple(row))
+    return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:_CHECK_DIGITS]
+
+
+_CHECK_DIGITS = 12
+
+
 def schema(table: str) -> str:
     """The statement that makes a table."""
-    columns = columns_of(FORMS[table])
+    columns = {**columns_of(FORMS[table]), CHECK: str}
     lines = [f"{name} {_SQL_TYPES[kind]} NOT NULL" for name, kind in columns.items()]
     return f"CREATE TABLE {table} (digest TEXT PRIMARY KEY, {', '.join(lines)}) STRICT"
 
@@ -122,7 +135,7 @@ def entry_of(row: Row) -> Entry:
             a time that is no time.
     """
     environment = Environment(**_part(row, Environment))
-    measurement = Measurement(**_part(row, Measurement))
+    measurement = measurement_of(row)
     if isinstance(row, TimingRow):
         operator = _operator(row.operator)
         direction = _member(Direction, "direction", row.direction)
@@ -133,6 +146,11 @@ def entry_of(row: Row) -> Entry:
     return CollectiveEntry(
         CollectiveKey(environment=environment, kind=kind, **own), measurement, row.timestamp
     )
+
+
+def measurement_of(row: Row) -> Measurement:
+    """The measurement of a row."""
+    return Measurement(**_part(row, Measurement))
 
 
 def table_of(entry: Entry) -> str:

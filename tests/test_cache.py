@@ -243,7 +243,9 @@ class TestRefused:
     def test_a_file_that_is_no_database(self, tmp_path):
         path = tmp_path / "timings.sqlite"
         path.write_text("not a database, but long enough to be looked at " * 100)
-        with pytest.raises(ValueError, match=r"timings\.sqlite cannot be used .*delete the file"):
+        with pytest.raises(
+            ValueError, match=r"timings\.sqlite cannot be used .*it is no timing cache: set"
+        ):
             TimingCache(path)
 
     def test_another_version(self, tmp_path):
@@ -252,7 +254,7 @@ class TestRefused:
         with sqlite3.connect(path) as connection:
             connection.execute("PRAGMA user_version = 7")
         connection.close()
-        with pytest.raises(ValueError, match="has version 7, this program reads 2; delete"):
+        with pytest.raises(ValueError, match="has version 7, this program reads 3; set"):
             TimingCache(path)
 
     def test_the_database_of_another_program(self, tmp_path):
