@@ -11,7 +11,7 @@ import msgspec
 
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.verdict import Verdict
-from stratagem.simulator.files import read_text, write_text
+from stratagem.simulator.files import read_text, reading, write_text
 from stratagem.simulator.provenance import Provenance
 from stratagem.simulator.timeline import Timeline
 
@@ -71,7 +71,7 @@ class Report:
             ValueError: names the file and what is wrong with it.
         """
         text = read_text(path, "result file")
-        try:
+        with reading(f"result file {path}"):
             columns = json.loads(text)
             if columns.pop("version") != REPORT_VERSION:
                 raise ValueError(f"it is not of version {REPORT_VERSION}; run again")
@@ -85,8 +85,6 @@ class Report:
                 no_graph=columns.get("no_graph", ""),
                 provenance=msgspec.convert(columns.get("provenance"), Provenance | None),
             )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"result file {path} is broken: {error}") from error
 
 
 def report_of(plan: str, result: ExecutionResult, verdict: Verdict | None = None) -> Report:

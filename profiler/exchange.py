@@ -28,6 +28,7 @@ from stratagem.profiler.rows import (
     row_of,
     table_of,
 )
+from stratagem.simulator.files import reading
 
 FORMAT = "stratagem timings"
 VERSION = 1
@@ -121,7 +122,7 @@ def from_json(text: str, where: str) -> list[Entry]:
     content = text.encode()
     try:
         found = msgspec.json.decode(content, type=_JsonFile)
-    except msgspec.ValidationError as error:
+    except msgspec.MsgspecError as error:
         raise ValueError(f"{where} line 1: {error}; is it an export of timings?") from error
     if (found.format, found.version) != (FORMAT, VERSION):
         raise ValueError(
@@ -135,7 +136,8 @@ def from_json(text: str, where: str) -> list[Entry]:
             part = bytes(raw)
             place = content.index(part, place)
             line = content.count(b"\n", 0, place) + 1
-            entries.append(_json_entry(table, part, f"{where} line {line}"))
+            with reading(f"{where} line {line}", _AGAIN):
+                entries.append(_json_entry(table, part, f"{where} line {line}"))
             place += len(part)
     return entries
 

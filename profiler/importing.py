@@ -16,7 +16,11 @@ from stratagem.profiler.keys import Entry
 from stratagem.profiler.kineto import read_kineto
 from stratagem.profiler.nccl_tests import looks_like_nccl_tests, read_nccl_tests
 from stratagem.profiler.trace_events import looks_like_trace
+from stratagem.simulator.files import read_text
 from stratagem.simulator.provenance import Environment
+
+MOST_UNPACKED = 2**29
+"""Bytes of what a packed file holds: a small one may hold any number."""
 
 _GZIP = b"\x1f\x8b"
 
@@ -87,9 +91,17 @@ def import_file(
 
 def _text(path: Path) -> str:
     try:
-        content = path.read_bytes()
-        if content.startswith(_GZIP):
-            content = gzip.decompress(content)
+        with path.open("rb") as file:
+            packed = file.read(len(_GZIP)) == _GZIP
+        if not packed:
+            return read_text(path, "file")
+        with gzip.open(path) as unpacked:
+            content = unpacked.read(MOST_UNPACKED + 1)
+        if len(content) > MOST_UNPACKED:
+            raise ValueError(
+                f"{path} unpacks to more than {MOST_UNPACKED / 2**20:g} MiB; unpack it yourself "
+                f"if you know what it is, and import the file inside"
+            )
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} cannot be read: it is no UTF-8 text") from error

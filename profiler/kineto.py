@@ -17,6 +17,7 @@ from stratagem.profiler.trace_operators import (
     read_call,
 )
 from stratagem.simulator.costs import Direction
+from stratagem.simulator.files import reading
 from stratagem.simulator.provenance import Environment
 
 ORIGIN = "torch.profiler"
@@ -53,7 +54,13 @@ def read_kineto(
         ValueError: a broken trace, one that does not say on which device it was recorded, or one
             that says another.
     """
-    trace = read_trace(text, where)
+    with reading(where, "record the trace again"):
+        return _read(read_trace(text, where), where, environment)
+
+
+def _read(
+    trace: Trace, where: str, environment: Environment
+) -> tuple[list[TimingEntry], Counter[str]]:
     if trace.device and environment.device not in ("", trace.device):
         raise ValueError(
             f"{where} was recorded on {trace.device!r}, not on {environment.device!r}; leave out "
@@ -95,14 +102,16 @@ def _calls(trace: Trace, left_out: Counter[str]) -> Iterator[Call]:
         yield from inside
 
 
-def _readable(call: Call) -> Iterator[Call]:
+def _readable(root: Call) -> Iterator[Call]:
     """The call, or what it contains; under autocast the inner one, which sees the cast tensors."""
-    if call.name in READERS:
-        inner = [each for each in call.walk() if each.name == call.name][1:]
-        yield inner[0] if len(inner) == 1 else call
-        return
-    for child in call.children:
-        yield from _readable(child)
+    left = [root]
+    while left:
+        call = left.pop()
+        if call.name in READERS:
+            inner = [each for each in call.walk() if each.name == call.name][1:]
+            yield inner[0] if len(inner) == 1 else call
+        else:
+            left.extend(reversed(call.children))
 
 
 def _passes(

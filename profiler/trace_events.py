@@ -55,9 +55,11 @@ class Call:
 
     def walk(self) -> Iterator[Call]:
         """This call and all within it, in the order of their starts."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
+        left = [self]
+        while left:
+            call = left.pop()
+            yield call
+            left.extend(reversed(call.children))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import msgspec
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.files import decode, read_text
 from stratagem.simulator.names import unknown
+from stratagem.simulator.texts import check_numbers
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,10 @@ class Cluster:
                 f"cluster {self.name!r}: compute_slowdown is {self.compute_slowdown}; it must be "
                 "0 (none) or more, such as 0.13 for computing that takes 1.13 times as long"
             )
-        _positive(f"cluster {self.name!r}", devices_per_node=self.devices_per_node)
         if not self.node_devices:
             raise ValueError(f"cluster {self.name!r} has 0 nodes; it needs at least 1")
+        _positive(f"cluster {self.name!r}", devices_per_node=self.devices_per_node)
+        _check_size(self.name, self.num_nodes, self.devices_per_node)
         for node, kind in enumerate(self.node_devices):
             if kind not in self._types:
                 known = ", ".join(self._types)
@@ -276,7 +278,17 @@ class Cluster:
             ValueError: names the file, the field and what was expected.
         """
         what = f"cluster file {path}"
-        return decode(_with_bundled_devices(read_text(path, "cluster file"), what), cls, what)
+        found = decode(_with_bundled_devices(read_text(path, "cluster file"), what), cls, what)
+        found.check_figures(what)
+        return found
+
+    def check_figures(self, what: str) -> None:
+        """Refuse figures of hardware that nothing can be computed with, such as 1e308 GiB.
+
+        Raises:
+            ValueError: names the file, the field and its value.
+        """
+        check_numbers(msgspec.to_builtins(self), what, least=1e-9, most=1e9)
 
     def resized(
         self, *, num_nodes: int | None = None, devices_per_node: int | None = None
@@ -284,11 +296,7 @@ class Cluster:
         """The same hardware in another number; all nodes are then like the first."""
         nodes = self.num_nodes if num_nodes is None else num_nodes
         per_node = self.devices_per_node if devices_per_node is None else devices_per_node
-        if nodes < 1 or per_node < 1:
-            raise ValueError(
-                f"cluster {self.name!r}: num_nodes={nodes}, devices_per_node={per_node}; "
-                f"both must be at least 1"
-            )
+        _check_size(self.name, nodes, per_node)
         kinds = self.node_devices if num_nodes is None else (self.node_devices[0],) * nodes
         return replace(self, node_devices=kinds, devices_per_node=per_node)
 
@@ -319,6 +327,23 @@ class Cluster:
         from stratagem.simulator.show.cluster_picture import cluster_picture
 
         return cluster_picture(self)
+
+
+def _check_size(name: str, nodes: int, per_node: int) -> None:
+    if nodes < 1 or per_node < 1:
+        raise ValueError(
+            f"cluster {name!r}: num_nodes={nodes}, devices_per_node={per_node}; "
+            f"both must be at least 1"
+        )
+    if nodes * per_node > MOST_DEVICES:
+        raise ValueError(
+            f"cluster {name!r}: {nodes} nodes of {per_node} devices are {nodes * per_node:,}, and "
+            f"at most {MOST_DEVICES:,} can be planned for; take fewer"
+        )
+
+
+MOST_DEVICES = 2**17
+"""Of a cluster, as many as the largest that there are."""
 
 
 def _with_bundled_devices(text: str, what: str) -> str:

@@ -151,17 +151,64 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+MOST_BYTES = 2**30
+"""Of a file that is read as a whole."""
+
+
 def read_text(path: str | Path, what: str) -> str:
     """The text of a file.
 
     Raises:
-        ValueError: when it cannot be read; names `what` and the path.
+        ValueError: when it cannot be read or has no end; names `what` and the path.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(
+                f"{what} {path} cannot be read: it has more than {MOST_BYTES / 2**30:g} GiB; see "
+                f"whether it is the right file"
+            )
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ValueError(f"{what} {path} cannot be read: {reason}") from error
+
+
+@contextmanager
+def reading(what: str, remedy: str = "") -> Iterator[None]:
+    """Errors of whoever makes sense of a file's content become one that names the file.
+
+    A file of somebody else may hold anything where a list, a number or a name should be.
+
+    Example:
+        >>> with reading("result file r.json", "run again"):
+        ...     {"losses": 3}["losses"][0]
+        Traceback (most recent call last):
+        ValueError: result file r.json is broken: 'int' object is not subscriptable; run again
+
+    Args:
+        what: names the file; an error that begins with it says enough.
+        remedy: what to do.
+
+    Raises:
+        ValueError: instead of what went wrong.
+    """
+    try:
+        yield
+    except WRONG_CONTENT as error:
+        if isinstance(error, ValueError) and str(error).startswith(what):
+            raise
+        said = f"{error}" if not isinstance(error, KeyError) else f"{error} is missing"
+        after = f"; {remedy}" if remedy else ""
+        raise ValueError(f"{what} is broken: {said}{after}") from error
+
+
+WRONG_CONTENT = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError),
+    *(msgspec.MsgspecError, AssertionError, MemoryError),
+)
+"""What content of the wrong kind leads to."""
 
 
 def decode(text: str, kind: type[T], what: str) -> T:
@@ -170,10 +217,8 @@ def decode(text: str, kind: type[T], what: str) -> T:
     Raises:
         ValueError: names `what`, the field and what was expected there.
     """
-    try:
+    with reading(what):
         value = msgspec.json.decode(text, type=kind)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise ValueError(f"{what} is broken: {error}") from error
     given = msgspec.json.decode(text)
     check_texts(given, what)
     unknown = _unknown_field(given, msgspec.to_builtins(value), "$")

@@ -14,7 +14,7 @@ from stratagem.simulator.chimera import (
 )
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.device import DeviceType
-from stratagem.simulator.files import decode, encode, read_text, write_text
+from stratagem.simulator.files import decode, encode, read_text, reading, write_text
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.local_statistics import local_statistics
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -30,6 +30,10 @@ from stratagem.simulator.training import Training
 PLAN_VERSION = 2
 CUSTOM = "custom"
 """Name of a schedule whose orders the plan itself lists."""
+
+
+MOST_MICROBATCHES = 2**20
+"""Of a plan; its batch is at least as large."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,11 @@ class Plan:
             )
         if not self.stages:
             raise ValueError(f"plan {self.name!r} has no stages")
+        if self.num_microbatches > MOST_MICROBATCHES:
+            raise ValueError(
+                f"plan {self.name!r}: num_microbatches is {self.num_microbatches}; at most "
+                f"{MOST_MICROBATCHES:,} can be played, and they must divide the batch"
+            )
         self._check_devices()
         self._check_ranks()
         if self.is_mirrored:
@@ -385,10 +394,10 @@ class Plan:
                 f"{what} has version {file.version}, this program reads "
                 f"{PLAN_VERSION}; search again"
             )
-        try:
-            return _from_file(file)
-        except ValueError as error:
-            raise ValueError(f"{what} is broken: {error}") from error
+        with reading(what):
+            plan = _from_file(file)
+            plan.cluster.check_figures("its cluster")
+        return plan
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,17 @@ class TieRow:
     publish: Timed
 
 
+LONGEST_SECONDS = 1e6
+"""Of one task: sums of many are counted in ns by 64 bits."""
+
+
 def to_ns(seconds: FloatArray) -> IntArray:
     """Whole nanoseconds; whatever takes time takes at least one."""
+    if seconds.size and not np.max(seconds) <= LONGEST_SECONDS:
+        raise ValueError(
+            f"a task would take {np.max(seconds):.3g} s, and at most {LONGEST_SECONDS:g} s can be "
+            f"counted; see the figures of the cluster"
+        )
     ns = np.rint(seconds * 1e9).astype(np.int64)
     return np.where(seconds > 0, np.maximum(ns, 1), 0)
 

@@ -52,6 +52,37 @@ def _check_text(text: str, what: str) -> None:
             )
 
 
+def check_numbers(value: object, what: str, *, least: float, most: float) -> None:
+    """Refuse numbers that are beyond anything there is, with which nothing can be computed.
+
+    Example:
+        >>> check_numbers({"links": [{"cards": 1e308}]}, "file c.json", least=1, most=9)
+        Traceback (most recent call last):
+        ValueError: file c.json: links[0].cards is 1e+308; 0 or 1 to 9 is expected there
+
+    Args:
+        value: builtin containers of numbers and other things.
+        what: names the file.
+        least: of a number that is not 0, without its sign.
+        most: of a number, without its sign.
+
+    Raises:
+        ValueError: names the number and where it is.
+    """
+    left = [("", value)]
+    while left:
+        path, each = left.pop()
+        if isinstance(each, dict):
+            left.extend((f"{path}.{key}", part) for key, part in each.items())
+        elif isinstance(each, (list, tuple)):
+            left.extend((f"{path}[{number}]", part) for number, part in enumerate(each))
+        elif isinstance(each, (int, float)) and each and not least <= abs(each) <= most:
+            raise ValueError(
+                f"{what}: {path.removeprefix('.')} is {each:g}; 0 or {least:g} to {most:g} is "
+                f"expected there"
+            )
+
+
 def printable(text: str) -> str:
     """Text for a terminal: what would drive it, or end the line, is shown as a question mark.
 
