@@ -16,6 +16,7 @@ which the read_timeout of --rdzv-conf is one part.
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -27,6 +28,7 @@ from stratagem.executor.checkpoint_folder import KEEP
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import Limits
 from stratagem.executor.models import make_data, make_model, make_rate
+from stratagem.executor.origin import provenance_of
 from stratagem.executor.reference import reference_of
 from stratagem.executor.report import report_of
 from stratagem.executor.run import (
@@ -56,6 +58,9 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     if arguments.check:
         reference_of(plan, plan.rewrite(graph).graph)  # Refused here where there is none.
     check_world(program, comm.world_size)
+    elsewhere = provenance_of(comm, plan.training.precision).elsewhere(plan)
+    if elsewhere and comm.rank == 0:
+        warnings.warn(elsewhere, stacklevel=2)
     state = model_state(model)
     place.enter(-1, "comparing the models of all ranks", waits=True, slow=True)
     check_equal(state, comm, "parameters to start from", _SAME_MODEL)

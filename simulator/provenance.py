@@ -93,7 +93,7 @@ class Provenance:
         return f"{self.backend} on {' and '.join(told)} in {self.precision}"
 
     def elsewhere(self, plan: Plan) -> str:
-        """In words, which devices it ran on that are none of the plan's; empty if all are."""
+        """In words, which devices it runs on that are none of the plan's; empty if all are."""
         names = ", ".join(device.name for device in plan.device_types)
         on_gpus = self.backend == "nccl"
         if not on_gpus:
@@ -107,6 +107,6 @@ class Provenance:
         if not strange:
             return ""
         return (
-            f"plan {plan.name!r} is for {names}, but ran on {', '.join(strange)}: its times say "
+            f"plan {plan.name!r} is for {names}, but runs on {', '.join(strange)}: its times say "
             f"nothing of {names}"
         )

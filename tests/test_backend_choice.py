@@ -20,6 +20,7 @@ from stratagem import machine, ranks
 from stratagem.cli import app
 from stratagem.executor import launch, model_state
 from stratagem.executor.backends.nccl import join_nccl
+from stratagem.executor.checking import judge
 from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.report import Report
@@ -41,6 +42,7 @@ class Net(torch.nn.Module):
 def build():
     return Net(), {"x": torch.ones(8, 16)}
 """
+CPUS = sg.Cluster.preset("local-cpu")
 LAUNCHING = sys.modules["stratagem.executor.launch"]
 RANK = ("LOCAL_RANK", "SLURM_LOCALID", "LOCAL_WORLD_SIZE")
 
@@ -120,7 +122,7 @@ def plan(graph: sg.OperatorGraph) -> Plan:
 
 
 def on_cpus(plan: Plan) -> Plan:
-    return replace(plan, cluster=sg.Cluster.preset("local-cpu"))
+    return replace(plan, cluster=CPUS)
 
 
 class TestDefault:
@@ -356,6 +358,30 @@ class TestModelOnGpu:
         assert places == ["cpu", "cpu"]
         assert found.backend == "local"
 
+    def test_one_process_is_compared_with_on_the_cpu(self, batch: Any) -> None:
+        moved: list[str] = []
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 8)
+
+            def cpu(self) -> nn.Module:
+                moved.append("model")
+                return self
+
+            def forward(self, x: Tensor) -> Tensor:
+                assert not isinstance(x, OnGpu)
+                return self.layer(x).square().mean()
+
+        net = Net()
+        graph = sg.capture(net, kwargs={"x": batch["input"]})
+        plan = sg.TrainingSetup(training=sg.Training()).plan(graph, CPUS)
+        found = sg.execute(plan, net, {"x": batch["input"]}, graph=graph, gradients=True)
+        there = {"x": batch["input"].as_subclass(OnGpu)}
+        assert judge(net, there, found, plan, graph).agrees
+        assert "model" in moved
+
     def test_training_it_on_cpus_is_said(
         self, plan: Plan, batch: Any, graph: Any, model: nn.Module
     ) -> None:
@@ -381,7 +407,7 @@ class TestResult:
         assert where.python == ".".join(map(str, sys.version_info[:3]))
         assert where.stratagem == sg.__version__
         assert where.devices == (where.environment.device,) * 2
-        assert "is for H100-80GB, but ran on CPUs" in where.elsewhere(plan)
+        assert "is for H100-80GB, but runs on CPUs" in where.elsewhere(plan)
         assert where.elsewhere(on_cpus(plan)) == ""
 
     def test_another_model_of_gpu_is_said(self, plan: Plan) -> None:
@@ -390,7 +416,7 @@ class TestResult:
             return Provenance("nccl", "bfloat16", where, devices, "0", "3").elsewhere(plan)
 
         assert ran("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3") == ""
-        assert "is for H100-80GB, but ran on NVIDIA H200" in ran("NVIDIA H200", "NVIDIA H200")
+        assert "is for H100-80GB, but runs on NVIDIA H200" in ran("NVIDIA H200", "NVIDIA H200")
 
     @pytest.mark.slow
     def test_a_run_says_where_it_was(self, plan: Plan, tmp_path: Path, monkeypatch: Any) -> None:
@@ -406,7 +432,7 @@ class TestResult:
         shown = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*arguments, "--out", "run.json"])
         assert shown.exit_code == 0, shown.output
         assert "; gloo on 2 × " in shown.output
-        assert "is for H100-80GB, but ran on CPUs" in shown.output
+        assert "is for H100-80GB, but runs on CPUs" in shown.output
         report = Report.load("run.json")
         assert report.provenance is not None
         assert report.provenance.backend == "gloo"
