@@ -125,6 +125,12 @@ def calls(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     return s.layer(x).square().mean() / s.step
 
 
+def written_out(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.mul(s.ema, 0.9, out=s.ema)
+    return (s.layer(x) * s.ema).mean()
+
+
 def counted_statistics(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     return s.norm(s.layer(x)).square().mean() / s.norm.num_batches_tracked
 
@@ -143,6 +149,7 @@ KEPT: dict[str, tuple[Forward, str]] = {
     "index_put_": (by_index, "buffer 'ema'"),
     "no_grad": (without_gradient, "buffer 'ema'"),
     "view": (through_a_view, "buffer 'ema'"),
+    "out": (written_out, "buffer 'ema'"),
     "parameter": (a_parameter, "parameter 'free'"),
     "max_norm": (renormalised, "parameter 'table.weight'"),
     "input": (an_input, "input 'y'"),
@@ -199,6 +206,12 @@ def a_view_alone(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     return (h.mul_(3).view(8, 6) - y).square().mean()
 
 
+def dropping_nothing(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    same = functional.dropout(functional.dropout(h, 0.5, training=False), 0.0)
+    return (same.mul_(2) * h - y).square().mean()
+
+
 def constants(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     m = torch.zeros(6, dtype=torch.float64)
     m.add_(5)
@@ -222,6 +235,7 @@ CAPTURED: dict[str, Forward] = {
     "copied to the same dtype": copied_to_the_same_dtype,
     "behind a view": behind_a_view,
     "a view alone": a_view_alone,
+    "dropping nothing": dropping_nothing,
     "constants": constants,
     "noted": noted,
     "a batch norm twice": normed_twice,
@@ -279,9 +293,9 @@ def data(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     return (h - h.data).square().mean()
 
 
-def first_order(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+def gradients_of_gradients(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     made = s.layer(x).square().mean()
-    (found,) = torch.autograd.grad(made, s.layer.weight, retain_graph=True)
+    (found,) = torch.autograd.grad(made, s.layer.weight, create_graph=True)
     return made + found.square().sum()
 
 
@@ -302,7 +316,7 @@ def raises(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     ("forward", "message"),
     [
         (data, r".*\.data is read at .*use \.detach\(\)"),
-        (first_order, r".*autograd\.grad is called at .*create_graph=True"),
+        (gradients_of_gradients, r".*autograd\.grad is called at .*differentiates the loss once"),
         (wrong_shapes, r".*'Stateful': .* at .*torch\.ones\(5\).*RuntimeError: .*length 5"),
         (branches, r".*'Stateful': .* at .*\(return made if made > 0.*torch\.where"),
         (raises, r".*'Stateful': .* at .*KeyError: 'tokens'"),

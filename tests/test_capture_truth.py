@@ -177,6 +177,13 @@ DTYPES: dict[str, Loss] = {
     "a sum along a dim of another dtype": lambda s, b: (
         torch.cumsum((b["ids"] > 2), 0, dtype=torch.float64).mean() * s.hidden(b["x"]).mean()
     ),
+    "a mean of what adds up to more than float16 has": lambda s, b: (
+        (1000 * s.hidden(b["x"]) + 3000).half().mean().double()
+    ),
+    "a list of numbers": lambda s, b: (
+        (s.hidden(b["x"]) * torch.tensor([2, 1, 0, 1, 5, 3])).mean()
+        + (s.hidden(b["x"]) * torch.tensor(3)).mean()
+    ),
     "comparisons": lambda s, b: (
         s.hidden(b["x"])
         * ((b["y"] >= 0).double() - (b["y"] != 1).long() + (b["y"].abs() <= 0.5).float())
@@ -254,6 +261,17 @@ ARGUMENTS: dict[str, tuple[Loss, Modules]] = {
     "convolution": (
         on_image,
         layer(lambda: nn.Conv2d(2, 4, (3, 2), (2, 1), (1, 2), (2, 3), groups=2)),
+    ),
+    "convolution of whole windows": (on_image, layer(lambda: nn.Conv2d(2, 4, 3, padding="valid"))),
+    "pools of whole windows": (
+        on_image,
+        layer(
+            lambda: nn.Sequential(
+                nn.Conv2d(2, 2, 2),
+                nn.AvgPool2d(2, count_include_pad=False, ceil_mode=True),
+                nn.MaxPool2d(2, ceil_mode=True),
+            )
+        ),
     ),
     "convolution without bias": (on_image, layer(lambda: nn.Conv2d(2, 4, 3, bias=False))),
     "max_pool2d": (

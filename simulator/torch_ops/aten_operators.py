@@ -50,10 +50,12 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _conv2d(call: Call) -> Tensor:
-    padding = call.given("padding")
+    x, padding = call.tensor("input"), call.given("padding")
+    padding = 0 if padding == "valid" else padding
     call.refuse_unless(not isinstance(padding, str), f"padding {padding!r}")
+    call.refuse_unless(len(x.dims) == 4, f"{len(x.dims)} dims, without a batch of images")
     return call.builder.conv2d(
-        call.tensor("input"),
+        x,
         call.stored("weight"),
         call.stored_or_none("bias"),
         stride=_pair(call.given("stride")),
@@ -133,21 +135,21 @@ def _softmax(call: Call) -> Tensor:
 
 def _pool(mode: str) -> Callable[[Call], Tensor]:
     def make(call: Call) -> Tensor:
-        a = call.arguments
-        call.refuse_unless(not a["ceil_mode"], "ceil_mode")
+        a, x = call.arguments, call.tensor("self")
+        call.refuse_unless(len(x.dims) == 4, f"{len(x.dims)} dims, without a batch of images")
+        kernel, padding = _pair(a["kernel_size"]), _pair(a["padding"])
+        stride = _pair(a["stride"]) if a["stride"] else kernel
         call.refuse_unless(_pair(a.get("dilation", 1)) == (1, 1), "dilation")
-        call.refuse_unless(
-            a.get("count_include_pad", True) and a.get("divisor_override") is None,
-            "count_include_pad False or a divisor",
-        )
-        kernel = _pair(a["kernel_size"])
+        counts = a.get("count_include_pad", True) or padding == (0, 0)
+        call.refuse_unless(counts, "count_include_pad False")
+        call.refuse_unless(a.get("divisor_override") is None, "a divisor")
+        left = [
+            (size + 2 * edge - window) % step
+            for size, edge, window, step in zip(x.shape[2:], padding, kernel, stride, strict=True)
+        ]
+        call.refuse_unless(not (a["ceil_mode"] and any(left)), "ceil_mode and a part of a window")
         return call.builder.pool2d(
-            call.tensor("self"),
-            mode=mode,
-            kernel=kernel,
-            stride=_pair(a["stride"]) if a["stride"] else kernel,
-            padding=_pair(a["padding"]),
-            name=call.label("pool"),
+            x, mode=mode, kernel=kernel, stride=stride, padding=padding, name=call.label("pool")
         )
 
     return make

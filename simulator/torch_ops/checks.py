@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from stratagem.simulator.draft import Tensor
-from stratagem.simulator.steps import Steps
+from stratagem.simulator.steps import STEP_FUNCTIONS, Steps
 from stratagem.simulator.torch_ops.expressions import Expression
 from stratagem.simulator.torch_ops.given import Given
 from stratagem.simulator.torch_ops.pointwise import Term
@@ -26,7 +26,17 @@ Kind = tuple[tuple[int, ...], str]
 
 
 def kind_of_steps(steps: Steps, operands: Sequence[Tensor]) -> Kind:
-    """What the kernels of an elementwise chain make of such operands."""
+    """What the kernels of an elementwise chain make of such operands.
+
+    Raises:
+        ValueError: no kernel of chains has one of the functions, though sources may.
+    """
+    for function, _ in steps:
+        if function not in STEP_FUNCTIONS:
+            raise ValueError(
+                f"{function!r} of what depends on parameters or float inputs is not supported, "
+                "only of whole numbers and constants; write it with others"
+            )
     with torch.device("meta"):
         given = {("in", i): _empty(each) for i, each in enumerate(operands)}
         made = run_steps(steps, {**STEP_KERNELS, "dropout": lambda x, *_: x}, given)

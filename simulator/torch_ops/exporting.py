@@ -35,6 +35,8 @@ _PACKAGE = Path(__file__).parent
 _OWN = (Path(torch.__file__).parent, _PACKAGE, Path(sysconfig.get_path("stdlib")))
 """Where frames lie that are no lines of a model."""
 
+_FAKE_CONSTANT = "We found a fake tensor in the exported program constant's list"
+
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """Those that tell at length what becomes one error here."""
 
@@ -103,6 +105,8 @@ def _traced(
         if isinstance(error, ValueError) and _is_of_package(error):
             raise
         first = str(error).strip().partition("\n")[0]
+        if first.startswith(_FAKE_CONSTANT):
+            first = "it uses a tensor that was made in an earlier call"
         raise ValueError(
             f"capture of {name!r}: torch.export cannot follow the model{_where(error)}: "
             f"{type(error).__name__}: {first}; forward must run, and be made of torch operators "
@@ -121,11 +125,10 @@ class _Refusing(TorchFunctionMode):
                 f"capture: .data is read{_line()}, which takes a tensor out of what is captured: "
                 "use .detach()"
             )
-        if func is torch.autograd.grad and not (kwargs or {}).get("create_graph"):
+        if func is torch.autograd.grad:
             raise ValueError(
-                f"capture: torch.autograd.grad is called{_line()} without create_graph=True, but "
-                "a plan differentiates whatever it computes: pass create_graph=True, and "
-                ".detach() what shall have no gradient"
+                f"capture: torch.autograd.grad is called{_line()}, but a plan differentiates the "
+                "loss once: write the gradient out, or leave the term that needs it out"
             )
         return func(*args, **(kwargs or {}))
 

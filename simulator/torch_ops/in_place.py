@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 
 from stratagem.simulator.torch_ops.nodes import aten_name, source_line
 
@@ -23,6 +24,11 @@ CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar"
 
 _STATISTICS, _TRAINING = slice(3, 5), 5
 """Positions among the arguments of ``aten.batch_norm``."""
+
+_DETACHES = "detach_"
+"""It changes a tensor without changing its values: others see nothing of it."""
+
+_DROPOUTS = ("dropout", "feature_dropout")
 
 _COUNTER = "num_batches_tracked"
 
@@ -58,11 +64,14 @@ def written(node: Node) -> list[Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []
-    return [
-        given
-        for each, given in zip(schema.arguments, node.args, strict=False)
-        if each.alias_info is not None and each.alias_info.is_write and isinstance(given, Node)
+    named = {each.name: x for each, x in zip(schema.arguments, node.args, strict=False)}
+    named.update(node.kwargs)
+    changed = [
+        named.get(each.name)
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write
     ]
+    return [each for each in pytree.tree_leaves(changed) if isinstance(each, Node)]
 
 
 def check_state(program: ExportedProgram, model: nn.Module, prefix: str) -> frozenset[int]:
@@ -100,7 +109,7 @@ def check_state(program: ExportedProgram, model: nn.Module, prefix: str) -> froz
     _check_statistics(nodes, given, prefix)
     counters: set[int] = set()
     for node in nodes:
-        if aten_name(node) == "detach_":  # it changes no value
+        if aten_name(node) == _DETACHES:
             continue
         for storage in (s for each in written(node) for s in storages(each) & given.keys()):
             if _is_counter(given[storage], model) and storage not in read:
@@ -112,6 +121,7 @@ def check_state(program: ExportedProgram, model: nn.Module, prefix: str) -> froz
 
 def storages(node: Node) -> frozenset[int]:
     """What the results of a node lie in."""
+    node = _itself(node)
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return frozenset(
@@ -128,7 +138,8 @@ class Names:
         self._in: dict[int, list[Node]] = {}
         for node in graph.nodes:
             targets = written(node)
-            self._first[node] = self._first[targets[0]] if targets else node
+            same = targets[0] if targets else _itself(node)
+            self._first[node] = node if same is node else self._first[same]
             for storage in storages(node):
                 self._in.setdefault(storage, []).append(node)
 
@@ -144,12 +155,14 @@ class Names:
         for other in (each for storage in storages(target) for each in self._in[storage]):
             if self._place[other] >= now:
                 continue
-            if other.op == "placeholder":
+            if aten_name(node) == _DETACHES:
+                same += [other] * (self._first[other] is first)
+            elif other.op == "placeholder":
                 raise ValueError(
                     "it changes a tensor in place within a block, such as torch.no_grad, that it "
                     "was not made in; write it out of place"
                 )
-            if self._first[other] is first:
+            elif self._first[other] is first:
                 same.append(other)
             elif any(self._place[user] > now and _computes(user) for user in other.users):
                 raise ValueError(
@@ -185,6 +198,14 @@ def _check_statistics(nodes: Sequence[Node], given: Mapping[int, InputSpec], pre
 def _at(node: Node) -> str:
     line = source_line(node)
     return f" at {line}" if line else ""
+
+
+def _itself(node: Node) -> Node:
+    """The argument of a dropout that drops nothing: torch gives it back, and export does not."""
+    if aten_name(node) not in _DROPOUTS:
+        return node
+    given, p, train = node.args
+    return _itself(given) if isinstance(given, Node) and not (p and train) else node
 
 
 def _computes(node: Node) -> bool:

@@ -111,7 +111,10 @@ def _embedding(operator: Operator, shards: Shards, inputs: Tensors, weights: Ten
 def _reduce(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
     kept = set(factors(operator.outputs[0].layout))
     gone = [i for i, group in enumerate(operator.inputs[0].layout) if not kept.issuperset(group)]
-    total = inputs[0].sum(gone) if gone else inputs[0]
+    x = inputs[0]
+    # A mean is rounded once, and the sum that it is made of may be beyond float16.
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    total = x.sum(gone, dtype=wide) if gone else x
     if operator.attributes["scale"] != 1.0:
         total = total * operator.attributes["scale"]
     return total.reshape(shape_of(operator.outputs[0].layout, shards.sizes))
