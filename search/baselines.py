@@ -13,6 +13,7 @@ from stratagem.search.strategies import (
     data_parallel,
     expert_dims,
     expert_parallel,
+    shares_experts,
     tensor_dims,
     tensor_parallel,
     with_recompute,
@@ -201,11 +202,14 @@ def _families(
     def one(situation: Situation) -> list[DeviceMesh]:
         return [_flat_mesh(range(situation.cluster.num_devices), situation.cluster)]
 
+    def sharing(situation: Situation) -> list[DeviceMesh]:
+        return [mesh for mesh in one(situation) if shares_experts(situation.graph, mesh.shape)]
+
     found: dict[str, Callable[[], list[Plan]]] = {}
     for zero, name in {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}.items():
         found[name] = whole(name, one, sample(zero))
     if expert_dims(situation.graph):
-        found["expert parallel"] = whole("expert parallel", one, expert_parallel)
+        found["expert parallel"] = whole("expert parallel", sharing, expert_parallel)
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
         found[name] = whole(name, _tensor_meshes, tensor(sequence))
     if pipelines:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from stratagem.search.literature.dims import logical_dims
 from stratagem.search.space import Skeleton, skeleton_of
+from stratagem.search.strategies import warn_of_whole
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.names import unknown
@@ -157,6 +158,25 @@ class Constraints:
                     raise unknown(
                         f"axis to {what} for dim {dim!r} called", axis, known, where="constraints"
                     )
+
+    def check_degrees(self, graph: OperatorGraph, num_devices: int) -> None:
+        """Refuse degrees that do nothing on so many devices.
+
+        Warns:
+            LeftWhole: tensor parallelism of `tensor` ways does not reach some operators.
+
+        Raises:
+            ValueError: ZeRO is asked for where a stage has one device.
+        """
+        ranks = self.pipeline or 1
+        if self.zero_stages is not None and 0 not in self.zero_stages and num_devices <= ranks:
+            raise ValueError(
+                f"constraints: zero_stages is {self.zero_stages}, but {num_devices} devices in "
+                f"{ranks} pipeline ranks leave nothing to shard over; allow stage 0 or take more "
+                "devices"
+            )
+        if self.tensor is not None:
+            warn_of_whole(graph, self.tensor)
 
 
 class BoundConstraints:

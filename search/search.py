@@ -127,6 +127,7 @@ def search(
         schedule = (schedule,)
     wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
     wishes.check_axes(_axes(start))
+    wishes.check_degrees(graph, cluster.num_devices)
     situation = Situation(graph, cluster, base, costs or default_costs())
     others, left_out = _rewritten(situation, wishes, num_rewritten)
     graphs = [Rewritten(graph), *others]

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from stratagem.search.partition import balanced_stages, layer_stages
 from stratagem.search.strategies import (
     expert_dims,
-    expert_parallel,
+    expert_ways,
+    tensor_dims,
     tensor_parallel,
+    warn_of_whole,
     with_recompute,
 )
 from stratagem.simulator.cluster import Cluster
@@ -49,10 +51,12 @@ class TrainingSetup:
         training: precision and optimizer; bfloat16 and Adam when left out, as nearly all such runs
             train. (`search` takes float32 when it is left out, as captured models have it, so that
             its plans compute what the model does.)
-        zero: ZeRO stage of all parameters, over the data-parallel ranks (Rajbhandari et al. 2020).
+        zero: ZeRO stage of all parameters, over the data-parallel ranks and over those that repeat
+            what tensor parallelism leaves whole (Rajbhandari et al. 2020).
         recompute: ``none``, ``selective`` or ``full`` (see `segments.recomputed_operators`).
-        expert_parallel: whether experts are shared out over the data-parallel ranks (Lepikhin et
-            al. 2020), tensor parallelism or not.
+        expert: expert-parallel ways, into which data-parallel ranks are divided: each has its
+            share of the experts (Lepikhin et al. 2020), which tensor parallelism then cuts inside.
+            With 1 way experts are copied, or shared out by tensor parallelism.
         sequence_parallel: whether what tensor parallelism leaves whole is cut along the sequence,
             and gathered again in backward (Korthikanti et al. 2022).
         overlap_gradients: whether gradients are reduced while backward still runs; otherwise all
@@ -65,8 +69,8 @@ class TrainingSetup:
             weights of matrix products (nanotron); ``time`` the predicted time.
 
     Raises:
-        ValueError: a size below 1, an unknown policy or partition, or virtual stages under another
-            schedule than 1F1B.
+        ValueError: a size below 1, a ZeRO stage that is none, an unknown policy or partition, or
+            virtual stages under another schedule than 1F1B.
     """
 
     microbatch: int = 1
@@ -78,13 +82,13 @@ class TrainingSetup:
     zero: int = 0
     recompute: str = "none"
     sequence_parallel: bool = False
-    expert_parallel: bool = False
+    expert: int = 1
     overlap_gradients: bool = True
     inputs_first: bool = False
     partition: str = "layers"
 
     def __post_init__(self) -> None:
-        for name in ("microbatch", "tensor", "pipeline", "virtual_stages"):
+        for name in ("microbatch", "tensor", "pipeline", "virtual_stages", "expert"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")
         if self.virtual_stages > 1 and self.schedule not in ("1f1b", "interleaved"):
@@ -92,6 +96,8 @@ class TrainingSetup:
                 f"training setup: schedule is {self.schedule!r}, but virtual_stages is "
                 f"{self.virtual_stages}, which makes it 'interleaved'; leave out one of them"
             )
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"training setup: zero is {self.zero}; it must be 0, 1, 2 or 3")
         if self.partition not in PARTITIONS:
             raise unknown("partition", self.partition, PARTITIONS, where="training setup")
         check_policy(self.recompute)
@@ -127,17 +133,21 @@ class TrainingSetup:
     def plan(self, graph: OperatorGraph, cluster: Cluster, *, name: str = "") -> Plan:
         """The plan that runs `graph` on all devices of `cluster`.
 
+        Warns:
+            LeftWhole: tensor parallelism does not reach some operators.
+
         Raises:
-            ValueError: degrees that fit neither the cluster, the batch nor the model; the message
-                says which.
+            ValueError: degrees that fit neither the cluster, the batch nor the model, or that do
+                nothing; the message says which.
         """
         parts = self.num_microbatches(graph, cluster)
+        self.check(graph, cluster)
+        warn_of_whole(graph, self.tensor, inside_experts=self.expert > 1)
         small = graph.microbatch(parts)
-        shape = (self.data(cluster), self.tensor)
-        choices = self.strategy(small, shape)
+        axes = self.axes(self.data(cluster))
+        choices = self.strategy(small, tuple(axis.size for axis in axes))
         stages = self.stages(graph, cluster)
         share = cluster.num_devices // self.pipeline
-        axes = (MeshAxis("data", shape[0]), MeshAxis("tensor", shape[1]))
         meshes = [
             DeviceMesh(axes, tuple(range(rank * share, (rank + 1) * share)))
             for rank in range(self.pipeline)
@@ -158,6 +168,46 @@ class TrainingSetup:
             inputs_first=self.inputs_first,
         )
 
+    def check(self, graph: OperatorGraph, cluster: Cluster) -> None:
+        """Refuse degrees that do nothing, and experts that cannot be shared out.
+
+        Raises:
+            ValueError: names the degree, both numbers, and what to do.
+        """
+        data = self.data(cluster)
+        if self.zero and data == 1:
+            raise ValueError(
+                f"ZeRO-{self.zero} has nothing to shard over: {self.tensor} tensor × "
+                f"{self.pipeline} pipeline ways leave 1 data-parallel way of the "
+                f"{cluster.num_devices} devices; take fewer of those ways, or zero=0"
+            )
+        if self.tensor > 1 and not tensor_dims(graph, self.tensor, inside_experts=self.expert > 1):
+            raise ValueError(
+                f"no operator of {graph.name!r} can be cut {self.tensor} tensor-parallel ways; "
+                "take fewer, or tensor=1"
+            )
+        if self.expert > 1:
+            self._check_experts(graph, data)
+
+    def _check_experts(self, graph: OperatorGraph, data: int) -> None:
+        if data % self.expert:
+            raise ValueError(
+                f"{self.expert} expert-parallel ways do not divide the {data} data-parallel ways; "
+                "take a divisor of those"
+            )
+        experts = expert_dims(graph)
+        if not experts:
+            raise ValueError(
+                f"expert is {self.expert}, but {graph.name!r} has no experts; take expert=1"
+            )
+        possible = expert_ways(graph, data)
+        if self.expert not in possible:
+            name, dim = next(iter(experts.items()))
+            raise ValueError(
+                f"the {graph.operator(name).dim(dim).size} experts of {name!r} cannot be shared "
+                f"out {self.expert} ways without a device that has none; take one of {possible}"
+            )
+
     def describe(self) -> str:
         """The degrees in a few words: ``tensor 8, pipeline 4, microbatch 2, ZeRO-1``."""
         words = [f"tensor {self.tensor}", f"pipeline {self.pipeline}"]
@@ -168,26 +218,35 @@ class TrainingSetup:
             words.append(f"ZeRO-{self.zero}")
         if self.recompute != "none":
             words.append(f"{self.recompute} recompute")
-        if self.expert_parallel:
-            words.append("expert parallel")
+        if self.expert > 1:
+            words.append(f"expert {self.expert}")
         if self.sequence_parallel:
             words.append("sequence parallel")
         return ", ".join(words)
 
     def strategy(self, graph: OperatorGraph, shape: Sequence[int]) -> dict[str, Choice]:
-        """The choice of every operator of a microbatch on a mesh of data × tensor ways."""
+        """The choice of every operator of a microbatch on a mesh with the setup's `axes`."""
         choices = tensor_parallel(
             graph,
             shape,
-            1,
+            len(shape) - 1,
             sequence_parallel=self.sequence_parallel,
             regather=self.sequence_parallel,
             zero=self.zero,
+            expert_axis=1 if self.expert > 1 else None,
         )
-        if self.expert_parallel:
-            shared = expert_parallel(graph, shape, zero=self.zero)
-            choices |= {name: shared[name] for name in expert_dims(graph)}
         return with_recompute(graph, choices, self.recompute)
+
+    def axes(self, data: int) -> tuple[MeshAxis, ...]:
+        """The axes of each stage's mesh for so many data-parallel ways: data, expert, tensor.
+
+        Data-parallel ranks that have the same experts are along the first; the second is there
+        where experts are shared out.
+        """
+        tensor = MeshAxis("tensor", self.tensor)
+        if self.expert == 1:
+            return MeshAxis("data", data), tensor
+        return MeshAxis("data", data // self.expert), MeshAxis("expert", self.expert), tensor
 
     def stages(self, graph: OperatorGraph, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
         """The operators of each stage, by name, as `partition` deals them out."""

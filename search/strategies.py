@@ -7,7 +7,9 @@ heads and the hidden layer of an MLP, wherever such a chain is found.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import math
+import warnings
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
@@ -26,6 +28,10 @@ from stratagem.simulator.segments import recomputed_operators
 Choices = dict[str, Choice]
 
 
+class LeftWhole(UserWarning):
+    """Tensor parallelism leaves operators whole that it should shard."""
+
+
 def data_parallel(graph: OperatorGraph, shape: Sequence[int], *, zero: int = 0) -> Choices:
     """Every axis shards the samples; `zero` is the ZeRO stage (Rajbhandari et al. 2020)."""
     return {
@@ -42,6 +48,7 @@ def tensor_parallel(
     sequence_parallel: bool = False,
     regather: bool = False,
     zero: int = 0,
+    expert_axis: int | None = None,
 ) -> Choices:
     """Megatron-LM: tensor parallelism along `axis`, data parallelism along the others.
 
@@ -49,11 +56,19 @@ def tensor_parallel(
     of their activations along `axis` (Shoeybi et al. 2019; Korthikanti et al. 2022). With
     `regather` layers keep of their gathered inputs the shard only, as Megatron-LM does, and gather
     again in backward.
+
+    Along an `expert_axis` data parallelism shares out experts too (Lepikhin et al. 2020, arXiv
+    2006.16668): samples everywhere else, so tokens change devices by all-to-all. Tensor
+    parallelism then cuts inside every expert.
     """
-    sharded = tensor_dims(graph, shape[axis])
+    sharded = tensor_dims(graph, shape[axis], inside_experts=expert_axis is not None)
+    experts = {} if expert_axis is None else expert_dims(graph)
     choices: Choices = {}
     for operator in graph.operators:
         config = list(_sample_config(operator, shape, (axis,)))
+        if expert_axis is not None and operator.name in experts:
+            config = list(_sample_config(operator, shape, (axis, expert_axis)))
+            config[expert_axis] = Shard(experts[operator.name])
         if operator.name in sharded:
             config[axis] = Shard(sharded[operator.name])
         elif sequence_parallel and operator.kind != "source":
@@ -79,6 +94,14 @@ def expert_parallel(graph: OperatorGraph, shape: Sequence[int], *, zero: int = 0
             config = _expert_config(operator, experts[operator.name], shape)
         choices[operator.name] = _with_zero(graph, operator, config, zero)
     return choices
+
+
+def shares_experts(graph: OperatorGraph, shape: Sequence[int]) -> bool:
+    """Whether `expert_parallel` on a mesh of `shape` shares experts out over several devices."""
+    return any(
+        math.prod(splits_of(_expert_config(graph.operator(name), dim, shape), dim, shape)) > 1
+        for name, dim in expert_dims(graph).items()
+    )
 
 
 def with_recompute(graph: OperatorGraph, choices: Choices, policy: str) -> Choices:
@@ -122,7 +145,7 @@ def known_strategies(
             for sequence in (False, True)
             for zero in model_zero_stages
         ]
-    if expert_dims(graph):
+    if shares_experts(graph, shape):
         made += [expert_parallel(graph, shape, zero=zero) for zero in model_zero_stages]
     return made
 
@@ -133,24 +156,75 @@ def replicated(graph: OperatorGraph, shape: Sequence[int]) -> Choices:
     return {operator.name: Choice(config) for operator in graph.operators}
 
 
-def tensor_dims(graph: OperatorGraph, ways: int) -> dict[str, str]:
+def tensor_dims(
+    graph: OperatorGraph, ways: int, *, inside_experts: bool = False
+) -> dict[str, str]:
     """Per operator the dim that `ways`-fold tensor parallelism shards.
 
     Dims of different operators that index the same factor of a tensor (or of a tied parameter) are
     one chain. A chain is used when it shards parameters and ends in a sum (a contraction, or the
     loss over a vocabulary), no member must be whole or counts samples, all can be cut `ways`
-    times, and none of its operators is in an earlier chain.
+    times, and none of its operators is in an earlier chain. `inside_experts` leaves out chains
+    that count experts.
     """
-    known: dict[int, dict[str, str]] = graph.derived.setdefault(tensor_dims, {})
-    if ways not in known:
-        known[ways] = _tensor_dims(graph, ways)
-    return known[ways]
+    known: dict[tuple[int, bool], dict[str, str]] = graph.derived.setdefault(tensor_dims, {})
+    key = ways, inside_experts
+    if key not in known:
+        known[key] = _tensor_dims(graph, ways, expert_dims(graph) if inside_experts else {})
+    return known[key]
 
 
-def _tensor_dims(graph: OperatorGraph, ways: int) -> dict[str, str]:
+def left_whole(
+    graph: OperatorGraph, ways: int, *, inside_experts: bool = False
+) -> dict[str, tuple[str, int]]:
+    """Operators that tensor parallelism would shard, were their dims not too small for it.
+
+    Example:
+        >>> from stratagem.simulator.models import gpt
+        >>> left_whole(gpt(num_layers=1), 8)["h.0.attn.qkv"]  # GPT-2 has 12 heads
+        ('head', 12)
+
+    Returns:
+        Per operator the dim, and its size.
+    """
+    wanted = tensor_dims(graph, 1, inside_experts=inside_experts)
+    sharded = tensor_dims(graph, ways, inside_experts=inside_experts)
+    return {
+        name: (dim, graph.operator(name).dim(dim).size)
+        for name, dim in wanted.items()
+        if name not in sharded
+    }
+
+
+def warn_of_whole(graph: OperatorGraph, ways: int, *, inside_experts: bool = False) -> None:
+    """Tell whoever called one's caller which operators tensor parallelism leaves whole.
+
+    Example:
+        >>> from stratagem.simulator.models import gpt
+        >>> warn_of_whole(gpt(num_layers=1), 6)  # 12 heads can be cut 6 ways.
+
+    Warns:
+        LeftWhole: names the first of `left_whole`, how many there are, and both numbers.
+    """
+    whole = left_whole(graph, ways, inside_experts=inside_experts)
+    if whole:
+        name, (dim, size) = next(iter(whole.items()))
+        also = f" and {len(whole) - 1} more are" if len(whole) > 1 else " is"
+        warnings.warn(
+            f"tensor is {ways}, but operator {name!r}{also} left whole on every tensor-parallel "
+            f"rank: dim {dim!r} of size {size} cannot be cut so often without an empty shard; "
+            "take fewer tensor-parallel ways",
+            LeftWhole,
+            stacklevel=3,
+        )
+
+
+def _tensor_dims(graph: OperatorGraph, ways: int, experts: Mapping[str, str]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for chain in dim_chains(graph):
         members = [(graph.operators[i], name) for i, name in chain]
+        if any(experts.get(op.name) == n for op, n in members):
+            continue
         if not any(_ends_chain(op, n) for op, n in members):
             continue
         if any(op.dim(n).whole or op.dim(n).kind is DimKind.SAMPLE for op, n in members):
@@ -179,6 +253,21 @@ def expert_dims(graph: OperatorGraph) -> dict[str, str]:
     before, behind = _joined(graph, found, forward=True), _joined(graph, found, forward=False)
     found |= {i: name for i, name in before.items() if behind.get(i) == name}
     return {graph.operators[i].name: name for i, name in sorted(found.items())}
+
+
+def expert_ways(graph: OperatorGraph, data: int) -> tuple[int, ...]:
+    """Divisors of `data` ways that experts can be shared out by, so that no device has none.
+
+    Example:
+        >>> from stratagem.simulator.models import moe
+        >>> expert_ways(moe(experts=8), 12)
+        (1, 2, 3, 4)
+    """
+    counts = [graph.operator(name).dim(dim).size for name, dim in expert_dims(graph).items()]
+    divisors = (ways for ways in range(1, data + 1) if data % ways == 0)
+    return tuple(
+        ways for ways in divisors if ways == 1 or smallest_shard(min(counts, default=0), [ways])
+    )
 
 
 def _own_weights_dim(operator: Operator) -> str | None:

@@ -184,7 +184,7 @@ def test_what_cannot_fit_is_not_simulated() -> None:
         situation(graph),
         [
             TrainingSetup(training=HALF),
-            TrainingSetup(tensor=2, pipeline=2, zero=3, training=HALF, recompute="full"),
+            TrainingSetup(tensor=2, pipeline=2, training=HALF, recompute="full"),
         ],
     )
     assert any("needs at least" in dropped.reason for dropped in found.dropped)

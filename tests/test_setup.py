@@ -1,14 +1,21 @@
 """Training runs stated by their degrees of parallelism become the plans that frameworks run."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
+from stratagem.executor import execute
+from stratagem.search.constraints import Constraints
 from stratagem.search.partition import layer_stages
+from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.strategies import LeftWhole
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import gpt
+from stratagem.simulator.models import gpt, mlp, moe
+from stratagem.simulator.placement import REPLICATE, Shard
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
@@ -81,7 +88,7 @@ def test_tensor_parallel_devices_are_neighbours_and_stages_are_contiguous():
 
 
 def test_virtual_stages_take_turns_on_the_ranks():
-    graph = gpt(num_layers=8, batch=16, **SMALL)
+    graph = gpt(num_layers=8, batch=16, **{**SMALL, "num_heads": 8})
     plan = TrainingSetup(tensor=8, pipeline=2, virtual_stages=2).plan(graph, CLUSTER)
     assert plan.schedule == "interleaved"
     assert plan.rank_of == (0, 1, 0, 1)
@@ -106,7 +113,14 @@ def test_degrees_that_do_not_fit_are_refused_with_the_numbers(setup, message):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"microbatch": 0}, {"partition": "evenly"}, {"recompute": "some"}]
+    "wrong",
+    [
+        {"microbatch": 0},
+        {"partition": "evenly"},
+        {"recompute": "some"},
+        {"expert": 0},
+        {"zero": 4},
+    ],
 )
 def test_a_setup_that_nobody_can_run_is_refused(wrong):
     with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
@@ -168,7 +182,7 @@ def test_part_of_a_node_is_a_cluster_too():
 
 def test_gradients_of_weights_run_beside_the_all_reduce_of_those_of_inputs():
     """Megatron-LM's asynchronous all-reduce: a pass takes the longer of the two, not both."""
-    graph = gpt(num_layers=4, batch=16)
+    graph = gpt(num_layers=4, num_heads=16, batch=16)
     setup = TrainingSetup(microbatch=4, tensor=8, training=Training(precision="bfloat16"))
     one_node = CLUSTER.with_devices(8)
     plain, beside = (
@@ -194,3 +208,115 @@ def test_the_order_of_gradients_changes_nothing_where_nothing_is_converted():
         for each in (setup, replace(setup, inputs_first=True))
     ]
     assert times[1] == pytest.approx(times[0], rel=1e-6)
+
+
+# -- degrees that do nothing --------------------------------------------------------------------
+
+MIXTURE = {**SMALL, "num_layers": 2, "experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("setup", "graph", "message"),
+    [
+        (
+            TrainingSetup(tensor=4, pipeline=4, zero=1),
+            gpt(num_layers=4, batch=16, **SMALL),
+            r"ZeRO-1 has nothing to shard over: 4 tensor × 4 pipeline ways leave 1 data-parallel "
+            r"way of the 16 devices",
+        ),
+        (TrainingSetup(tensor=16), mlp([8, 8], batch=16), "no operator of 'mlp' can be cut 16"),
+        (
+            TrainingSetup(expert=3),
+            moe(batch=16, **MIXTURE),
+            "3 expert-parallel ways do not divide the 16 data-parallel ways",
+        ),
+        (
+            TrainingSetup(expert=8),
+            moe(batch=16, **MIXTURE),
+            r"the 4 experts of 'h.1.moe.up' cannot be shared out 8 ways.*one of \(1, 2, 4\)",
+        ),
+        (
+            TrainingSetup(expert=2),
+            gpt(num_layers=4, batch=16, **SMALL),
+            "expert is 2, but 'gpt' has no experts",
+        ),
+    ],
+)
+def test_degrees_that_do_nothing_are_refused(setup, graph, message):
+    with pytest.raises(ValueError, match=message):
+        setup.plan(graph, CLUSTER)
+
+
+def test_heads_that_cannot_be_cut_are_told_of():
+    """12 heads are no 8 shards: what attention does, every tensor-parallel rank would do."""
+    graph = gpt(num_layers=2, batch=16)
+    with pytest.warns(LeftWhole, match=r"'h\.0\.attn\.qkv' and 5 more are.*'head' of size 12"):
+        plan = TrainingSetup(tensor=8).plan(graph, CLUSTER)
+    for name, choice in plan.stages[0].choices.items():
+        assert (choice.config[1] == REPLICATE) >= (".attn." in name)
+    with pytest.warns(LeftWhole, match="tensor is 16"):
+        Constraints(tensor=16).check_degrees(graph, 16)
+
+
+@pytest.mark.parametrize(("devices", "pipeline"), [(1, None), (4, 4)])
+def test_a_search_for_zero_needs_devices_to_shard_over(devices, pipeline):
+    graph = mlp([8, 8], batch=4)
+    wishes = Constraints(zero_stages=(1, 3), pipeline=pipeline)
+    with pytest.raises(ValueError, match=rf"{devices} devices in .* nothing to shard over"):
+        search(graph, CLUSTER.with_devices(devices), constraints=wishes)
+    Constraints(zero_stages=(0, 3), pipeline=pipeline).check_degrees(graph, devices)
+    wishes.check_degrees(graph, 2 * devices)
+
+
+# -- experts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("expert", [2, 4])
+def test_experts_are_shared_out_inside_data_parallelism(expert, tensor):
+    """Whatever the tensor ways, so many devices have other experts, and all others copies."""
+    graph = moe(batch=16, **MIXTURE)
+    plan = TrainingSetup(expert=expert, tensor=tensor, zero=1).plan(graph, CLUSTER)
+    (stage,) = plan.stages
+    assert stage.mesh.shape == (16 // (expert * tensor), expert, tensor)
+    assert [axis.name for axis in stage.mesh.axes] == ["data", "expert", "tensor"]
+    for name in ("h.1.moe.up", "h.1.moe.act", "h.1.moe.down"):
+        config = stage.choices[name].config
+        assert config[:2] == (Shard("sample"), Shard("expert"))
+        assert config[2] != Shard("expert")
+    assert stage.choices["h.1.attn.qkv"].config[:2] == (Shard("sample"), Shard("sample"))
+    assert f"expert {expert}" in plan.name
+
+
+def test_experts_that_are_shared_out_leave_their_share_of_the_state():
+    """8 experts: each of 8 devices has one, and what is no expert's as before."""
+    graph = moe(num_layers=2, experts=8, hidden=64, num_heads=4, vocabulary=64, batch=16)
+    own = sum(math.prod(p.shape) for p in graph.parameters if ".moe.up" in p.name)
+    own += sum(math.prod(p.shape) for p in graph.parameters if ".moe.down" in p.name)
+    state = [
+        simulate_plan(TrainingSetup(expert=ways).plan(graph, CLUSTER), graph, RooflineCosts())
+        .memory[0]
+        .state
+        for ways in (1, 8)
+    ]
+    assert state[0] - state[1] == 16 * own * 7 // 8
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_shared_experts_train_like_one_process(zero, tensor):
+    """Two ways of experts inside four or two of data, and tensor parallelism inside experts."""
+    graph = moe(
+        num_layers=2, experts=4, hidden=16, num_heads=4, vocabulary=11, sequence=6, batch=8
+    )
+    torch.manual_seed(0)
+    state = {each.name: 0.3 * torch.randn(each.shape) for each in graph.parameters}
+    batch = {each.name: torch.randint(11, each.shape) for each in graph.inputs}
+    cluster = CLUSTER.with_devices(4 * tensor)
+    training = Training(learning_rate=0.01)
+    plans = [
+        TrainingSetup(training=training, expert=2, tensor=tensor, zero=zero).plan(graph, cluster),
+        TrainingSetup(training=training, microbatch=8).plan(graph, CLUSTER.with_devices(1)),
+    ]
+    parted, one = (execute(plan, graph, state, batch, steps=3, timeout=60) for plan in plans)
+    assert parted.losses == pytest.approx(one.losses, rel=1e-5)

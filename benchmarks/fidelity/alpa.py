@@ -47,7 +47,16 @@ def alpa(number: int, row: Row) -> Iterator[Run]:
         group=(f"{family} {row['model']}", gpus),
         model=model,
         cluster=Cluster.preset("p3.16xlarge").with_devices(gpus, device=device),
-        setups=tuple(_setups(family, method, gpus, whole(row, "gbs"), whole(row, "layers"))),
+        setups=tuple(
+            _setups(
+                family,
+                method,
+                gpus,
+                whole(row, "gbs"),
+                whole(row, "layers"),
+                whole(row, "experts") if family == "moe" else 1,
+            )
+        ),
         seconds=None if failed else _seconds(row),
         peak_bytes=peak * GIB if peak > 0 and not failed else None,
         ran=not failed,
@@ -92,7 +101,7 @@ def _model(row: Row) -> Model:
 
 
 def _setups(
-    family: str, method: str, gpus: int, batch: int, layers: int
+    family: str, method: str, gpus: int, batch: int, layers: int, experts: int
 ) -> Iterator[TrainingSetup]:
     """All that a method chooses from."""
     training, recompute = _training(family, method), _recompute(family, method)
@@ -103,7 +112,7 @@ def _setups(
         if rest or not data or not _may(method, tensor, pipeline, data, zero):
             continue
         parts, left = divmod(batch, microbatch * data)
-        if left or (family != "wresnet" and layers % pipeline):
+        if left or (family != "wresnet" and layers % pipeline) or (zero and data == 1):
             continue
         if not _tried(family, method, gpus, parts):
             continue
@@ -114,7 +123,7 @@ def _setups(
             training=training,
             zero=zero,
             recompute=recompute,
-            expert_parallel=family == "moe",
+            expert=next(n for n in range(min(data, experts), 0, -1) if data % n == 0),
             overlap_gradients=method not in OTHERS,
             partition="time" if family == "wresnet" else "layers",
         )

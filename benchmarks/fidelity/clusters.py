@@ -53,7 +53,7 @@ def bigscience(number: int, row: Row) -> Iterator[Run]:
         tensor=whole(row, "tp"),
         pipeline=pipeline,
         training=training("bfloat16"),
-        zero=int(float(row["zero"] or 1)),
+        zero=int(float(row["zero"] or 1)) if gpus > whole(row, "tp") * pipeline else 0,
         recompute="full",
         overlap_gradients=False,
         partition="layers and ends" if ends else "layers",

@@ -27,7 +27,7 @@ def mpt(number: int, row: Row) -> Iterator[Run]:
     setup = TrainingSetup(
         microbatch=whole(row, "mbs"),
         training=Training(precision="bfloat16", flash_version=1, fused_loss=True),
-        zero=ZERO[row["fsdp"]],
+        zero=ZERO[row["fsdp"]] if gpus > 1 else 0,
         recompute="full" if row["act_ckpt"] == "True" else "none",
     )
     yield Run(

@@ -30,7 +30,7 @@ def nanotron(number: int, row: Row) -> Iterator[Run]:
             gradient_precision="float32",
             bucketed_gradients=True,
         ),
-        zero=whole(row, "zero"),
+        zero=whole(row, "zero") if gpus > whole(row, "tp") * whole(row, "pp") else 0,
         sequence_parallel=True,
         overlap_gradients=False,
         partition="parameters",

@@ -16,6 +16,7 @@ from stratagem.search.strategies import (
 )
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import zero_stage
+from stratagem.simulator.placement import Shard
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.segments import recomputed_operators
 
@@ -70,6 +71,8 @@ def _tensor(*, sequence: bool, experts: bool, regather: bool) -> MakeChoices:
             if not shared or shape[0] == 1:
                 return None
             spread = expert_parallel(graph, shape)
+            if all(spread[name].config[0] != Shard(dim) for name, dim in shared.items()):
+                return None
             choices |= {name: spread[name] for name in shared}
         return choices
 

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 from stratagem.search.baselines import Situation
 from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import expert_dims, tensor_dims
+from stratagem.search.strategies import (
+    expert_dims,
+    expert_ways,
+    left_whole,
+    tensor_dims,
+)
 from stratagem.simulator.graph import repeated_blocks
 from stratagem.simulator.segments import RECOMPUTE_POLICIES
 
@@ -62,6 +67,8 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
     for tensor, microbatch, policy in itertools.product(
         _tensor_ways(situation), _microbatches(situation), RECOMPUTE_POLICIES
     ):
+        if tensor == situation.cluster.num_devices:
+            continue  # Nothing is data parallel.
         yield TrainingSetup(
             microbatch=microbatch,
             tensor=tensor,
@@ -83,13 +90,17 @@ def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
     for tensor, microbatch, policy, zero in itertools.product(
         _tensor_ways(situation), _microbatches(situation), RECOMPUTE_POLICIES, (0, 1)
     ):
+        data = situation.cluster.num_devices // tensor
+        expert = max(expert_ways(situation.graph, data))
+        if expert == 1:
+            continue
         yield TrainingSetup(
             microbatch=microbatch,
             tensor=tensor,
             training=situation.training,
             zero=zero,
             recompute=policy,
-            expert_parallel=True,
+            expert=expert,
         )
 
 
@@ -116,13 +127,14 @@ def _variants(
 
 
 def _tensor_ways(situation: Situation) -> list[int]:
-    """Ways that divide a node and that the model can be cut into."""
+    """Ways that divide a node and that all of the model can be cut into."""
     cluster = situation.cluster
     return [
         ways
         for ways in _divisors(min(cluster.devices_per_node, cluster.num_devices))
         if cluster.num_devices % ways == 0
-        if ways == 1 or tensor_dims(situation.graph, ways)
+        if ways == 1
+        or (tensor_dims(situation.graph, ways) and not left_whole(situation.graph, ways))
     ]
 
 

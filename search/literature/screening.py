@@ -167,6 +167,7 @@ class Rates:
         """
         graph, cluster = self.situation.graph, self.situation.cluster
         parts, data = setup.num_microbatches(graph, cluster), setup.data(cluster)
+        setup.check(graph, cluster)
         if setup.virtual_stages > 1 and parts % setup.pipeline:
             raise ValueError(
                 f"{parts} microbatches are no multiple of {setup.pipeline} pipeline ranks, which "
@@ -203,13 +204,13 @@ class Rates:
         return shortened(self.situation.graph)
 
     def _layer_rates(self, setup: TrainingSetup, data: int) -> _Layers:
-        """Layers as one data-parallel rank sees them; experts are shared out over all ranks.
+        """Layers as one data-parallel rank sees them; experts are shared out over several.
 
         What one rank has of a batch is priced as a microbatch, where the batch can be cut so far.
         """
         graph = self.situation.graph
         alone = graph.batch // setup.microbatch in graph.microbatch_counts
-        ways = data if setup.expert_parallel or not alone else 1
+        ways = data if setup.expert > 1 or not alone else 1
         key = (
             setup.tensor,
             ways,
@@ -217,7 +218,7 @@ class Rates:
             setup.zero,
             setup.recompute,
             setup.sequence_parallel,
-            setup.expert_parallel,
+            setup.expert,
             setup.inputs_first,
         )
         if key not in self._layers:
@@ -227,8 +228,7 @@ class Rates:
     def _price(self, setup: TrainingSetup, data: int) -> _Layers:
         s = self.situation
         graph = self._short.graph.microbatch(s.graph.batch // (setup.microbatch * data))
-        axes = (MeshAxis("data", data), MeshAxis("tensor", setup.tensor))
-        mesh = DeviceMesh(axes, tuple(range(data * setup.tensor)))
+        mesh = DeviceMesh(setup.axes(data), tuple(range(data * setup.tensor)))
         choices = with_recompute(graph, self._strategy(setup, graph, mesh.shape), setup.recompute)
         builder = TableBuilder(graph, mesh, s.cluster, s.training, s.costs, s.memory)
         table = builder.build(
@@ -259,7 +259,7 @@ class Rates:
         self, setup: TrainingSetup, graph: OperatorGraph, shape: tuple[int, ...]
     ) -> Choices:
         """The choices of a setup without recompute; microbatches of any size have the same."""
-        key = shape, setup.zero, setup.sequence_parallel, setup.expert_parallel
+        key = shape, setup.zero, setup.sequence_parallel, setup.expert
         if key not in self._strategies:
             self._strategies[key] = replace(setup, recompute="none").strategy(graph, shape)
         return self._strategies[key]

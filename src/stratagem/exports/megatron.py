@@ -100,7 +100,7 @@ def _parallel(found: Uniform) -> Iterator[str]:
         yield "--sequence-parallel"
     if found.expert_ways > 1:
         yield f"--expert-model-parallel-size {found.expert_ways}"
-        yield "--expert-tensor-parallel-size 1"
+        yield f"--expert-tensor-parallel-size {setup.tensor if setup.expert > 1 else 1}"
 
 
 def _batch(found: Uniform, graph: OperatorGraph) -> Iterator[str]:

@@ -18,9 +18,9 @@ from stratagem.exports.differences import PartsMemory, effective, summed_axes
 from stratagem.search.literature.dims import logical_dims
 from stratagem.search.partition import by_stage, layer_units
 from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import Choices, expert_dims, tensor_dims
+from stratagem.search.strategies import Choices, expert_dims, expert_ways, tensor_dims
 from stratagem.simulator.graph import Operator, OperatorGraph, factors, shape_of
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import Shard, splits_of
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.rules import rule_of
@@ -116,8 +116,8 @@ class _Near:
         degrees = self._degrees()
         stages, blocks = self._stages(degrees.stages)
         small = self.graph.microbatch(degrees.microbatches)
-        shape = degrees.data, degrees.tensor
         setups = [self._setup(degrees, sequence) for sequence in self._sequences(degrees.tensor)]
+        shape = tuple(axis.size for axis in setups[0].axes(degrees.data))
         strategies = [setup.strategy(small, shape) for setup in setups]
         plans = [
             self._plan(degrees, setup, choices, stages)
@@ -236,7 +236,7 @@ class _Near:
             zero=self._zero(degrees) if degrees.data > 1 else 0,
             recompute=self._recompute(),
             sequence_parallel=sequence,
-            expert_parallel=self.limits.experts and self._shares_experts(degrees.tensor),
+            expert=self._expert(degrees) if self.limits.experts else 1,
         )
 
     def _zero(self, degrees: _Degrees) -> int:
@@ -266,16 +266,19 @@ class _Near:
             key=lambda policy: len(again ^ recomputed_operators(self.graph, policy)),
         )
 
-    def _shares_experts(self, tensor: int) -> bool:
-        """Whether experts are shared out over more devices than a tensor-parallel group has."""
+    def _expert(self, degrees: _Degrees) -> int:
+        """The expert-parallel ways nearest to the plan's, but for those of tensor parallelism."""
         experts = expert_dims(self.graph)
-        votes: Counter[bool] = Counter()
+        votes: Counter[int] = Counter()
         for operator, stage, flops in self._work():
             if operator.name in experts:
                 config = stage.choices[operator.name].config
                 ways = math.prod(splits_of(config, experts[operator.name], stage.mesh.shape))
-                votes[ways > tensor] += round(flops) + 1
-        return votes[True] > votes[False]
+                inside = _weight_ways(operator, stage) > ways
+                votes[1 if ways == degrees.tensor and not inside else ways] += round(flops) + 1
+        wanted = max(votes, key=lambda ways: (votes[ways], -ways), default=1)
+        possible = expert_ways(self.graph, degrees.data)
+        return min(possible, key=lambda ways: (_steps(ways, wanted), ways))
 
     def _plan(
         self,
@@ -287,7 +290,7 @@ class _Near:
         devices = sorted(d for stage in self.plan.stages for d in set(stage.mesh.devices))
         devices = list(dict.fromkeys(devices))[: degrees.devices]
         share = degrees.devices // degrees.pipeline
-        axes = MeshAxis("data", degrees.data), MeshAxis("tensor", degrees.tensor)
+        axes = setup.axes(degrees.data)
         meshes = [
             DeviceMesh(axes, tuple(devices[rank * share : (rank + 1) * share]))
             for rank in range(degrees.pipeline)
@@ -348,7 +351,7 @@ def _vocabulary(graph: OperatorGraph) -> set[tuple[str, str]]:
     }
 
 
-def _expert_ways(graph: OperatorGraph, choices: Choices, shape: tuple[int, int]) -> int:
+def _expert_ways(graph: OperatorGraph, choices: Choices, shape: tuple[int, ...]) -> int:
     for name, dim in expert_dims(graph).items():
         return math.prod(splits_of(choices[name].config, dim, shape))
     return 1
