@@ -26,7 +26,7 @@ from stratagem.simulator._sharing_kernels import is_shut
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-SEND = 10
+SEND = 11
 """The first row of the duration table (see `simulator.pipeline`) of what joins blocks."""
 REPLAY, MEASURE = 1, 2
 """What is to be done for a stage: play its blocks and measure its memory, or measure only."""

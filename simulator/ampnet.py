@@ -112,7 +112,7 @@ class _Machine:
     def _work(self, stage: int, now: int) -> None:
         ahead, microbatch = heapq.heappop(self.waiting[stage])
         self.orders[stage].append(Action(stage, FORWARD if ahead else BACKWARD, microbatch))
-        end = now + (self.forward if ahead else self.backward)[stage]
+        made = end = now + (self.forward if ahead else self.backward)[stage]
         if not ahead:
             self.gradients[stage] += 1
             if self.gradients[stage] % self.update_every == 0:
@@ -123,7 +123,7 @@ class _Machine:
         elif not ahead and stage == 0:
             self._enter(end)
         else:
-            self._send(stage, stage + 1 if ahead else stage - 1, end, ahead, microbatch)
+            self._send(stage, stage + 1 if ahead else stage - 1, made, ahead, microbatch)
 
     def _send(self, stage: int, target: int, now: int, ahead: bool, microbatch: int) -> None:
         begin = max(now, self.link_free.get((stage, target), 0))

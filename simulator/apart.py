@@ -1,7 +1,8 @@
-"""What ranks with several stages run apart of a last backward block: gradient sync and update.
+"""What is played apart of a backward block: its gradient sync, its update, or neither.
 
-Such a rank sums the gradients of a stage beside its next blocks, and updates behind all of them
-(see `pipeline`). Each part is the block itself, in which all tasks but its own have nothing to do.
+A rank with several stages sums the gradients of one beside its next blocks, and updates behind all
+of them. Where weights are stashed, what a backward sends on leaves before its sync and update (see
+`pipeline`). Each part is the block itself, in which all tasks but its own have nothing to do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.simulator.block import Block, Role, StageBlocks
-from stratagem.simulator.pipeline import SYNC, SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, UPDATE
+from stratagem.simulator.pipeline import (
+    BARE_BACKWARD,
+    SYNC,
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
+    UPDATE,
+)
 
 SYNCS = frozenset({Role.SYNC, Role.TIE_GRADIENT})
 """Roles of tasks that bring the gradients of a stage together."""
@@ -31,6 +38,12 @@ def with_parts_apart(blocks: StageBlocks) -> StageBlocks:
     if weights is not None:
         apart[SYNCED_WEIGHT_GRADIENT] = _idle(weights, UPDATES)
     return replace(blocks, apart=apart)
+
+
+def with_bare_backward(blocks: StageBlocks) -> StageBlocks:
+    """The blocks of a stage that stashes weights, and its backward without sync and update."""
+    bare = _idle(blocks.backward, SYNCS | UPDATES)
+    return replace(blocks, apart={BARE_BACKWARD: bare})
 
 
 def _idle(block: Block, roles: Collection[Role]) -> Block:

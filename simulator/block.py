@@ -65,6 +65,7 @@ class Role(enum.Enum):
     CONVERT_AGAIN = "convert again"
     GATHER = "gather"
     BUCKET = "bucket is full"
+    OVER = "backward is over"
     SYNC = "sync"
     HOME_SYNC = "sync of both homes"
     PUBLISH = "publish"
@@ -86,6 +87,7 @@ KIND_OF_ROLE = {
     Role.CONVERT_AGAIN: TaskKind.COMMUNICATION,
     Role.GATHER: TaskKind.GRADIENT_SYNC,
     Role.BUCKET: TaskKind.GRADIENT_SYNC,
+    Role.OVER: TaskKind.UPDATE,
     Role.SYNC: TaskKind.GRADIENT_SYNC,
     Role.HOME_SYNC: TaskKind.GRADIENT_SYNC,
     Role.PUBLISH: TaskKind.GRADIENT_SYNC,

@@ -9,6 +9,8 @@ Backward runs along the same edges the other way round, and ends in the paramete
     [gather v] ──▶ backward v ──▶ [u ← v] ──▶ backward u ──▶ [sync u] ──▶ [stash u] ──▶ [update u]
     ──▶ [publish u]
 
+but updates wait until all gradients are made, as those of a program come behind its passes.
+
 Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
 recomputed is made again when backward comes to the first operator that may need it; inputs that
 are only converted again are so beside the operator before. An operator
@@ -203,7 +205,7 @@ class _Writer:
         draft = Draft(self.table.graph.names)
         done: dict[int, int] = {}
         for i in reversed(self.table.operators):
-            done[i] = self._weight_gradient(draft, i, [])
+            done[i] = self._weight_gradient(draft, i, list(done.values())[-1:])
         self._parameters(draft, done)
         return draft.finish()
 
@@ -341,14 +343,19 @@ class _Writer:
     # -- parameters -----------------------------------------------------------------------------
 
     def _parameters(self, draft: Draft, done: Mapping[int, int]) -> None:
-        """Sync, update and publish of parameters; tied ones are joined at their owner."""
+        """Sync, update and publish of parameters; tied ones are joined at their owner.
+
+        Updates wait for all gradients.
+        """
+        first = self.table.operators[0]
+        over = draft.operator_task("over", Role.OVER, first, 0, list(done.values()))
         for bucket in self._buckets():
             full = [done[i] for i in bucket]
             if len(full) > 1:
                 full = [draft.operator_task("bucket", Role.BUCKET, bucket[0], 0, full)]
             for place, i in enumerate(bucket):
                 before = bucket[place - 1] if place else None
-                self._parameter(draft, i, before, full, done)
+                self._parameter(draft, i, before, full, done, over)
 
     def _parameter(
         self,
@@ -357,6 +364,7 @@ class _Writer:
         before: int | None,
         full: Sequence[int],
         done: Mapping[int, int],
+        over: int,
     ) -> None:
         row, ties, tie_rows = self._row(i), self.table.ties, self.table.tie_rows
         tied = [k for k, (owner, _) in enumerate(ties) if owner == i]
@@ -365,7 +373,7 @@ class _Writer:
             self._tie(draft, k, Role.TIE_GRADIENT, tie_rows[k].gradient, [done[ties[k][1]]])
             for k in tied
         ]
-        ready = [self._sync(draft, i, before, [*full, *added]), *arrived]
+        ready = [self._sync(draft, i, before, [*full, *added]), *arrived, over]
         if self.stashes:
             stash = self.pool.add(row.stash)
             ready = [draft.operator_task("{0} stash", Role.STASH, i, stash, ready, 0)]

@@ -202,7 +202,7 @@ class Layouts:
         return table.row_of[subject], int(choices[subject])
 
     def _layout(self, role: Role, subject: int, idle: bool) -> IntArray:
-        if role in (Role.BUCKET, Role.LAUNCH_CONVERSION):
+        if role in (Role.BUCKET, Role.OVER, Role.LAUNCH_CONVERSION):
             return self.cells.own(self.cells.everywhere)
         if role in _CONVERSIONS:
             moved = [self._edge_conversion(role, subject)]

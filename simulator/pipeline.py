@@ -25,7 +25,7 @@ after the other, and all updates come behind its last one, as in its program:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -43,16 +43,16 @@ from stratagem.simulator.schedule import (
 )
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
 
-NUM_KINDS = 17
+NUM_KINDS = 18
 """Rows of a duration table."""
 FORWARD, BACKWARD, LAST_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT = range(6)
 """What a macro task is: the row of the duration table that it reads. The last ones end in the
 gradient sync and the update of their stage; where weights are stashed every one does, and the last
 ones copy the weights before."""
-SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, SYNC, UPDATE = range(6, 10)
+SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, SYNC, UPDATE, BARE_BACKWARD = range(6, 11)
 """The same where a rank has several stages: last ones that end in the gradient sync, and that sync
-and the update alone."""
-SEND, SEND_BACK, RESHARD, RESHARD_BACK, TIE, REPLICA_SYNC, REPLICA_UPDATE = range(10, NUM_KINDS)
+and the update alone. Where weights are stashed: a backward without both."""
+SEND, SEND_BACK, RESHARD, RESHARD_BACK, TIE, REPLICA_SYNC, REPLICA_UPDATE = range(11, NUM_KINDS)
 """What joins blocks: transfers between ranks, and between stages of one rank; parameters tied
 between stages; sums of the gradients of a stage's copies, and what each copy does behind them."""
 
@@ -63,6 +63,9 @@ _BLOCKS = {
     ActionKind.WEIGHT_GRADIENT: (WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT),
 }
 """Kind of a block's macro task: without an update, with one."""
+_EARLY = {LAST_BACKWARD: BACKWARD}
+_STASHED_EARLY = {BACKWARD: BARE_BACKWARD, LAST_BACKWARD: BARE_BACKWARD}
+"""By the kind of a block with an update, the one that is over when its gradient goes upstream."""
 _SYNCED = {
     LAST_BACKWARD: (BACKWARD, SYNCED_BACKWARD),
     LAST_WEIGHT_GRADIENT: (WEIGHT_GRADIENT, SYNCED_WEIGHT_GRADIENT),
@@ -190,8 +193,12 @@ def macro_graph(
     """
     draft = _Draft(schedule, schedule.updates if longer is None else longer)
     last = _last_gradients(schedule, num_stages or schedule.num_stages)
-    if longer is None and schedule.update_every is None:
-        draft.leave_early({later for _, later in pairs})
+    draft.leave_early(
+        {later for _, later in pairs},
+        _EARLY if longer is None else _STASHED_EARLY,
+        alone=schedule.update_every is None,
+    )
+    if schedule.update_every is None:
         copied = {action for actions in last if len(actions) > 1 for action in actions}
         draft.sync_beside({s for s, blocks in enumerate(blocking_syncs) if blocks}, copied)
     for p, pair in enumerate(pairs):
@@ -303,24 +310,23 @@ class _Draft:
         _, whole, split, _ = self._at
         return np.where(split >= 0, split, whole)
 
-    def leave_early(self, senders: Collection[int]) -> None:
-        """Make last backwards of `senders` two tasks, where their rank has no other stage."""
+    def leave_early(
+        self, senders: Collection[int], early: Mapping[int, int], *, alone: bool
+    ) -> None:
+        """Make blocks of `senders` two tasks, of which the `early` one is all that they send.
+
+        With `alone`, where their rank has no other stage.
+        """
         for rank, order in enumerate(self.schedule.orders):
-            if len({action.stage for action in order}) > 1 or order[0].stage not in senders:
+            if alone and len({action.stage for action in order}) > 1:
                 continue
             for action, after in zip(order, [*order[1:], None], strict=True):
-                task = self.number[action]
-                if self.kind[0][task] == LAST_BACKWARD:
-                    self.kind[0][task] = BACKWARD
+                task, kind = self.number[action], int(self.kind[0][self.number[action]])
+                if kind in early and action.stage in senders:
+                    self.kind[0][task] = less = early[kind]
                     item = int(self.item[0][task])
                     self.rests[task] = rest = self._add(
-                        LAST_BACKWARD,
-                        item,
-                        rank,
-                        (rank,),
-                        [task],
-                        action.microbatch,
-                        less=BACKWARD,
+                        kind, item, rank, (rank,), [task], action.microbatch, less=less
                     )
                     if after is not None:
                         self.edges.append(np.array([(rest, self.number[after])], dtype=np.int64))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stratagem.simulator.apart import with_parts_apart
+from stratagem.simulator.apart import with_bare_backward, with_parts_apart
 from stratagem.simulator.block import StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cost_table import CostTable
@@ -49,6 +49,8 @@ class StageShapes:
                 inputs_first=self.inputs_first,
                 stashes=self.stashes,
             )
+            if self.stashes:
+                made = with_bare_backward(made)
             self._blocks[key] = table, with_parts_apart(made) if self.apart else made
         first, blocks = self._blocks[key]
         return blocks.moved(table.operators[0] - first.operators[0])

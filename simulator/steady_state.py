@@ -154,11 +154,11 @@ def _event_graph(
     for action in _one_microbatch(schedule):
         node = _node(action)
         lasts = _nanoseconds(schedule, times, action)
-        lasts += int(updates[action.stage]) if action in schedule.updates else 0
-        waits.append(_Wait(node, *followers[node], lasts))
+        update = int(updates[action.stage]) if action in schedule.updates else 0
+        waits.append(_Wait(node, *followers[node], lasts + update))
         for follower in _needing(schedule, action):
             if schedule.rank_of[follower] == schedule.rank_of[action]:
-                waits.append(_Wait(node, _node(follower), 0, lasts))
+                waits.append(_Wait(node, _node(follower), 0, lasts + update))
                 continue
             pair = min(action.stage, follower.stage)
             link = (f"send {action.kind.value}", action.stage, action.slice)

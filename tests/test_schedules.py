@@ -350,9 +350,10 @@ class TestAsynchronous:
         play = play_schedule(schedule, times)
         assert peak_in_flight(schedule)[0] <= active
         ends = {action: play.span(action)[1] for action in schedule.rank_of}
+        sent = {action: int(play._times.end[task]) for action, task in play._macro.number.items()}
         for order in schedule.orders:
             for before, action in pairwise(order):
-                arrived = max((ends[need] for need in schedule.requirements(action)), default=0)
+                arrived = max((sent[need] for need in schedule.requirements(action)), default=0)
                 waited = play.span(action)[0]
                 if action.stage == 0 and action.kind is ActionKind.FORWARD:
                     continue

@@ -1,0 +1,214 @@
+"""Does a simulated rank do things in the order of its lowered program?
+
+Both are read from outside: the instructions of a rank's first device, and the rows of its lanes in
+the predicted timeline. The n-th row of a name is the n-th instruction of that task.
+
+    blocks and updates    in one order
+    gradient syncs        each behind the pass that makes it, and no later than its block ends and
+                          the syncs before it; stage by stage as in the program
+    transfers             no later than the block ends in which the program has them, and what the
+                          link carried before
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from stratagem.executor.instructions import Backward, Bundle, Convert, Forward, Part, Send, Update
+from stratagem.executor.lowering import lower
+from stratagem.executor.program import Program, RankProgram
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.timeline import Timeline, lane_group
+
+Moment = tuple[str, int]
+"""A task by name, and how many of that name came before it on its rank."""
+
+BOTH = " sync of both homes"
+"""What also waits for another rank, so that it may begin later than this one lets it."""
+PASSES = ("forward", "backward", "weight gradient")
+
+
+class Span(NamedTuple):
+    """When a task ran, ns, and on which lane."""
+
+    start: int
+    end: int
+    lane: str
+
+
+def disorder(plan: Plan, graph: OperatorGraph, costs: CostModel) -> list[str]:
+    """What a plan's simulated ranks do in another order than their programs; nothing if equal."""
+    program = lower(plan, graph)
+    timeline = simulate_plan(plan, graph, costs).timeline
+    found: list[str] = []
+    for rank, member in enumerate(_first_of_each_crew(plan, program)):
+        stage = member.stages[0]
+        group = f"rank {rank}" if plan.is_mirrored else plan.group(stage)
+        ranks = None if plan.is_mirrored else plan.rank_of
+        order = _Order(member, _spans(timeline, group), plan.stage_of, ranks)
+        found += [f"{group}: {each}" for each in order.faults()]
+    return found
+
+
+def _first_of_each_crew(plan: Plan, program: Program) -> list[RankProgram]:
+    devices = dict.fromkeys(stage.mesh.devices[0] for stage in plan.stages)
+    by_device = {each.device: each for each in program.ranks}
+    return [by_device[device] for device in devices]
+
+
+def _spans(timeline: Timeline, group: str) -> dict[Moment, Span]:
+    """The rows of a group's lanes; what holds several lanes at once is there once."""
+    rows = {
+        (int(start), int(end), timeline.names[n]): timeline.lanes[timeline.lane[n]]
+        for n, (start, end) in enumerate(zip(timeline.start, timeline.end, strict=True))
+        if lane_group(timeline.lanes[timeline.lane[n]]) == group
+    }
+    seen: Counter[str] = Counter()
+    found: dict[Moment, Span] = {}
+    for (start, end, name), lane in sorted(rows.items()):
+        found[name, seen[name]] = Span(start, end, lane)
+        seen[name] += 1
+    return found
+
+
+@dataclass(eq=False)
+class _Order:
+    """A rank's instructions, and the spans of what was simulated of it."""
+
+    program: RankProgram
+    spans: dict[Moment, Span]
+    stage_of: dict[str, int]
+    rank_of: Sequence[int] | None
+    names: list[Moment] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        seen: Counter[str] = Counter()
+        for name in self._tasks():
+            self.names.append((name, seen[name]))
+            seen[name] += 1
+
+    def _tasks(self) -> Iterator[str]:
+        """The tasks of a program, in order.
+
+        Of several sends of a transfer the last, of the syncs of an operator's weights the first.
+        """
+        instructions, begun = self.program.instructions, set[tuple[str, int]]()
+        last = {each.task: n for n, each in enumerate(instructions) if isinstance(each, Send)}
+        for number, each in enumerate(instructions):
+            match each:
+                case Forward(again=False):
+                    yield f"{each.operator} forward"
+                case Backward(part=Part.WEIGHTS):
+                    yield f"{each.operator} weight gradient"
+                case Backward():
+                    yield f"{each.operator} backward"
+                case Update():
+                    yield f"{each.operator} update"
+                case Send() if last[each.task] == number:
+                    yield each.task
+                case Bundle() | Convert(later=True):
+                    parts = each.parts if isinstance(each, Bundle) else (each,)
+                    for sync in dict.fromkeys((part.task, part.microbatch) for part in parts):
+                        if sync not in begun:
+                            begun.add(sync)
+                            yield sync[0]
+
+    def faults(self) -> list[str]:
+        """What is in another order."""
+        simulated = sorted(
+            (moment for moment in self.spans if self._block(moment)),
+            key=lambda moment: self.spans[moment],
+        )
+        there = [moment for moment in self.names if moment in self.spans]
+        ours = [block for block, _ in groupby(filter(None, map(self._block, there)))]
+        theirs = [block for block, _ in groupby(map(self._block, simulated))]
+        if ours != theirs:
+            wrong = next(
+                (pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), None
+            )
+            return [f"blocks and updates differ at {wrong} of {len(ours)} and {len(theirs)}"]
+        return [*self._missing(), *self._communication(there)]
+
+    def _block(self, moment: Moment) -> tuple[str, int, int] | None:
+        """What a pass or an update belongs to: what is done, of which stage, which time."""
+        operator, _, what = moment[0].partition(" ")
+        if what in (*PASSES, "update"):
+            return what, self.stage_of.get(operator, -1), moment[1]
+        return None
+
+    def _missing(self) -> list[str]:
+        """Syncs and transfers that one has and the other has not."""
+        sent = {name for name, _ in self.names}
+        return [
+            f"{moment[0]} is simulated, but no instruction"
+            for moment in self.spans
+            if (moment[0].endswith(" sync") or " ⇢ " in moment[0]) and moment[0] not in sent
+        ]
+
+    def _communication(self, there: Sequence[Moment]) -> Iterator[str]:
+        over, made = self._ends(there), dict[str, int]()
+        begun: dict[object, list[Span]] = defaultdict(list)
+        for moment in there:
+            if not self._block(moment):
+                begun[self._queue(moment)].append(self.spans[moment])
+        for moment in there:
+            span, (name, _) = self.spans[moment], moment
+            operator = name.partition(" ")[0]
+            if self._block(moment):
+                if not name.endswith(" update"):
+                    made[operator] = span.end
+                continue
+            if span.start < made.get(operator, 0):
+                yield f"{name} begins {made[operator] - span.start} ns before its gradient is made"
+            queue = begun[self._queue(moment)]
+            before = max((each.end for each in queue if each.start < span.start), default=0)
+            latest = max(over[moment], before)
+            if span.start > latest and not name.endswith(BOTH):
+                yield f"{name} begins {span.start - latest} ns after it may"
+        yield from self._syncs(there)
+
+    def _syncs(self, there: Sequence[Moment]) -> Iterator[str]:
+        """Gradients are summed stage by stage as in the program."""
+        syncs = [moment for moment in there if moment[0].endswith(" sync")]
+        stages = [
+            [
+                stage
+                for stage, _ in groupby(self.stage_of[name.partition(" ")[0]] for name, _ in each)
+            ]
+            for each in (syncs, sorted(syncs, key=lambda moment: self.spans[moment]))
+        ]
+        if stages[0] != stages[1]:
+            yield f"gradients are summed in the order of stages {stages[1]}, not {stages[0]}"
+
+    def _queue(self, moment: Moment) -> object:
+        """Communications of one queue may have to wait for one another: they share links."""
+        name = moment[0]
+        if " ⇢ " not in name:
+            return "sync"
+        if self.rank_of is None:
+            return self.spans[moment].lane
+        return self.rank_of[int(name.partition(" ⇢ stage ")[2].partition(",")[0])]
+
+    def _ends(self, there: Sequence[Moment]) -> dict[Moment, int]:
+        """By sync and transfer, when the block ends in whose course the program has it."""
+        found: dict[Moment, int] = {}
+        current, waiting, end = None, list[Moment](), 0
+        for moment in there:
+            block = self._block(moment)
+            if block is None:
+                waiting.append(moment)
+                continue
+            if block != current:
+                found.update(dict.fromkeys(waiting, end))
+                current, waiting = block, []
+            if block[0] != "update":
+                end = max(end, self.spans[moment].end)
+        found.update(dict.fromkeys(waiting, end))
+        return found
