@@ -32,7 +32,7 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import COMPUTE, HOST, IntArray, Resharder, link_mask
-from stratagem.simulator.rows import OperatorRow, timed_rows
+from stratagem.simulator.rows import OperatorRow, timed_rows, to_ns
 from stratagem.simulator.rules import Inner, InnerReduction, rule_of
 from stratagem.simulator.saved import saved_slots, saves_output
 from stratagem.simulator.training import Training
@@ -142,6 +142,8 @@ class OperatorPricer:
             input_gradient_bytes=_column(footprints, "input_gradients"),
             gathered_bytes=_column(footprints, "gathered"),
             whole_gradient_bytes=_column(footprints, "whole_gradients"),
+            inner_forward=to_ns(np.array([p.inner_forward for p in passes])),
+            inner_backward=to_ns(np.array([p.inner_backward for p in passes])),
             saved_slots=saved_slots(operator, fused=self.training.fused_elementwise),
             saves_output=saves_output(operator),
             runs_again=runs_again,
@@ -188,6 +190,8 @@ class OperatorPricer:
             input_gradient=(max(0.0, backward[0] - weight[0]), backward[1]),
             weight_gradient=weight,
             recompute=whole,
+            inner_forward=comm / choice.chunks,
+            inner_backward=back_comm / choice.chunks if self.graph.needs_gradient[i] else 0.0,
             relative_error=error,
             source=source,
         )
@@ -341,13 +345,18 @@ class OperatorPricer:
 
 @dataclass(frozen=True)
 class _Passes:
-    """The passes of an operator under one choice, by piece; `recompute` is whole."""
+    """The passes of an operator under one choice, by piece; `recompute` is whole.
+
+    The collectives inside take `inner_forward` and `inner_backward` of them (seconds).
+    """
 
     forward: Priced = IDLE
     backward: Priced = IDLE
     input_gradient: Priced = IDLE
     weight_gradient: Priced = IDLE
     recompute: Priced = IDLE
+    inner_forward: float = 0.0
+    inner_backward: float = 0.0
     relative_error: float = 0.0
     source: str = "none"
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from stratagem.simulator.apart import SYNCS
-from stratagem.simulator.block import RESOURCE_NAMES, Role
-from stratagem.simulator.cells import CellBlock
+from stratagem.simulator.block import NUM_RESOURCES, RESOURCE_NAMES, Role
+from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.engine import Times
 from stratagem.simulator.memory import (
     BlockRun,
@@ -38,14 +38,15 @@ from stratagem.simulator.pipeline import (
     transfer_name,
 )
 from stratagem.simulator.plan_model import PlanModel, StageModel
-from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.resharding import COMPUTE, IntArray
 from stratagem.simulator.slice_memory import sliced_memory, sliced_tensors, with_waiting
 from stratagem.simulator.step_path import Played, StepPath, step_path
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
-from stratagem.simulator.traffic import crossing_bytes, stage_bytes
+from stratagem.simulator.traffic import INSIDE, crossing_bytes, stage_bytes
 
 _ROLES = frozenset(Role)
-
+COMPUTE_STREAM = COMPUTE.bit_length() - 1
+"""The number of what computes among the resources of a cell."""
 BETWEEN_HOMES = "to the other home"
 """The lane of sums over both homes of a stage."""
 
@@ -56,10 +57,10 @@ def step_timeline(model: PlanModel, macro: Times) -> Timeline:
     lanes = {s: _lanes(model, s) for s in range(len(model.stages))}
     for task in model.macro.blocks:
         kind, item = model.macro.block_kind(task), int(model.macro.item[task])
-        block, times = model.stages[item].cell_blocks[kind], model.block_times[item][kind]
         leaves_out = SYNCS if task in model.macro.syncs else frozenset[Role]()
-        made = _block_rows(block, times, lanes[item], int(macro.start[task]), _ROLES - leaves_out)
-        rows += [*made, *_sync_rows(model, macro, task)]
+        start = int(macro.start[task])
+        rows += _block_rows(model, item, kind, lanes[item], start, roles=_ROLES - leaves_out)
+        rows += _sync_rows(model, macro, task)
     for task in np.flatnonzero(~are_blocks(model.macro.kind)).tolist():
         if macro.end[task] > macro.start[task]:
             start, end = int(macro.start[task]), int(macro.end[task])
@@ -95,13 +96,21 @@ def _sync_rows(model: PlanModel, macro: Times, task: int) -> Iterator[Row]:
     kind, begin = int(model.macro.kind[rest]), int(macro.start[task])
     if behind and macro.end[behind[0]] > macro.end[rest]:
         kind, begin = SYNC, int(macro.start[behind[0]])
-    block, times = model.stages[item].cell_blocks[kind], model.block_times[item][kind]
-    yield from _block_rows(block, times, _sync_lanes(model, item), begin, SYNCS)
+    yield from _block_rows(model, item, kind, _sync_lanes(model, item), begin, roles=SYNCS)
 
 
 def _block_rows(
-    block: CellBlock, times: Times, lanes: Sequence[str], offset: int, roles: Collection[Role]
+    model: PlanModel,
+    item: int,
+    kind: int,
+    lanes: Sequence[str],
+    offset: int,
+    *,
+    roles: Collection[Role],
 ) -> Iterator[Row]:
+    """What each lane does. Collectives inside a pass are rows of their own, put at its end."""
+    stage, times = model.stages[item], model.block_times[item][kind]
+    block = stage.cell_blocks[kind]
     graph = block.graph
     for copy in np.flatnonzero(graph.durations):
         if block.block.roles[block.task[copy]] not in roles:
@@ -109,8 +118,25 @@ def _block_rows(
         task, held = block.task[copy], graph.resource_sets[copy]
         start, end = offset + int(times.start[copy]), offset + int(times.end[copy])
         name, kind = block.block.names[task], block.block.kinds[task]
+        inner = _inner_ns(stage.table, block.block.roles[task], int(block.block.subjects[task]))
+        turn = max(start, end - inner)
         for resource in graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]:
-            yield Row(name, kind, lanes[resource], start, end)
+            if not inner:
+                yield Row(name, kind, lanes[resource], start, end)
+            elif resource % NUM_RESOURCES == COMPUTE_STREAM:
+                yield Row(name, kind, lanes[resource], start, turn)
+            else:
+                label = name + INSIDE
+                yield Row(label, TaskKind.COMMUNICATION, lanes[resource], turn, end)
+
+
+def _inner_ns(table: CostTable, role: Role, operator: int) -> int:
+    """What collectives inside a pass take of it."""
+    if role not in (Role.FORWARD, Role.RECOMPUTE, Role.BACKWARD):
+        return 0
+    row = table.row(operator)
+    inner = row.inner_backward if role is Role.BACKWARD else row.inner_forward
+    return int(inner[0]) * (int(row.pieces[0]) if role is Role.RECOMPUTE else 1)
 
 
 def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:

@@ -301,8 +301,10 @@ class _StateGraph:
         )
 
     def _moves(self, state: Placements, pins: tuple[Pin, ...]) -> Iterator[tuple[int, Placement]]:
+        """The steps from a state. Nothing is nested in, or around, an axis of one device."""
         for axis, placement in enumerate(state):
-            later = state[axis + 1 :]
+            behind = zip(state[axis + 1 :], self.shape[axis + 1 :], strict=True)
+            later = [p for p, ways in behind if ways > 1 and self.shape[axis] > 1]
             if isinstance(placement, Shard) and placement in later:
                 continue
             shards = [Shard(factor) for factor in range(len(self.sizes))]

@@ -63,9 +63,11 @@ class OperatorRow:
     are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
     choice, how many of its parameters take each distinct path in the sync, and the latency of that
     path in seconds.
-    `relative_error` is that of forward and backward. `saved_slots` are the inputs that backward
-    needs, `saves_output` says whether it needs the output. `runs_again` says whether recomputing
-    it means to run it again, or only to bring back its inputs (see `segments.run_again`).
+    `relative_error` is that of forward and backward. `inner_forward` and `inner_backward` are the
+    ns that collectives inside the passes take, of one piece. `saved_slots` are the inputs that
+    backward needs, `saves_output` says whether it needs the output. `runs_again` says whether
+    recomputing it means to run it again, or only to bring back its inputs (see
+    `segments.run_again`).
     """
 
     choices: tuple[Choice, ...]
@@ -96,6 +98,8 @@ class OperatorRow:
     input_gradient_bytes: IntArray
     gathered_bytes: IntArray
     whole_gradient_bytes: IntArray
+    inner_forward: IntArray
+    inner_backward: IntArray
     saved_slots: frozenset[int]
     saves_output: bool
     runs_again: bool

@@ -9,13 +9,19 @@ from stratagem.simulator.graph import Edge, Operator, factor_sizes
 from stratagem.simulator.parameters import Use, residences, use_of
 from stratagem.simulator.placement import (
     Placements,
+    Shard,
     input_gradient_placements,
     input_placements,
     local_elements,
+    local_sizes,
     output_gradient_placements,
     output_placements,
 )
 from stratagem.simulator.plan import Choice
+from stratagem.simulator.rules import InnerReduction, rule_of
+
+INSIDE = ", inside"
+"""Behind the name of a pass: the collectives inside it."""
 
 
 def stage_bytes(builder: TableBuilder, table: CostTable) -> dict[str, int]:
@@ -35,7 +41,8 @@ def stage_bytes(builder: TableBuilder, table: CostTable) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     ambiguous: set[str] = set()
-    for name, nbytes in (*_edges(builder, table), *_parameters(builder, table)):
+    found = (*_edges(builder, table), *_inner(builder, table), *_parameters(builder, table))
+    for name, nbytes in found:
         if sizes.setdefault(name, nbytes) != nbytes:
             ambiguous.add(name)
     return {name: nbytes for name, nbytes in sizes.items() if name not in ambiguous}
@@ -77,6 +84,26 @@ def _edges(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]
             yield f"{producer.name} ← {consumer.name}", _moved(builder, sizes, itemsize, *back)
 
 
+def _inner(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]:
+    """Collectives inside passes: what a device gives to each, in float32 where it is a sum."""
+    shape = builder.mesh.shape
+    for i in table.operators:
+        operator, config = table.graph.operators[i], table.row(i).choices[0].config
+        sizes = local_sizes(operator, config, shape)
+        itemsize = builder.training.bytes_of(operator.outputs[0].dtype)
+        there = back = 0
+        for inner in rule_of(operator).inner(operator, sizes):
+            for ways, placement in zip(shape, config, strict=True):
+                if ways > 1 and isinstance(placement, Shard) and placement.dim in inner.dims:
+                    is_sum = isinstance(inner, InnerReduction)
+                    nbytes = inner.elements * 4 if is_sum else inner.scalars(ways) * itemsize
+                    there += inner.forward * nbytes
+                    back += inner.backward * nbytes
+        for what, nbytes in (("forward", there), ("recompute", there), ("backward", back)):
+            if nbytes:
+                yield f"{operator.name} {what}{INSIDE}", nbytes
+
+
 def _parameters(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]:
     inside = set(table.operators)
     for i in table.operators:
@@ -110,5 +137,7 @@ def _moved(
     source: Placements,
     target: Placements,
 ) -> int:
+    """Bytes of the collectives of a conversion; along an axis of one device nothing moves."""
     steps = builder.resharder.path(sizes, itemsize, source, target)
-    return sum(step.elements for step in steps) * itemsize
+    shape = builder.mesh.shape
+    return sum(step.elements for step in steps if shape[step.axis] > 1) * itemsize
