@@ -38,6 +38,7 @@ DATA_SHEET_GB_S = {
     "a100-800g": 100.0,
     "dgx-a100-superpod": 200.0,
     "h100-3200g": 400.0,
+    "h100-3200g-nanotron": 400.0,
     "p3.16xlarge": 3.125,
 }
 """What all cards of a node send together."""
@@ -103,6 +104,7 @@ CONSTANTS = (
 
 AS_KERNELS_SHOW = {
     "h100-3200g": ("calibration.memory_scale", "intra_node.bandwidth_gb_s"),
+    "h100-3200g-nanotron": ("calibration.memory_scale", "intra_node.bandwidth_gb_s"),
 }
 """Constants that a preset keeps as kernels timed alone have them: five of its own suffice."""
 

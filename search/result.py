@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.search.space import Options, Skeleton
+from stratagem.simulator.cluster import NOT_CALIBRATED
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.show.curve import convergence_curve
@@ -305,7 +306,18 @@ class SearchResult:
         """How good the plan is, and what was done for it."""
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
-            f"{self.stop_reason.value}."
+            f"{self.stop_reason.value}.{self._caveat}"
+        )
+
+    @property
+    def _caveat(self) -> str:
+        """What must be said of all figures of a cluster that nobody has measured."""
+        if self.simulation.is_calibrated:
+            return ""
+        cluster = self.plan.cluster
+        return (
+            f" Cluster {cluster.name!r} is {NOT_CALIBRATED}: steps may be "
+            f"{cluster.calibration.spread:.0%} off beside the errors of kernels."
         )
 
     def __repr__(self) -> str:

@@ -120,6 +120,12 @@ class Link:
         return low, high, share
 
 
+SPREAD = 0.25
+"""How far the calibrations of clusters are apart: steps of one without are off by as much."""
+NOT_CALIBRATED = "not calibrated"
+"""Said with figures of clusters on which nobody has measured steps."""
+
+
 @dataclass(frozen=True)
 class Calibration:
     """How kernels in training on a cluster differ from the same kernels timed alone.
@@ -136,14 +142,20 @@ class Calibration:
     several nodes exchange tensors, hardly at all where the network is used at its end. The members
     of a group lose time one now, another then, and all wait for whoever is late, so that what is
     lost grows with the members (noise of the system: Petrini et al. 2003, SC'03; Hoefler et al.
-    2010, SC'10).
+    2010, SC'10). Only some stacks do so: what a framework is known for is in a preset of its own.
+
+    `relative_error` is how far steps on the cluster may be off beside the errors of kernels. Left
+    out it is 0 where constants are given, as they were fitted to steps, and `SPREAD` where none
+    are; a cluster that has some from another one of the same chip states it.
 
     Example:
         >>> Calibration(product_scale=1.05).scale(matmul=True)
         1.05
+        >>> Calibration(product_scale=1.05).spread, Calibration().spread
+        (0.0, 0.25)
 
     Raises:
-        ValueError: on a scale that is not above 0, or a negative time.
+        ValueError: on a scale that is not above 0, or a negative time or error.
     """
 
     product_scale: float = 1.0
@@ -151,6 +163,7 @@ class Calibration:
     launch_us: float = 0.0
     reserved_gib: float = 0.0
     stall_us: float = 0.0
+    relative_error: float | None = None
 
     def __post_init__(self) -> None:
         _positive("calibration", product_scale=self.product_scale, memory_scale=self.memory_scale)
@@ -159,6 +172,18 @@ class Calibration:
                 raise ValueError(
                     f"calibration: {name} is {getattr(self, name)}; it must be 0 or more"
                 )
+        if self.relative_error is not None and not self.relative_error >= 0:
+            raise ValueError(
+                f"calibration: relative_error is {self.relative_error}; it must be 0 or more"
+            )
+
+    @property
+    def spread(self) -> float:
+        """How far steps may be off beside the errors of kernels; 0 where steps were fitted."""
+        if self.relative_error is not None:
+            return self.relative_error
+        fitted = self.product_scale, self.memory_scale, self.launch_us
+        return SPREAD if fitted == (1.0, 1.0, 0.0) else 0.0
 
     def scale(self, *, matmul: bool) -> float:
         """How much longer a kernel takes: one on matrix units, or another."""

@@ -319,8 +319,7 @@ def _time_sentence(simulation: Simulation) -> str:
     exposed = statistics(timeline).exposed_communication.get(busiest, 0.0)
     computes = computing.get(busiest, 0.0)
     sentence = (
-        f"A step takes {format_duration(simulation.step_time)} "
-        f"(± {100 * simulation.relative_error:.0f} %): "
+        f"A step takes {format_duration(simulation.step_time)} ({simulation.error_in_words}): "
     )
     if len(simulation.plan.stages) == 1:
         return sentence + (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.simulator import predicted
+from stratagem.simulator.cluster import NOT_CALIBRATED
 from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import CostModel
+from stratagem.simulator.costs import CostModel, Source
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.memory import DeviceMemory, MemoryTimeline
@@ -27,13 +29,17 @@ class Simulation:
     Attributes:
         step_time: seconds from the first task to the last.
         memory: the peak of each rank (the devices of one stage, or of several that share them).
-        relative_error: of the step time, from the errors of the costs in it.
+        relative_error: of the step time, from the errors of the costs in it, and from how far
+            clusters like this one are apart where nobody has measured it.
+        is_calibrated: whether the cluster's constants, or costs of the model's operators, were
+            measured. If not, `in_words`, reports and tables say so.
     """
 
     plan: Plan
     step_time: float
     memory: tuple[DeviceMemory, ...]
     relative_error: float
+    is_calibrated: bool
     _model: PlanModel
     _macro_times: Times
 
@@ -68,7 +74,17 @@ class Simulation:
     def in_words(self) -> str:
         """Step time, memory and whether it fits, in a few words."""
         time, memory = format_duration(self.step_time), format_bytes(self.peak_memory)
-        return f"{time} a step, {memory} a device, {self._verdict}"
+        return f"{time} a step{self._caveat}, {memory} a device, {self._verdict}"
+
+    @property
+    def _caveat(self) -> str:
+        return "" if self.is_calibrated else f" ({NOT_CALIBRATED})"
+
+    @property
+    def error_in_words(self) -> str:
+        """How far the step time may be off, as in ``± 27 %, not calibrated``."""
+        caveat = "" if self.is_calibrated else f", {NOT_CALIBRATED}"
+        return f"± {100 * self.relative_error:.0f} %{caveat}"
 
     @property
     def _verdict(self) -> str:
@@ -116,7 +132,7 @@ class Simulation:
         gib = self.peak_memory / 2**30
         return (
             f"<b>{html.escape(self.plan.name)}</b>: {self.step_time * 1e3:.2f} ms "
-            f"± {100 * self.relative_error:.0f} % a step, {gib:.2f} GiB per device "
+            f"a step ({self.error_in_words}), {gib:.2f} GiB per device "
             f"({self._verdict})"
         )
 
@@ -149,13 +165,17 @@ def simulate_model(model: PlanModel) -> Simulation:
         step_time=times.makespan * 1e-9,
         memory=predicted.rank_memory(model),
         relative_error=_relative_error(model),
+        is_calibrated=_spread(model) == 0.0,
         _model=model,
         _macro_times=times,
     )
 
 
 def _relative_error(model: PlanModel) -> float:
-    """The errors of the operators' costs weighted by their times (as if all erred together)."""
+    """The errors of the operators' costs weighted by their times (as if all erred together).
+
+    How a cluster that nobody has measured differs from others errs independently.
+    """
     weighted = total = 0.0
     for stage in model.stages:
         for i in stage.table.operators:
@@ -163,4 +183,12 @@ def _relative_error(model: PlanModel) -> float:
             ns = float(row.passes_ns[0])
             weighted += ns * float(row.relative_error[0])
             total += ns
-    return weighted / total if total else 0.0
+    return math.hypot(weighted / total, _spread(model)) if total else 0.0
+
+
+def _spread(model: PlanModel) -> float:
+    """How far clusters are apart; 0 where the cluster, or some operator, has been measured."""
+    rows = (stage.table.row(i) for stage in model.stages for i in stage.table.operators)
+    if any(Source.MEASURED.value in row.sources for row in rows):
+        return 0.0
+    return model.plan.cluster.calibration.spread

@@ -54,7 +54,9 @@ def nanotron(number: int, row: Row) -> Iterator[Run]:
             tied=tied,
             fused=True,
         ),
-        cluster=Cluster.preset("h100-3200g").with_devices(gpus, device=device_named(row["gpu"])),
+        cluster=Cluster.preset("h100-3200g-nanotron").with_devices(
+            gpus, device=device_named(row["gpu"])
+        ),
         setups=(setup,),
         seconds=float(row["iter_ms"]) * 1e-3 if timed else None,
         peak_bytes=float(row["peak_mem_GB"]) * GIB if ran and row["peak_mem_GB"] else None,

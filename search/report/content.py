@@ -88,7 +88,7 @@ def _figures(result: SearchResult) -> list[dict[str, str]]:
     capacity = min(rank.capacity for rank in simulation.memory)
     tokens = any(op.kind == "embedding" for op in result.graph.operators)
     rows = [
-        ("step", format_duration(simulation.step_time), f"± {simulation.relative_error:.0%}"),
+        ("step", format_duration(simulation.step_time), simulation.error_in_words),
         (
             "throughput",
             f"{result.tokens_per_second:,.0f}",
@@ -124,8 +124,8 @@ def _certificate(result: SearchResult) -> list[str]:
             f"{format_duration(step - bound)}. Whether there is one is not known."
         )
     sentences.append(
-        "Both figures are the simulator's: its own error of "
-        f"± {result.simulation.relative_error:.0%} comes on top."
+        "Both figures are the simulator's: its own error "
+        f"({result.simulation.error_in_words}) comes on top."
     )
     return sentences
 

@@ -59,6 +59,7 @@ def simulation_facts(simulation: Simulation) -> dict[str, Any]:
     return {
         "step_time": simulation.step_time,
         "interval": simulation.interval,
+        "is_calibrated": simulation.is_calibrated,
         "fits": simulation.fits,
         "peak_memory": [rank.peak for rank in simulation.memory],
         "capacity": [rank.capacity for rank in simulation.memory],

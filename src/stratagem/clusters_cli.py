@@ -24,7 +24,7 @@ from stratagem.cli_options import (
     speaker,
 )
 from stratagem.model_spec import load_cluster
-from stratagem.simulator.cluster import Cluster, Link, preset_names
+from stratagem.simulator.cluster import NOT_CALIBRATED, Cluster, Link, preset_names
 from stratagem.simulator.files import encode, write_text
 from stratagem.tables import simple_table
 
@@ -94,8 +94,11 @@ def _list(presets: list[Cluster]) -> Any:
         ]
         size = f"{cluster.num_nodes} × {cluster.devices_per_node}"
         memory = f"{cluster.device_type(0).memory_gib:g} GiB"
-        rows.append([cluster.name, size, kinds, memory, *links])
-    headings = ("preset", "nodes × devices", "device", "memory", "in a node", "between nodes")
+        rows.append([cluster.name, size, kinds, memory, *links, _calibrated(cluster)])
+    headings = (
+        *("preset", "nodes × devices", "device", "memory", "in a node", "between nodes"),
+        "steps",
+    )
     return simple_table(headings, rows)
 
 
@@ -115,9 +118,16 @@ def _shown(cluster: Cluster) -> Any:
         ["products in training", f"{calibration.product_scale:g} × as long as alone"],
         ["other kernels", f"{calibration.memory_scale:g} × as long as alone"],
         ["taken of the memory", f"{calibration.reserved_gib:g} GiB"],
+        ["steps", _calibrated(cluster)],
         ["price", f"{cluster.price_per_hour:g} an hour" if cluster.price_per_hour else "not told"],
     ]
     return simple_table((cluster.name, ""), rows)
+
+
+def _calibrated(cluster: Cluster) -> str:
+    """Whether steps on the cluster were measured."""
+    spread = cluster.calibration.spread
+    return f"{NOT_CALIBRATED}, ± {spread:.0%}" if spread else "calibrated"
 
 
 def _link(link: Link) -> str:
