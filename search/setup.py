@@ -20,6 +20,7 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.segments import check_policy
+from stratagem.simulator.table import format_bytes
 from stratagem.simulator.training import Training
 
 PARTITIONS = ("layers", "layers and ends", "parameters", "time")
@@ -61,6 +62,9 @@ class TrainingSetup:
             and gathered again in backward (Korthikanti et al. 2022).
         overlap_gradients: whether gradients are reduced while backward still runs; otherwise all
             at once when it has ended.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes a device, as
+            PyTorch's DistributedDataParallel does it (25 MiB there); 0 reduces each operator's
+            as soon as it is made.
         inputs_first: whether gradients of weights run beside the conversion of those of inputs
             (Megatron-LM's asynchronous all-reduce of tensor parallelism).
         partition: how a pipeline is cut: ``layers`` gives every stage as many repeated blocks,
@@ -69,8 +73,9 @@ class TrainingSetup:
             weights of matrix products (nanotron); ``time`` the predicted time.
 
     Raises:
-        ValueError: a size below 1, a ZeRO stage that is none, an unknown policy or partition, or
-            virtual stages under another schedule than 1F1B.
+        ValueError: a size below 1, a ZeRO stage that is none, an unknown policy or partition,
+            virtual stages under another schedule than 1F1B, or buckets of gradients that are not
+            reduced while backward runs.
     """
 
     microbatch: int = 1
@@ -84,6 +89,7 @@ class TrainingSetup:
     sequence_parallel: bool = False
     expert: int = 1
     overlap_gradients: bool = True
+    bucket_bytes: int = 0
     inputs_first: bool = False
     partition: str = "layers"
 
@@ -100,6 +106,13 @@ class TrainingSetup:
             raise ValueError(f"training setup: zero is {self.zero}; it must be 0, 1, 2 or 3")
         if self.partition not in PARTITIONS:
             raise unknown("partition", self.partition, PARTITIONS, where="training setup")
+        if self.bucket_bytes < 0:
+            raise ValueError(f"training setup: bucket_bytes is {self.bucket_bytes}; at least 0")
+        if self.bucket_bytes and not self.overlap_gradients:
+            raise ValueError(
+                f"training setup: buckets of {self.bucket_bytes} bytes are reduced while backward "
+                "still runs, but overlap_gradients is False: set bucket_bytes to 0"
+            )
         check_policy(self.recompute)
 
     def data(self, cluster: Cluster) -> int:
@@ -164,7 +177,7 @@ class TrainingSetup:
             ),
             num_microbatches=parts,
             schedule="interleaved" if self.virtual_stages > 1 else self.schedule,
-            bucket_bytes=0 if self.overlap_gradients else ALL_AT_ONCE,
+            bucket_bytes=self.bucket_bytes if self.overlap_gradients else ALL_AT_ONCE,
             inputs_first=self.inputs_first,
         )
 
@@ -222,6 +235,8 @@ class TrainingSetup:
             words.append(f"expert {self.expert}")
         if self.sequence_parallel:
             words.append("sequence parallel")
+        if self.bucket_bytes:
+            words.append(f"buckets of {format_bytes(self.bucket_bytes)}")
         return ", ".join(words)
 
     def strategy(self, graph: OperatorGraph, shape: Sequence[int]) -> dict[str, Choice]:

@@ -14,7 +14,7 @@ from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import LeftWhole
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import gpt, mlp, moe
+from stratagem.simulator.models import gpt, mlp, moe, resnet
 from stratagem.simulator.placement import REPLICATE, Shard
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
@@ -320,3 +320,26 @@ def test_shared_experts_train_like_one_process(zero, tensor):
     ]
     parted, one = (execute(plan, graph, state, batch, steps=3, timeout=60) for plan in plans)
     assert parted.losses == pytest.approx(one.losses, rel=1e-5)
+
+
+def test_buckets_of_gradients_can_be_stated():
+    """DistributedDataParallel's 25 MiB: a bucket pays the latency of its collectives once."""
+    graph = resnet(50, batch=2048)
+    cluster = CLUSTER.with_devices(32)
+    each, buckets = (
+        TrainingSetup(
+            microbatch=64, training=Training("float16", optimizer="sgd"), bucket_bytes=nbytes
+        )
+        for nbytes in (0, 25 * 2**20)
+    )
+    assert buckets.plan(graph, cluster).bucket_bytes == 25 * 2**20
+    assert "buckets of 25 MiB" in buckets.describe()
+    steps = [
+        simulate_plan(setup.plan(graph, cluster), graph, RooflineCosts()).step_time
+        for setup in (each, buckets)
+    ]
+    assert steps[1] < steps[0]
+    with pytest.raises(ValueError, match="overlap_gradients is False: set bucket_bytes to 0"):
+        replace(buckets, overlap_gradients=False)
+    with pytest.raises(ValueError, match="bucket_bytes is -1"):
+        replace(buckets, bucket_bytes=-1)
