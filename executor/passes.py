@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stratagem.executor.context import Context, Crossing
+from stratagem.executor.copies import Copies
 from stratagem.executor.instructions import (
     Backward,
     Cut,
@@ -38,8 +39,8 @@ class PassWriter:
     `_arrived` has per (producer, output, microbatch) the values whose sum is the gradient, and
     `_waiting` the gradients of weights that are to be made later. `_went` has the edges that were
     converted piece by piece, with their pieces and the factor that is cut, `_came` those of which
-    the gradient was. `_copies` has what was converted for the first of several readers, `_first`
-    has those readers' edges, `_summed` the sums of gradients that were begun.
+    the gradient was. `_copies` has what was converted for the first of several readers, `_summed`
+    the sums of gradients that were begun.
 
     Where tokens are sliced, each slice has a writer with the graph of that slice, and "microbatch"
     is the number of a pass (see `Context`); what they have in common is that of the `first`.
@@ -67,8 +68,7 @@ class PassWriter:
         self._pieces = {i: pieces_of(context, i) for i in range(len(context.graph.operators))}
         self._went: dict[tuple[Edge, int], tuple[Pieces, int]] = {}
         self._came: dict[tuple[Edge, int], tuple[Pieces, int]] = {}
-        self._copies: dict[object, Operand | None] = {}
-        self._first: dict[object, Edge] = {}
+        self._copies = Copies(context, self._triggers)
         self._summed: set[str] = set()
 
     def write(self, action: Action) -> None:
@@ -182,7 +182,7 @@ class PassWriter:
         """Whether anybody reads the result of an operator in pieces as it is made."""
         outgoing = self._context.outgoing[i]
         return again or any(
-            (self._first.get(self._copy(edge, microbatch), edge), microbatch) not in self._went
+            (self._copies.first(edge, microbatch), microbatch) not in self._went
             or self._context.is_made_again(edge)
             or self._context.recomputes[edge.consumer]
             for edge in outgoing
@@ -191,8 +191,7 @@ class PassWriter:
     def _convert_piece(self, edge: Edge, microbatch: int, piece: Piece) -> None:
         """Convert a piece of a result for its readers, if it can go by itself."""
         context = self._context
-        copy = self._copy(edge, microbatch)
-        if copy is not None and self._first.setdefault(copy, edge) != edge:
+        if self._copies.first(edge, microbatch) != edge:
             return
         producer, pieces = context.graph.operators[edge.producer], self._pieces[edge.producer]
         assert pieces is not None
@@ -297,31 +296,9 @@ class PassWriter:
             crossing = next(c for c in context.crossings if edge in c.edges)
             held = self.writer.holds(crossing.after)
             return Operand(f"{crossing.value} m{microbatch}") if held else None
-        copy = self._copy(edge, microbatch, again=again)
-        if copy is None:
-            return self._converted(edge, microbatch, again=again)
-        if copy not in self._copies:
-            self._copies[copy] = self._converted(edge, microbatch, again=again)
-        return self._copies[copy]
-
-    def _copy(self, edge: Edge, microbatch: int, *, again: bool = False) -> object:
-        """What all readers have in common that read one converted copy; None if it is their own.
-
-        What runs again at one time reads one copy, and so does what converts only its inputs
-        again.
-        """
-        context = self._context
-        if not context.is_converted(edge) or not context.has_company(edge, again=again):
-            return None
-        choice = context.plan.choice(context.graph.operators[edge.consumer].name)
-        when: object = "forward"
-        if again and context.recomputes[edge.consumer]:
-            when = self._triggers.of[edge.consumer]
-        elif again:
-            when = None if choice.recompute else "backward"
-        if when is None:
-            return None
-        return edge.producer, edge.output, context.wanted(edge), microbatch, when
+        return self._copies.operand(
+            edge, microbatch, again, lambda: self._converted(edge, microbatch, again=again)
+        )
 
     def _converted(self, edge: Edge, microbatch: int, *, again: bool) -> Operand | None:
         """What the consumer of an edge reads of another operator of its stage."""
@@ -361,7 +338,7 @@ class PassWriter:
         offset = tuple(context.offset(edge.producer, name, microbatch) for name in names)
         value, sizes = f"{source.name} whole", context.sizes(edge)
         whole = context.whole.operator(source.name).sizes
-        if sizes == tuple(whole[name] for name in names) and _is_replicated(placements):
+        if sizes == tuple(whole[name] for name in names) and set(placements) <= {REPLICATE}:
             return Operand(value)
         return Operand(value, Cut(sizes, placements, offset))
 
@@ -623,7 +600,3 @@ def _there(operands: Sequence[Operand | None]) -> tuple[Operand, ...]:
     found = tuple(operand for operand in operands if operand is not None)
     assert len(found) == len(operands)
     return found
-
-
-def _is_replicated(placements: Placements) -> bool:
-    return all(placement == REPLICATE for placement in placements)

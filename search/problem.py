@@ -394,10 +394,10 @@ def _flat_blocks(
         pool_ns.append(c.timed.ns.ravel())
         pool_mask.append(c.timed.mask.ravel())
         shift += c.timed.ns.size
-    sharing, begins = joined_sharing([stage.sharing for stage in blocks])
+    sharing, gates_before = joined_sharing([stage.sharing for stage in blocks])
     gates = [
-        np.where(block.gate < 0, OPEN, block.gate + begin)
-        for stage, begin in zip(blocks, begins, strict=True)
+        np.where(block.gate < 0, OPEN, block.gate + before)
+        for stage, before in zip(blocks, gates_before, strict=True)
         for block in stage.all
     ]
     tasks = np.cumsum([0, *(b.base.size for b in flat)])

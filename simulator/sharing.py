@@ -52,7 +52,7 @@ class Sharing:
     sharers: IntArray
 
     @property
-    def arrays(self) -> tuple[IntArray, ...]:
+    def arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """What kernels take (see `_sharing_kernels.is_shut`)."""
         return self.starts, self.operators, self.offsets, self.ids
 
@@ -150,15 +150,20 @@ class _Gates:
                     offsets.append(self._offset(j, by))
                 starts.append(len(operators))
                 sharers.append(1 + len(others))
-        numbers = (np.array(each, dtype=np.int64) for each in (starts, operators, offsets))
-        none = np.zeros(0, dtype=np.int64)
-        ids = np.concatenate([none, *self._pool])
-        return Sharing(*numbers, ids, np.array(sharers, dtype=np.int64))
+        return Sharing(
+            starts=np.array(starts, dtype=np.int64),
+            operators=np.array(operators, dtype=np.int64),
+            offsets=np.array(offsets, dtype=np.int64),
+            ids=np.concatenate([np.zeros(0, dtype=np.int64), *self._pool]),
+            sharers=np.array(sharers, dtype=np.int64),
+        )
 
     def _others(self, k: int, group: Sequence[int], by: SharedBy) -> list[int]:
         """The edges that share with edge `k` under some choices."""
         mine = self._ids(k, by)
-        rows = [(j, self._ids(j, by)) for j in group if j != k and mine is not None]
+        if mine is None:
+            return []
+        rows = [(j, self._ids(j, by)) for j in group if j != k]
         found = [j for j, ids in rows if ids is not None and self._may_share(ids, mine)]
         if by is not SharedBy.AGAIN:
             return found
@@ -213,7 +218,7 @@ def chains_of(table: CostTable, triggers: Triggers) -> dict[SharedBy, dict[int, 
     """Of each edge that may share a conversion, the edge that is converted before it."""
     groups, edges = sorted(set(neighbours(table).values())), table.edges
     when = triggers.of.get
-    found = {by: dict[int, int]() for by in SharedBy if by is not SharedBy.KEPT}
+    found: dict[SharedBy, dict[int, int]] = {by: {} for by in SharedBy}
     for group in groups:
         found[SharedBy.THERE].update((b, a) for a, b in pairwise(group))
         backwards = _backwards(table, group)

@@ -95,8 +95,11 @@ def _inner(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]
         for inner in rule_of(operator).inner(operator, sizes):
             for ways, placement in zip(shape, config, strict=True):
                 if ways > 1 and isinstance(placement, Shard) and placement.dim in inner.dims:
-                    is_sum = isinstance(inner, InnerReduction)
-                    nbytes = inner.elements * 4 if is_sum else inner.scalars(ways) * itemsize
+                    nbytes = (
+                        inner.elements * 4
+                        if isinstance(inner, InnerReduction)
+                        else inner.scalars(ways) * itemsize
+                    )
                     there += inner.forward * nbytes
                     back += inner.backward * nbytes
         for what, nbytes in (("forward", there), ("recompute", there), ("backward", back)):
