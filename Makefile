@@ -12,11 +12,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help demo docs test test-fast lint format setup clean
+.PHONY: help demo docs test test-all test-fast lint format setup clean
 
 help:
 	@echo "make demo       find a plan for GPT-2 on 16 A100s, then plan and run a small GPT here"
 	@echo "make test       linters, types and all tests"
+	@echo "make test-all   those, and long ones: thousands of damaged files, many faults"
 	@echo "make test-fast  the tests that take no more than a few seconds each"
 	@echo "make docs       the documentation, in site/"
 	@echo "make lint       linters and types only"
@@ -52,8 +53,12 @@ TEST_PROCESSES ?= 2
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
+# With the tests of `long`, whose few cases `make test` has too.
+test-all: lint
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'long or not long'
+
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow and not notebook'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow and not notebook and not long'
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -33,8 +33,8 @@ def failure_of(logs: Path) -> str:
             text = str(message["message"])
             follows = text.startswith(RankError.__name__)
             when = float(message["extraInfo"]["timestamp"])
-            place = place_in(str(message["extraInfo"].get("py_callstack", "")))
-            failed.append((follows, when, path.parent, text, place))
+            code = place_in(str(message["extraInfo"].get("py_callstack", "")))
+            failed.append((follows, when, path.parent, text, code))
         except (ValueError, KeyError, TypeError):
             continue
     if failed:

@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 POLL_SECONDS = 0.1
 """How often the keeper looks around."""
@@ -63,12 +64,12 @@ class Keeper:
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _run(self, order: dict[str, str]) -> int:
+    def _run(self, order: dict[str, Any]) -> int:
         with open(order["log"], "wb") as log:
             process = subprocess.Popen(
                 order["command"],
                 cwd=order["folder"],
-                env=order["environment"],  # type: ignore[arg-type]
+                env=order["environment"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -80,7 +81,7 @@ class Keeper:
         finally:
             _stop(process)
             end_descendants()
-        return process.returncode
+        return process.wait()
 
     def _is_over(self) -> bool:
         """Whether the caller wants no more, is gone, or the keeper has been asked to end."""
@@ -159,7 +160,8 @@ def _descendants() -> list[int]:
         children[int(parent)].append(int(name))
         if state in "ZX":
             ended.add(int(name))
-    found, left = [], [os.getpid()]
+    found: list[int] = []
+    left = [os.getpid()]
     while left:
         own = children[left.pop()]
         found.extend(pid for pid in own if pid not in ended)

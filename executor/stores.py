@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -30,13 +29,13 @@ class WatchStore(Protocol):
     def set(self, key: str, value: str) -> None:
         """Keep a value."""
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: list[str]) -> bool:
         """Whether there is a value for every key."""
 
     def get(self, key: str) -> bytes:
         """A value that is there."""
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         """Values that are there."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -63,7 +62,7 @@ class FolderStore:
         """See `WatchStore.set`."""
         self._write(key, value, always=True)
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: list[str]) -> bool:
         """See `WatchStore.check`."""
         if not self._folder.is_dir():
             raise RuntimeError(f"the folder {self._folder} of the run is gone")
@@ -76,7 +75,7 @@ class FolderStore:
         except OSError as error:
             raise RuntimeError(f"the store of the run has no {key!r}: {error}") from error
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         """See `WatchStore.multi_get`."""
         return [self.get(key) for key in keys]
 

@@ -172,8 +172,9 @@ def _train(
         if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
             place.enter(step, "writing a checkpoint", slow=True)
             course = Course(step + 1, *batches.position)
-            folder, keep = options.checkpoint, options.keep
-            save_checkpoint(interpreter, folder, course, loss=record.loss, keep=keep)
+            save_checkpoint(
+                interpreter, options.checkpoint, course, loss=record.loss, keep=options.keep
+            )
     place.enter(options.steps - 1, "bringing results together", slow=True)
     result = _result(interpreter, losses, durations, timed, start, gradients=options.gradients)
     peaks = _of_all(most_held, comm) if options.memory else ()

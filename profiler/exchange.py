@@ -3,13 +3,15 @@
 Both hold the rows of `rows` and have a line for each. Floats are written in full, so that reading
 gives the same numbers. A row ends in its checksum, the first digits of SHA-256 over the others,
 and a CSV row begins with its place, such as 3/120: so a damaged cell and a file that ends early
-are seen. Rows of one's own may leave both empty. A file is read whole before any row counts.
+are seen; JSON has a checksum of all rows for that. Rows of one's own may leave these out. A file
+is read whole before any row counts.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +46,7 @@ class _JsonFile:
     version: int
     timing: list[msgspec.Raw]
     collective: list[msgspec.Raw]
+    check: str = ""
 
 
 def to_csv(entries: Iterable[Entry]) -> str:
@@ -70,11 +73,13 @@ def to_csv(entries: Iterable[Entry]) -> str:
 def to_json(entries: Iterable[Entry]) -> str:
     """Entries as JSON text, a row a line."""
     lines: dict[str, list[str]] = {table: [] for table in FORMS}
+    sums: dict[str, list[str]] = {table: [] for table in FORMS}
     for entry in entries:
         row = row_of(entry)
         fields = {**dataclasses.asdict(row), "check": checksum(row)}
         lines[table_of(entry)].append(json.dumps(fields, ensure_ascii=False))
-    head = f'"format": {json.dumps(FORMAT)}, "version": {VERSION}'
+        sums[table_of(entry)].append(fields["check"])
+    head = f'"format": {json.dumps(FORMAT)}, "version": {VERSION}, "check": "{_check_of(sums)}"'
     tables = [f'"{table}": [\n' + ",\n".join(rows) + "\n]" for table, rows in lines.items()]
     return "{" + ",\n".join([head, *tables]) + "}\n"
 
@@ -130,6 +135,7 @@ def from_json(text: str, where: str) -> list[Entry]:
             f"reads {FORMAT!r} of version {VERSION}; {_AGAIN}"
         )
     entries: list[Entry] = []
+    sums: dict[str, list[str]] = {table: [] for table in FORMS}
     place = 0
     for table, rows in (("timing", found.timing), ("collective", found.collective)):
         for raw in rows:
@@ -139,7 +145,22 @@ def from_json(text: str, where: str) -> list[Entry]:
             with reading(f"{where} line {line}", _AGAIN):
                 entries.append(_json_entry(table, part, f"{where} line {line}"))
             place += len(part)
+            sums[table].append(str(msgspec.json.decode(part).get("check") or ""))
+    whole = all(check for each in sums.values() for check in each)
+    if found.check and whole and found.check != _check_of(sums):
+        raise ValueError(
+            f"{where}, field check: {found.check} is not that of its rows, {_check_of(sums)}: one "
+            f"was changed, taken out or put in; {_AGAIN}, or leave the field out"
+        )
     return entries
+
+
+def _check_of(sums: Mapping[str, Sequence[str]]) -> str:
+    """The checksum of all rows of all tables, from theirs."""
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:_CHECK_DIGITS]
+
+
+_CHECK_DIGITS = 12
 
 
 _AGAIN = "export the timings again"

@@ -16,7 +16,7 @@ from stratagem.profiler.keys import Entry
 from stratagem.profiler.kineto import read_kineto
 from stratagem.profiler.nccl_tests import looks_like_nccl_tests, read_nccl_tests
 from stratagem.profiler.trace_events import looks_like_trace
-from stratagem.simulator.files import read_text
+from stratagem.simulator.files import read_bytes
 from stratagem.simulator.provenance import Environment
 
 MOST_UNPACKED = 2**29
@@ -94,7 +94,7 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             packed = file.read(len(_GZIP)) == _GZIP
         if not packed:
-            return read_text(path, "file")
+            return read_bytes(path, "file").decode("utf-8")
         with gzip.open(path) as unpacked:
             content = unpacked.read(MOST_UNPACKED + 1)
         if len(content) > MOST_UNPACKED:

@@ -77,21 +77,22 @@ class KernelCompiler(CompilerBase):
         return [manager]
 
 
-def kernel(**options: Any) -> Callable[[F], Any]:
+def kernel(**options: Any) -> Callable[[F], F]:
     """`numba.njit` for kernels, which count from the front.
 
     With ``cache=True`` what was compiled is kept beside the source, or in the user's cache folder;
     where neither can be written to it is compiled anew in every process, with a warning.
     """
 
-    def compiled(function: F) -> Any:
+    def compiled(function: F) -> F:
         try:
-            return njit(pipeline_class=KernelCompiler, **options)(function)
+            made: F = njit(pipeline_class=KernelCompiler, **options)(function)
         except RuntimeError as error:
             if not options.get("cache") or "cannot cache" not in str(error):
                 raise
             _warn_not_kept()
-            return njit(pipeline_class=KernelCompiler, **{**options, "cache": False})(function)
+            made = njit(pipeline_class=KernelCompiler, **{**options, "cache": False})(function)
+        return made
 
     return compiled
 

@@ -162,17 +162,28 @@ def read_text(path: str | Path, what: str) -> str:
         ValueError: when it cannot be read or has no end; names `what` and the path.
     """
     try:
+        return read_bytes(path, what).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {path} cannot be read: not UTF-8 text") from error
+
+
+def read_bytes(path: str | Path, what: str) -> bytes:
+    """The content of a file.
+
+    Raises:
+        ValueError: when it cannot be read or has no end; names `what` and the path.
+    """
+    try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError(
-                f"{what} {path} cannot be read: it has more than {MOST_BYTES / 2**30:g} GiB; see "
-                f"whether it is the right file"
-            )
-        return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ValueError(f"{what} {path} cannot be read: {reason}") from error
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from error
+    if len(content) > MOST_BYTES:
+        raise ValueError(
+            f"{what} {path} cannot be read: it has more than {MOST_BYTES / 2**30:g} GiB; see "
+            f"whether it is the right file"
+        )
+    return content
 
 
 @contextmanager

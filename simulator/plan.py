@@ -32,7 +32,7 @@ CUSTOM = "custom"
 """Name of a schedule whose orders the plan itself lists."""
 
 
-MOST_MICROBATCHES = 2**20
+MOST_MICROBATCHES = 2**14
 """Of a plan; its batch is at least as large."""
 
 

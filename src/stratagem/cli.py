@@ -10,6 +10,7 @@ not allow it, with the reason in a line on standard error; 130, it was interrupt
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
@@ -25,7 +26,7 @@ from typer.core import TyperGroup
 
 from stratagem import __version__
 from stratagem.cache_cli import cache_app
-from stratagem.cli_options import WRONG_INPUT, AsJson, Model, print_json, speaker
+from stratagem.cli_options import INTERRUPTED, WRONG_INPUT, AsJson, Model, print_json, speaker
 from stratagem.clusters_cli import clusters
 from stratagem.doctor_cli import doctor
 from stratagem.export_cli import export
@@ -89,7 +90,13 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; modules of the current folder are for models only (`make_model`)."""
-    app(prog_name="stratagem")
+    if os.getpid() == 1:  # As in a container: Linux gives the first process no default for these.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        app(prog_name="stratagem")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def _version(asked: bool) -> None:
