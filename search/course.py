@@ -11,6 +11,7 @@ import numpy as np
 
 from stratagem.search.anneal import Chain, chain_seed, run_chains
 from stratagem.search.baselines import baseline, baseline_names
+from stratagem.search.canonical import canonical
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
 from stratagem.search.constraints import Constraints
 from stratagem.search.improve import Improver
@@ -148,7 +149,9 @@ class Course:
         planned = self._take_stages(stages)
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
-        improver.begin_refining(self._open(sorted(planned, key=lambda e: e.rank))[:num_skeletons])
+        improver.begin_refining(
+            _first_policies(sorted(planned, key=lambda e: e.rank))[:num_skeletons]
+        )
         operators = len(space.situation.graph.operators)
         most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
         ranked = space.rank(
@@ -157,10 +160,10 @@ class Course:
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
-        best_ranked = self._open(sorted([*planned, *ranked], key=lambda entry: entry.rank))
+        best_ranked = _first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
         self.report("refining pipelines", 0.25)
         refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
-        best_ranked = self._open(refined)[:num_skeletons]
+        best_ranked = _first_policies(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else [self._entry_of(start)]
         weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
@@ -169,27 +172,36 @@ class Course:
         left = self._survey(best_ranked, weakest, work) if weakest else 0
         promising = self._promising(best_ranked)[:num_skeletons]
         walked = improver.walk(
-            _begun_by(own, promising),
+            _begun_by(own, [*promising, *self._settled(num_skeletons)]),
             self.budget.evaluations,
             self.seed,
             self._past(WALKED),
             self._spend,
         )
         chosen = _begun_by(own, walked)
-        share, rest = divmod(self.budget.evaluations - self.evaluations, max(1, len(chosen)))
         for number, entry in enumerate(chosen):
-            self._search_entry(entry, share + (number < rest), number, len(chosen))
+            spare = self.budget.evaluations - self.evaluations
+            self._search_entry(entry, -(-spare // (len(chosen) - number)), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
         self._certify(left, work, self._time_is_up)
-        fits = np.isfinite(self.incumbent.time)
-        if space.bound(self.incumbent.time) >= self.incumbent.time * (1 - 1e-6):
-            return StopReason.PROVED if fits else StopReason.NOTHING_FITS
+        return self._reason()
+
+    def _reason(self) -> StopReason:
+        """Why a search ends that did all that it set out to do."""
+        best = self.incumbent.time
+        listed = self.space.listed_bound(best)
+        if not np.isfinite(best):
+            return StopReason.NOTHING_FITS
+        if listed >= best * (1 - 1e-6):
+            others = self.space.pipelines_bound if self.space.bounds_all else 0.0
+            return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
         if self._time_is_up():
             return StopReason.SECONDS
-        if self.evaluations:
-            return StopReason.EVALUATIONS
-        return StopReason.ONE_PLAN if fits else StopReason.NOTHING_FITS
+        if self.budget.evaluations == 0:
+            return StopReason.NO_EVALUATIONS
+        spent = self.evaluations >= self.budget.evaluations
+        return StopReason.EVALUATIONS if spent else StopReason.SETTLED
 
     @contextmanager
     def _simulated_baselines(self, schedule: str, methods: Sequence[str]) -> Iterator[None]:
@@ -241,15 +253,14 @@ class Course:
 
     def _take_stages(self, plans: Sequence[Candidate]) -> list[Entry]:
         """Those of these that the constraints allow, simulated."""
-        s, options = self.space.situation, self.space.options
-        simulated = [(s.simulate(c.plan(s, options=options)), c) for c in plans]
-        allowed = [(s, c) for s, c in simulated if self.incumbent.offer(s)]
-        return [self.space.take(c.skeleton, c.choices, s) for s, c in allowed]
-
-    def _open(self, ranked: Sequence[Entry]) -> list[Entry]:
-        """Skeletons with something to choose, each under the policy that does best on it."""
-        best = _first_policies(ranked)
-        return [e for e in best if any(m.num_devices > 1 for m in e.skeleton.meshes)]
+        s, options, found = self.space.situation, self.space.options, []
+        for candidate in plans:
+            skeleton, choices = canonical(candidate.skeleton, candidate.choices, s.cluster)
+            plan = s.plan(skeleton, choices, name="inter-operator DP", options=options)
+            simulation = s.simulate(plan)
+            if self.incumbent.offer(simulation):
+                found.append(self.space.take(skeleton, choices, simulation))
+        return found
 
     def _entry_of(self, start: Plan) -> Entry:
         """The skeleton of a plan that somebody gave, with the plan as its start."""
@@ -301,13 +312,24 @@ class Course:
         )
         for group in ([*order, *listed], others):
             left = [e for e in group if e.bound < self.incumbent.time]
-            found = [e for e in self._open(left) if e.fate is not Fate.ENUMERATED]
+            found = [e for e in _first_policies(left) if e.fate is not Fate.ENUMERATED]
             if found:
                 return found
         return []
 
+    def _settled(self, most: int) -> list[Entry]:
+        """The best pipelines whose every plan was scored: only other skeletons can be better."""
+        found = [
+            entry
+            for entry in self.space.entries
+            if entry.fate is Fate.ENUMERATED and entry.fits and len(entry.skeleton.stages) > 1
+        ]
+        return sorted(_first_policies(found), key=lambda entry: entry.rank)[:most]
+
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
         """Bound, integer program, chains and windows on one skeleton."""
+        if entry.fate is Fate.ENUMERATED:
+            return
         if entry.bound >= self.incumbent.time:
             entry.fate = Fate.PRUNED
             return

@@ -50,7 +50,8 @@ class QuickBounds:
 
     def __init__(self, situation: Situation, options: Options, headroom: float) -> None:
         self._computing = ComputingBounds(situation, options)
-        self._holding = HoldingBounds(self._computing.models, headroom)
+        self.models = self._computing.models
+        self._holding = HoldingBounds(self.models, headroom)
 
     def look(self, skeletons: Iterable[Skeleton]) -> list[Look]:
         """A look at each: first whether it may fit."""

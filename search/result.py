@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from stratagem.simulator.costs import CostModel
 
 
+PROVED_GAP = 5e-4
+"""A plan that is nearer to a bound is the best there is, for all that matters."""
+
 NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
 
@@ -37,7 +40,9 @@ class StopReason(enum.Enum):
     INTERRUPTED = "it was interrupted; this is the best plan found until then"
     SECONDS = "the time of the budget was spent"
     EVALUATIONS = "all evaluations of the budget were spent"
-    ONE_PLAN = "the space holds one plan only"
+    NO_EVALUATIONS = "the budget has no evaluations: known strategies were simulated and bounded"
+    SETTLED = "the skeletons chosen were searched in full, the others bounded only"
+    LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
     PROVED = "the lower bound proves that no plan of the space is better"
     NOTHING_FITS = "no plan of the space was found to fit the memory"
 
@@ -153,6 +158,10 @@ class SearchResult:
         baselines: the known strategies' plans, simulated.
         bound: seconds under which no plan of the searched space is, or None if it was interrupted
             before it was known (see `bound.lower_bound`).
+        listed_bound: the same of plans on the skeletons in `space`, which are bounded one by one;
+            pipelines that are cut otherwise are bounded together (see `PipelineWork`).
+        bounds_all: whether `bound` holds for these as well, as it does on up to `SMALL_CLUSTER`
+            devices.
         space: every skeleton of the space and what became of it.
         front: plans of which none is better in time, memory and devices at once.
         trace: how the best score fell.
@@ -168,6 +177,8 @@ class SearchResult:
     simulation: Simulation
     baselines: Mapping[str, Simulation]
     bound: float | None
+    listed_bound: float | None
+    bounds_all: bool
     space: tuple[SkeletonRecord, ...]
     front: tuple[FrontPoint, ...]
     trace: tuple[TracePoint, ...]
@@ -232,12 +243,32 @@ class SearchResult:
             return f"no plan that fits was found{self._shortage}"
         if self.bound is None:
             return "no bound: the search was interrupted"
-        gap = self.gap or 0.0
-        if gap < 5e-4:
-            return f"proved: no plan of the space takes less than {format_duration(step)}"
+        everything = "of the space" if self.bounds_all else f"on the {self._num_listed}"
+        if (self.gap or 0.0) < PROVED_GAP:
+            return f"proved: no plan {everything} takes less than {format_duration(step)}"
         return (
-            f"no plan of the space takes less than {format_duration(self.bound)}: "
-            f"this one is at most {100 * gap:.1f} % from the best"
+            f"no plan {everything} takes less than {format_duration(self.bound)}: "
+            f"this one is at most {100 * (self.gap or 0.0):.1f} % from the best{self._of_listed}"
+        )
+
+    @property
+    def _num_listed(self) -> str:
+        """How many skeletons are listed, those left out that constraints do not allow."""
+        count = sum(record.fate is not Fate.FORBIDDEN for record in self.space)
+        return f"{count:,} skeletons listed" if count > 1 else "skeleton listed"
+
+    @property
+    def _of_listed(self) -> str:
+        """What is known of the listed skeletons beyond the bound on all plans, if anything."""
+        step, bound, listed = self.simulation.step_time, self.bound, self.listed_bound
+        if bound is None or listed is None or listed <= bound * (1 + PROVED_GAP):
+            return ""
+        gap = max(0.0, (step - listed) / step)
+        if gap < PROVED_GAP:
+            return f", and the best on the {self._num_listed}"
+        return (
+            f"; on the {self._num_listed} none takes less than {format_duration(listed)} "
+            f"({100 * gap:.1f} %)"
         )
 
     @property

@@ -212,15 +212,14 @@ def _joined(
     best = min(range(len(parts)), key=lambda k: (rank(parts[k].simulation), k))
     steps, winner = graphs[best].steps, parts[best]
     plan = replace(winner.plan, substitutions=steps) if steps else winner.plan
-    bounds = [part.bound for part in parts]
-    known = [bound for bound in bounds if bound is not None]
     return replace(
         winner,
         graph=graph,
         plan=plan,
         simulation=replace(winner.simulation, plan=plan),
         baselines=parts[0].baselines,
-        bound=min(known) if len(known) == len(graphs) else None,
+        bound=_least([part.bound for part in parts], len(graphs)),
+        listed_bound=_least([part.listed_bound for part in parts], len(graphs)),
         space=tuple(record for part in parts for record in part.space),
         trace=tuple(point for part in parts for point in part.trace),
         notes={**winner.notes, **left_out},
@@ -228,6 +227,12 @@ def _joined(
         evaluations=sum(part.evaluations for part in parts),
         seconds=sum(part.seconds for part in parts),
     )
+
+
+def _least(bounds: Sequence[float | None], count: int) -> float | None:
+    """The least of so many bounds; None where one is not known."""
+    known = [bound for bound in bounds if bound is not None]
+    return min(known) if len(known) == count else None
 
 
 def _search_graph(
@@ -252,7 +257,7 @@ def _search_graph(
     for name in baselines:
         _check_method(name)
     run = Course(
-        Space(situation, options, zeros, wishes.bind(graph)),
+        Space(situation, options, zeros, wishes.bind(graph), schedules),
         budget,
         seed,
         num_threads,
@@ -267,10 +272,12 @@ def _search_graph(
         ),
     )  # fmt: skip
     bound: float | None = None
+    listed: float | None = None
     try:
         every = all_skeletons(graph, cluster, schedules)
         reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
-        bound = run.space.bound(run.incumbent.time)
+        listed = run.space.listed_bound(run.incumbent.time)
+        bound = min(listed, run.space.pipelines_bound)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
     best = run.incumbent.best
@@ -292,6 +299,8 @@ def _search_graph(
         simulation=replace(best, plan=plan),
         baselines=run.baselines,
         bound=bound if best.fits else None,
+        listed_bound=listed if best.fits else None,
+        bounds_all=run.space.bounds_all,
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),

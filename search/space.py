@@ -41,6 +41,9 @@ MAX_IMBALANCE = 0.125
 MAX_STAGES, MAX_MICROBATCHES = 64, 512
 """Pipeline ranks and cuts of the batch that the search tries at most."""
 
+UNEQUAL_UNITS = 16
+"""Most units of devices that stages of unequal sizes are made of."""
+
 SMALL_CLUSTER = 64
 """Up to so many devices meshes have three axes, which make many times more choices."""
 
@@ -103,7 +106,7 @@ class Options:
 class Skeleton:
     """Stages (names of operators), one mesh each, number of microbatches, schedule, recompute.
 
-    `recompute` is a policy for all stages, or one policy for each.
+    `recompute` is a policy for all stages, or one for each; one that all share is kept once.
 
     Raises:
         ValueError: if there are not as many policies as stages.
@@ -121,6 +124,8 @@ class Skeleton:
                 f"{len(self.policies)} recompute policies for {len(self.stages)} stages: give one "
                 "for all, or one for each"
             )
+        if len(set(self.policies)) == 1:
+            object.__setattr__(self, "recompute", self.policies[0])
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -236,15 +241,15 @@ def stage_meshes(
 ) -> list[DeviceMesh]:
     """Logical shapes for a stage's consecutive devices: nodes apart, a node whole or cut in two.
 
-    Where there are several nodes all devices may be one axis too. With two axes only, nodes that
-    would be cut in two have their cuts in the first axis as well: data parallel ways over all
-    nodes, tensor parallel ways inside one. Devices of which nodes have unequal shares are shaped
-    as those of one node, and so are all if not `by_node`.
+    Where there are several nodes all devices may be one axis too, or two: data parallel ways over
+    all nodes, tensor parallel ways of no more devices than a node has. No shape is listed twice.
+    Devices of which nodes have unequal shares are shaped as those of one node, and so are all if
+    not `by_node`.
 
     Example:
         >>> cluster = Cluster.preset("dgx-a100")
         >>> [m.shape for m in stage_meshes(range(16), cluster)]
-        [(2, 8), (2, 2, 4), (2, 4, 2), (16,)]
+        [(2, 8), (2, 2, 4), (2, 4, 2), (16,), (8, 2), (4, 4)]
         >>> [m.shape for m in stage_meshes(range(16), cluster, max_axes=2)]
         [(2, 8), (16,), (8, 2), (4, 4)]
     """
@@ -258,15 +263,55 @@ def stage_meshes(
         shapes += [[MeshAxis("outer", ways), MeshAxis("inner", inside // ways)] for ways in cuts]
     meshes = [DeviceMesh((*outer, *axes), tuple(devices)) for axes in shapes]
     if outer:
-        meshes.append(DeviceMesh((MeshAxis("data", len(devices)),), tuple(devices)))
-    if outer and max_axes == 2:
-        meshes += [
-            DeviceMesh(
-                (MeshAxis("data", len(devices) // ways), MeshAxis("tensor", ways)), tuple(devices)
-            )
-            for ways in cuts
+        shapes = [[MeshAxis("data", len(devices))]]
+        shapes += [
+            [MeshAxis("data", len(devices) // ways), MeshAxis("tensor", ways)]
+            for ways in range(2, inside + 1)
+            if len(devices) % ways == 0
         ]
-    return meshes
+        meshes += [DeviceMesh(tuple(axes), tuple(devices)) for axes in shapes]
+    return list({mesh.shape: mesh for mesh in reversed(meshes)}.values())[::-1]
+
+
+def axes_of(cluster: Cluster) -> int:
+    """The most axes of meshes: 3 on up to `SMALL_CLUSTER` devices, 2 on more."""
+    return 3 if cluster.num_devices <= SMALL_CLUSTER else 2
+
+
+def stage_units(cluster: Cluster) -> int:
+    """Into how many equal units the devices are cut of which unequal stages are made.
+
+    Example:
+        >>> stage_units(Cluster.preset("dgx-a100", num_nodes=1))
+        8
+    """
+    whole = cluster.num_nodes if cluster.num_nodes > 2 else cluster.num_devices
+    return max(n for n in range(1, UNEQUAL_UNITS + 1) if whole % n == 0)
+
+
+def unequal_sizes(cluster: Cluster) -> list[int]:
+    """In units, the sizes of unequal stages; primes beyond 5 rarely divide a batch."""
+    return [n for n in range(1, stage_units(cluster)) if _is_handy(n)]
+
+
+def stage_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """How many devices a stage may have: an equal share of all, or some units of them.
+
+    Example:
+        >>> stage_sizes(Cluster.preset("dgx-a100", num_nodes=1))
+        (1, 2, 3, 4, 5, 6, 8)
+    """
+    total = cluster.num_devices
+    equal = [n for n in range(1, total + 1) if total % n == 0]
+    each = total // stage_units(cluster)
+    return tuple(sorted({*equal, *(each * n for n in unequal_sizes(cluster))}))
+
+
+def _is_handy(number: int) -> bool:
+    for prime in (2, 3, 5):
+        while number % prime == 0:
+            number //= prime
+    return number == 1
 
 
 def _alike_meshes(
@@ -291,16 +336,17 @@ def skeletons(
     """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
 
     Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in
-    order, all of them `VIRTUAL_STAGES` times over if the schedule is interleaved. A microbatch has
-    at least a sample for every `devices_per_node` devices of a stage.
+    order, all of them `VIRTUAL_STAGES` times over if the schedule is interleaved. The batch is cut
+    in every way that the model allows; a microbatch of a pipeline has at least a sample for every
+    `devices_per_node` devices of a stage.
 
     Args:
         graph: the model at its whole batch.
         cluster: where it is to run.
         schedule: of pipelines.
         max_stages: pipeline ranks at most.
-        max_microbatches: cuts of the batch at most.
-        max_axes: of a mesh; 3 up to `SMALL_CLUSTER` devices, 2 beyond when left out.
+        max_microbatches: cuts of the batch in pipelines at most.
+        max_axes: of a mesh; as `axes_of` says when left out.
 
     Raises:
         ValueError: if the schedule is none of `SCHEDULES`.
@@ -310,7 +356,7 @@ def skeletons(
             "schedule for a search", schedule, SCHEDULES, hint="A plan of your own may have others"
         )
     total = cluster.num_devices
-    axes = max_axes or (3 if total <= SMALL_CLUSTER else 2)
+    axes = max_axes or axes_of(cluster)
     num_layers = sum(op.kind != "source" for op in graph.operators)
     cutter = StageCutter(graph, cluster)
     for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
@@ -323,7 +369,7 @@ def skeletons(
             parts
             for parts in _microbatch_counts(graph, num_ranks, max_microbatches)
             if fills_rounds(schedule, num_ranks, parts)
-            and (graph.batch // parts >= least or parts <= 2)
+            and (graph.batch // parts >= least or parts <= 2 or num_ranks == 1)
         ]
         if not counts:
             continue
@@ -363,6 +409,8 @@ def fills_rounds(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
 
 
 def _microbatch_counts(graph: OperatorGraph, num_stages: int, most: int) -> list[int]:
-    """Powers of two that the batch can be cut into; of a pipeline at least two, if it can."""
-    least = 1 if num_stages == 1 or graph.whole_batch else 2
-    return [n for n in graph.microbatch_counts if least <= n <= most and n.bit_count() == 1]
+    """Into how many microbatches the batch may be cut; of a pipeline at least two, if it can."""
+    if num_stages == 1:
+        return list(graph.microbatch_counts)
+    least = 1 if graph.whole_batch else 2
+    return [n for n in graph.microbatch_counts if least <= n <= most]

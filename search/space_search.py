@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from stratagem.search.baselines import Situation, rank
 from stratagem.search.bound import Bound
 from stratagem.search.constraints import BoundConstraints
+from stratagem.search.pipeline_work import PipelineWork
+from stratagem.search.pipelining import traits_of
 from stratagem.search.quick_bounds import Look, QuickBounds
 from stratagem.search.result import Fate, SkeletonRecord
-from stratagem.search.space import Options, Skeleton, distinct_stages
+from stratagem.search.space import SMALL_CLUSTER, Options, Skeleton, distinct_stages
 from stratagem.search.strategies import Choices, known_strategies, with_recompute
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
@@ -78,6 +81,7 @@ class Space:
         options: of choices; its policies are tried one after the other.
         zero_stages: of choices.
         constraints: what plans may do.
+        schedules: that pipelines may run under.
     """
 
     def __init__(
@@ -86,9 +90,11 @@ class Space:
         options: Options,
         zero_stages: tuple[int, ...],
         constraints: BoundConstraints,
+        schedules: tuple[str, ...] = ("1f1b",),
     ) -> None:
         self.situation, self.options = situation, options
         self.zero_stages, self.constraints = zero_stages, constraints
+        self.schedules = schedules
         allowed = constraints.constraints.recompute
         self.policies = tuple(p for p in options.recompute if allowed is None or p in allowed)
         if not self.policies:
@@ -238,13 +244,39 @@ class Space:
             if replace(other.skeleton, recompute=self.policies[0]) == base:
                 other.bound = max(other.bound, seconds)
 
-    def bound(self, best: float) -> float:
-        """What no plan of the space is under; what a bound excludes by now is pruned."""
+    def listed_bound(self, best: float) -> float:
+        """What no plan on a skeleton of the list is under; what that excludes by now is pruned."""
         for entry in self.entries:
             if entry.fate is Fate.OPEN and entry.bound >= best:
                 entry.fate = Fate.PRUNED
         open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
         return min([best, *open_ones])
+
+    @cached_property
+    def bounds_all(self) -> bool:
+        """Whether pipelines that are not listed are bounded: it takes long on many devices."""
+        return self.situation.cluster.num_devices <= SMALL_CLUSTER
+
+    @cached_property
+    def pipelines_bound(self) -> float:
+        """What no pipeline is under that the constraints allow, wherever its stages are cut.
+
+        The stages of those on the list are as equal as can be, while a search meets others, too.
+        It is infinite where constraints, devices or operators leave no pipeline, and where they
+        are not bounded.
+        """
+        c, graph = self.constraints.constraints, self.situation.graph
+        least = c.pipeline or 2
+        layers = sum(operator.kind != "source" for operator in graph.operators)
+        most = min(self.situation.cluster.num_devices, layers, c.max_pipeline or layers)
+        if not (self.bounds_all and 2 <= least <= most):
+            return float("inf")
+        work = PipelineWork(self.quick.models, self.options, self.policies)
+        fills = all(traits_of(name).fills for name in self.schedules)
+        return min(
+            work.seconds(parts, least, fills=fills)
+            for parts in c.microbatches or graph.microbatch_counts
+        )
 
 
 def choices_of(plan: Plan) -> Choices:

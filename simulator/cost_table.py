@@ -282,6 +282,16 @@ class TableBuilder:
         """
         return self._pricer.pass_seconds(i, choice)
 
+    def shard_seconds(self, i: int, choice: Choice, sizes: Mapping[str, int]) -> float:
+        """The same for a shard of an operator, alone on a device of the builder's mesh.
+
+        Args:
+            i: index of the operator in the graph.
+            choice: says pieces, fusion and recompute; its config is empty.
+            sizes: of the shard, by dim.
+        """
+        return self._pricer.shard_seconds(i, choice, sizes)
+
     def _is_priced(self, edge: Edge, inside: set[int]) -> bool:
         """Whether an edge into the stage is: not one from a source, a slice of what all have."""
         return edge.producer in inside and self.graph.operators[edge.producer].kind != "source"

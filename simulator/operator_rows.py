@@ -160,14 +160,18 @@ class OperatorPricer:
 
     def pass_seconds(self, i: int, choice: Choice) -> float:
         """Forward and backward pass, all pieces, and the forward pass that is repeated."""
-        passes = self._passes(i, choice)
-        return choice.chunks * (passes.forward[0] + passes.backward[0]) + passes.recompute[0]
+        return _pass_seconds(self._passes(i, choice), choice)
 
-    def _passes(self, i: int, choice: Choice) -> _Passes:
+    def shard_seconds(self, i: int, choice: Choice, sizes: Mapping[str, int]) -> float:
+        """The same for a shard of some sizes, alone: nothing is exchanged inside the operator."""
+        return _pass_seconds(self._passes(i, choice, sizes), choice)
+
+    def _passes(self, i: int, choice: Choice, shard: Mapping[str, int] | None = None) -> _Passes:
+        """The passes of an operator; of a shard of it, whose choice has no config, if given."""
         operator = self.graph.operators[i]
         if operator.kind == "source":
             return _Passes()
-        sizes = local_sizes(operator, choice.config, self.mesh.shape)
+        sizes = shard or local_sizes(operator, choice.config, self.mesh.shape)
         piece = self._piece_sizes(operator, sizes, choice)
         seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
         comm, mask, back_comm = self._inner_collectives(operator, choice, sizes)
@@ -181,7 +185,8 @@ class OperatorPricer:
             weight = (spent * weight_share(self.graph, i), COMPUTE)
         whole = IDLE
         if choice.recompute:
-            whole = (self.forward_seconds(operator, choice) + comm, COMPUTE | mask)
+            again = self._slowest(operator, sizes, Direction.FORWARD)[0]
+            whole = (again + comm, COMPUTE | mask)
         if choice.fused and fuses_forward(operator):
             forward = IDLE
         return _Passes(
@@ -372,6 +377,10 @@ class _Moved:
     update: Priced
     stash_bytes: int
     latency: Mapping[str, tuple[int, float]]
+
+
+def _pass_seconds(passes: _Passes, choice: Choice) -> float:
+    return choice.chunks * (passes.forward[0] + passes.backward[0]) + passes.recompute[0]
 
 
 def _pass_key(choice: Choice) -> tuple[object, ...]:

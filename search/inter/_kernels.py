@@ -37,12 +37,20 @@ microbatch and what the last one reduces (with ZeRO's publish), the update; byte
 per microbatch, and on top while it runs; whether a backward pass holds the link of gathers and
 syncs itself (statistics of a batch)."""
 
-NUM_COSTS = 7
-STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT, STAGE_LAST, STAGE_STATE, STAGE_HELD, STAGE_PEAK = (
-    range(NUM_COSTS)
-)
+NUM_COSTS = 8
+(
+    STAGE_FORWARD,
+    STAGE_BACKWARD,
+    STAGE_WEIGHT,
+    STAGE_LAST,
+    STAGE_STATE,
+    STAGE_HELD,
+    STAGE_PEAK,
+    STAGE_TIED,
+) = range(NUM_COSTS)
 """Rows of `range_costs`: passes, the part of backward for weights, what the last microbatch adds;
-bytes of state, held per waiting microbatch, and of the running one at its peak."""
+bytes of state, held per waiting microbatch, and of the running one at its peak; what parameters
+take that a stage before owns."""
 
 NUM_OPTION = 4
 """Columns of an option of a stage: sum, period, microbatches in flight, variant."""
@@ -189,7 +197,8 @@ def range_costs(
         in_edges: offsets by consumer, and the producer of each edge; edges as ``there[1]``.
         there: [2, E], forward conversions (ns) by producer, by consumer.
         back: [E], backward conversions by producer.
-        ties: [T, 3], owner, user, bytes saved where both are in the range.
+        ties: [T, 4], owner, user, bytes saved where both are in the range, ns where they are in
+            different stages.
         shares_link: whether conversions use the link of gathers and syncs.
         limit: ranges whose forward or backward pass is longer are of no interest (ns).
         whole: whether the range of all operators alone is of interest.
@@ -230,16 +239,21 @@ def range_costs(
             backward = max(inner[0], _link_end(inner), launch)
             end_of_last = max(final[0], _link_end(final)) + columns[a, UPDATE]
             finish = max(busy + update, end_of_last, backward)
-            tied = 0
+            tied, sent = 0, 0
             for t in range(ties.shape[0]):
-                if ties[t, 0] >= a and ties[t, 1] < end:
+                if ties[t, 1] < a or ties[t, 1] >= end:
+                    continue
+                if ties[t, 0] >= a:
                     tied += ties[t, 2]
+                else:
+                    sent += ties[t, 3]
             costs[STAGE_BACKWARD, first, last] = backward
             costs[STAGE_WEIGHT, first, last] = min(weight, backward)
             costs[STAGE_LAST, first, last] = finish - backward
             costs[STAGE_STATE, first, last] = state - tied
             costs[STAGE_HELD, first, last] = held
             costs[STAGE_PEAK, first, last] = peak
+            costs[STAGE_TIED, first, last] = sent
             first = 0 if whole else first - 1
 
 
@@ -269,7 +283,7 @@ def offer(
             if costs[STAGE_PEAK, a, b] < 0:
                 continue
             period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + sends[b]
-            total = period
+            total = period + copies * costs[STAGE_TIED, a, b]
             if a == 0 or not leaves_early:
                 total += costs[STAGE_LAST, a, b]
             if late_weights:

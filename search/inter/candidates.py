@@ -16,13 +16,11 @@ from stratagem.search.inter.schedules import microbatches_held, mode_of, objecti
 from stratagem.search.inter.shortage import Shortage, least_shortage
 from stratagem.search.inter.tables import Pruned, StageTable, TableMaker
 from stratagem.search.inter.variants import LAYOUTS, Layout
-from stratagem.search.space import fills_rounds
+from stratagem.search.space import fills_rounds, stage_units, unequal_sizes
 
 SLACK = 1.5
-"""Plans whose value is more than so many times the best's are left out."""
-
-UNEQUAL_UNITS = 16
-"""Most units of devices that stages of unequal sizes are made of."""
+"""Plans whose value is more than so many times the best's are left out, but for the best of each
+number of stages."""
 
 UNEQUAL_SCHEDULES = ("1f1b", "gpipe")
 """Schedules under which what a stage holds is known from its place before the end alone."""
@@ -131,7 +129,9 @@ class _Search:
                 found += self._solved(parts, self._unequal)
         # Equal stages may be found a second time among unequal ones.
         found = list({(c.reason, c.skeleton.stages, c.skeleton.meshes): c for c in found}.values())
-        near = [c for c in found if c.seconds <= SLACK * self.best]
+        ranked = sorted(found, key=lambda c: (c.seconds, c.reason))
+        first = {len(c.skeleton.stages): c for c in reversed(ranked)}.values()
+        near = [c for c in found if c.seconds <= SLACK * self.best or c in first]
         if len(near) < len(found):
             self.pruned.add(f"more than {SLACK} times the best estimate", len(found) - len(near))
         return sorted(near, key=lambda c: (c.seconds, c.reason))
@@ -241,14 +241,13 @@ class _Search:
     def _unequal(self, parts: int, maker: TableMaker) -> Iterator[_Posed]:
         """Stages of any number of units each, of as many units as there may be."""
         cluster = self.situation.cluster
-        whole = cluster.num_nodes if cluster.num_nodes > 2 else cluster.num_devices
-        units = max(n for n in range(1, UNEQUAL_UNITS + 1) if whole % n == 0)
+        units = stage_units(cluster)
         most = min(units, parts, len(self.chain.cuts) - 1, self.limits.max_stages)
         counts = tuple(n for n in range(2, most + 1) if self.limits.allows_stages(n))
         if not counts or not set(UNEQUAL_SCHEDULES) & set(self.schedules):
             return
         each = cluster.num_devices // units
-        sizes = [n for n in range(1, units) if _is_handy(n)]
+        sizes = unequal_sizes(cluster)
         tables: dict[int, tuple[int, StageTable]] = {}
         table_of = np.full((len(sizes), units), -1, dtype=np.int64)
         for z, size in enumerate(sizes):
@@ -264,14 +263,6 @@ class _Search:
             for schedule in UNEQUAL_SCHEDULES:
                 if schedule in self.schedules:
                     yield schedule, max(counts), dealt, counts
-
-
-def _is_handy(units: int) -> bool:
-    """Whether a number has no prime factors but 2, 3 and 5: others rarely divide a batch."""
-    for prime in (2, 3, 5):
-        while units % prime == 0:
-            units //= prime
-    return units == 1
 
 
 def _in_turn(tables: Sequence[StageTable], copies: int) -> Devices:

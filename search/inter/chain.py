@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from stratagem.search.inter.compact import CompactGraph, compact_graph
 from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import IntArray
 
 ALL_CUTS = 40
@@ -31,6 +33,7 @@ class Chain:
         edge_ends: [E], place of the consumer.
         edge_numbers: [E], which edge of the compact graph it is like.
         ties: [T, 2], places of the owner and of another user of a parameter.
+        tied: [T], the names of these parameters.
     """
 
     compact: CompactGraph
@@ -41,6 +44,7 @@ class Chain:
     edge_ends: IntArray
     edge_numbers: IntArray
     ties: IntArray
+    tied: tuple[str, ...]
 
     @property
     def graph(self) -> OperatorGraph:
@@ -51,6 +55,10 @@ class Chain:
     def representatives(self) -> IntArray:
         """[N], the operator of the compact graph that stands for each."""
         return self.compact.stands_for[self.operators]
+
+    def choice(self, choices: Mapping[str, Choice], place: int) -> Choice:
+        """What the operator at a place chooses, of choices by operator of the compact graph."""
+        return choices[self.compact.graph.names[self.representatives[place]]]
 
     @cached_property
     def by_consumer(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -100,7 +108,7 @@ def chain_of(graph: OperatorGraph) -> Chain:
     counts = np.bincount(producers, minlength=len(operators))
     owner = graph.owners
     ties = sorted(
-        (place[graph.index[owner[weight.parameter]]], place[i])
+        (place[graph.index[owner[weight.parameter]]], place[i], weight.parameter)
         for i in operators
         for weight in graph.operators[i].weights
         if graph.parameter_index[weight.parameter].trainable
@@ -114,7 +122,8 @@ def chain_of(graph: OperatorGraph) -> Chain:
         edge_starts=np.ascontiguousarray(producers),
         edge_ends=np.ascontiguousarray(ends),
         edge_numbers=np.ascontiguousarray(like),
-        ties=np.array(ties, dtype=np.int64).reshape(-1, 2),
+        ties=np.array([tie[:2] for tie in ties], dtype=np.int64).reshape(-1, 2),
+        tied=tuple(parameter for _, _, parameter in ties),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.chains import Solution, StageDraft
 from stratagem.search.inter.profiles import BoundaryPricer, MeshPricer, stage_mesh
 from stratagem.search.inter.schedules import StageTimes, microbatches_held, mode_of, step_ns
+from stratagem.search.inter.ties import TiePricer
 from stratagem.search.partition import cut_stages
 from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import Choices
@@ -64,13 +66,14 @@ class Drafter:
 
     def __post_init__(self) -> None:
         self._boundaries = BoundaryPricer(self.chain, self.situation)
+        self._ties = TiePricer(self.chain, self.situation, self.num_microbatches)
         self._builders: dict[DeviceMesh, TableBuilder] = {}
 
     def candidate(self, solution: Solution, schedule: str) -> Candidate:
         """The candidate, its boundaries priced between the meshes that it really has."""
         stages = solution.stages
         meshes = self._meshes(stages, schedule)
-        times = self._times(stages, meshes)
+        step = step_ns(schedule, self._times(stages, meshes), self.num_microbatches)
         skeleton = Skeleton(
             stages=self._names(stages),
             meshes=tuple(meshes),
@@ -81,7 +84,7 @@ class Drafter:
         return Candidate(
             skeleton=skeleton,
             choices=self._choices(stages, skeleton.stages),
-            seconds=step_ns(schedule, times, self.num_microbatches) * 1e-9,
+            seconds=(step + self._tied_ns(stages, meshes)) * 1e-9,
             peaks=self._peaks(stages, schedule),
             reason=f"{skeleton}: {_described(stages)}",
             shape=(schedule, len(stages), tuple(mesh.shape for mesh in meshes)),
@@ -122,6 +125,18 @@ class Drafter:
             )
             found.append(StageTimes(forward, backward, weight, last, ahead, back))
         return found
+
+    def _tied_ns(self, stages: Sequence[StageDraft], meshes: Sequence[DeviceMesh]) -> int:
+        """Ns of all parameters that are tied across stages: their links are shared."""
+        ends = [int(self.chain.cuts[stage.last]) for stage in stages]
+        total = 0
+        for number, places in enumerate(self.chain.ties.tolist()):
+            owner, user = (bisect_right(ends, place) for place in places)
+            if owner != user:
+                choices = [stages[s].ways.variant.choices for s in (owner, user)]
+                there = meshes[owner], meshes[user]
+                total += self._ties.ns(number, there, (choices[0], choices[1]))
+        return total
 
     def _peaks(self, stages: Sequence[StageDraft], schedule: str) -> tuple[int, ...]:
         copies = mode_of(schedule, len(stages)).copies

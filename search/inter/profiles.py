@@ -16,6 +16,7 @@ import numpy as np
 from stratagem.search.baselines import Situation
 from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.chain import Chain
+from stratagem.search.inter.ties import TiePricer
 from stratagem.search.inter.variants import Variant
 from stratagem.simulator.boundary import price_boundary
 from stratagem.simulator.cost_table import CostTable, TableBuilder
@@ -38,9 +39,9 @@ class Profile:
     """One variant on one mesh, by operator of the chain: `columns` as in the kernels.
 
     `there` and `back` are the conversions along edges (ns), backward with what recompute repeats.
-    `ties` are (owner, user, bytes
-    that are saved where both are in one stage). `shares_link` says that conversions and gradient
-    syncs use one link class.
+    `ties` are (owner, user, bytes that are saved where both are in one stage, ns that their
+    exchange takes where they are not). `shares_link` says that conversions and gradient syncs use
+    one link class.
     """
 
     variant: Variant
@@ -129,27 +130,39 @@ class MeshPricer:
         np.add.at(columns[kernels.AGAIN], readers, edges[2])
         chain, users = self.chain, self.chain.ties[:, 1]
         together = saved[chain.representatives[users]]
+        apart_ns = [self._tied_ns(number, variant) for number in range(len(chain.ties))]
         return Profile(
             variant=variant,
             columns=np.ascontiguousarray(columns[:, chain.representatives]),
             there=edges[0][chain.edge_numbers],
             back=edges[1][chain.edge_numbers],
-            ties=np.column_stack([chain.ties, together]).astype(np.int64),
+            ties=np.column_stack([chain.ties, together, apart_ns]).astype(np.int64),
             shares_link=prices.shares_link(number),
         )
 
-    def sends(self, variant: Variant) -> IntArray:
-        """[cuts], ns to send on what crosses each cut to a mesh of the same shape, and back.
-
-        The other mesh is at the far end of the cluster, so nodes are crossed if there are several.
-        """
+    @property
+    def _far_mesh(self) -> DeviceMesh:
+        """A mesh like this at the far end of the cluster, beyond nodes if there are several."""
         total, count = self.situation.cluster.num_devices, self.mesh.num_devices
-        shape = self.mesh.shape
-        there = stage_mesh(range(total - count, total), shape[1])
+        return stage_mesh(range(total - count, total), self.mesh.shape[1])
+
+    @cached_property
+    def _tie_pricer(self) -> TiePricer:
+        return TiePricer(self.chain, self.situation, self.num_microbatches)
+
+    def _tied_ns(self, number: int, variant: Variant) -> int:
+        """Ns of a tie to a user on the far mesh; 0 where stages have all devices."""
+        if self.mesh.num_devices == self.situation.cluster.num_devices:
+            return 0
+        choices = variant.choices, variant.choices
+        return self._tie_pricer.ns(number, (self.mesh, self._far_mesh), choices)
+
+    def sends(self, variant: Variant) -> IntArray:
+        """[cuts], ns to send on what crosses each cut to the far mesh, and back."""
         found = np.zeros(len(self.chain.cuts), dtype=np.int64)
-        if count < total:
+        if self.mesh.num_devices < self.situation.cluster.num_devices:
             price = BoundaryPricer(self.chain, self.situation)
-            ends = (self.builder, self.builder_on(there))
+            ends = (self.builder, self.builder_on(self._far_mesh))
             for cut in range(1, len(found) - 1):
                 found[cut] = sum(price.cut(cut, ends, (variant.choices, variant.choices)))
         return found

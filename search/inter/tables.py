@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.profiles import MeshPricer, stage_mesh
 from stratagem.search.inter.variants import Layout, Variant, variants
-from stratagem.search.space import MAX_IMBALANCE
+from stratagem.search.space import MAX_IMBALANCE, distinct_stages
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.resharding import IntArray
@@ -123,6 +123,8 @@ class TableMaker:
         return table if table.ways else None
 
     def _make(self, devices: range) -> dict[Mode, StageTable]:
+        zeros = distinct_stages(self.limits.zero_stages, self.num_microbatches)
+        limits = replace(self.limits, zero_stages=zeros)
         makers = {mode: _Draft(len(self.chain.cuts), mode) for mode in self.modes}
         ways: list[Ways] = []
         whole = len(devices) == self.situation.cluster.num_devices
@@ -130,7 +132,7 @@ class TableMaker:
             capacity = self.limits.capacity(mesh.memory_bytes(self.situation.cluster))
             pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
             for layout in self.layouts:
-                found = list(variants(pricer.builder.graph, mesh.shape, layout, self.limits))
+                found = list(variants(pricer.builder.graph, mesh.shape, layout, limits))
                 if not found:
                     continue
                 sends = pricer.sends(found[0])

@@ -1,0 +1,178 @@
+"""What a schedule does, read from its actions: whatever its name, and whoever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from stratagem.simulator.names import unknown
+from stratagem.simulator.schedule import Action, ActionKind, Schedule, makes_weight_gradient
+from stratagem.simulator.schedules import SCHEDULES, Sizes
+
+VIRTUAL_STAGES = 2
+"""Stages of each set of devices in an interleaved pipeline (Narayanan et al. 2021)."""
+
+Make = Callable[[Sizes], Schedule]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a schedule does on any number of ranks.
+
+    Attributes:
+        rounds: stages that it gives a rank of a pipeline.
+        splits_backward: whether gradients of parameters are made apart from those of inputs.
+        runs_ahead: whether all microbatches pass forward before the first goes back.
+        knows_end: whether what a stage holds is known from its place before the end alone, however
+            many stages there are before.
+    """
+
+    rounds: int
+    splits_backward: bool
+    runs_ahead: bool
+    knows_end: bool
+
+    @property
+    def fills(self) -> bool:
+        """Whether a rank waits at both ends of a step until a microbatch has passed those before.
+
+        Where a rank has several stages, or makes gradients of parameters later, others fill in.
+        """
+        return self.rounds == 1 and not self.splits_backward
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a schedule does on some ranks with some microbatches.
+
+    Attributes:
+        held: by stage, the microbatches that it holds at most, the one that runs included; where a
+            rank has several stages, those of all of them.
+        waiting: by rank, how many have yet to go back at most when one does; of all its stages.
+    """
+
+    held: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+def searched_schedules() -> tuple[str, ...]:
+    """The schedules that a search may try: of those with a name, what updates once a step.
+
+    Each stage must have one home, and tokens stay whole.
+
+    Example:
+        >>> searched_schedules()
+        ('gpipe', '1f1b', 'interleaved', 'zb-h1')
+    """
+    return tuple(name for name, make in SCHEDULES.items() if _traits(make) is not None)
+
+
+def traits_of(schedule: str) -> Traits:
+    """What the schedule of a name does.
+
+    Example:
+        >>> traits_of("zb-h1").splits_backward, traits_of("interleaved").rounds
+        (True, 2)
+
+    Raises:
+        ValueError: there is none of that name that a search may try.
+    """
+    found = _traits(SCHEDULES[schedule]) if schedule in SCHEDULES else None
+    if found is None:
+        hint = "A plan of your own may have others"
+        raise unknown("schedule for a search", schedule, searched_schedules(), hint=hint)
+    return found
+
+
+def run_of(schedule: str, num_stages: int, num_microbatches: int) -> Run | None:
+    """What the schedule of a name does in a pipeline; None if it cannot run so.
+
+    Example:
+        >>> run_of("1f1b", 3, 8).held, run_of("interleaved", 4, 3)
+        ((3, 2, 1), None)
+
+    Args:
+        schedule: its name.
+        num_stages: of the model; as many a rank as the schedule gives it.
+        num_microbatches: of the batch.
+    """
+    rounds = traits_of(schedule).rounds if num_stages > 1 else 1
+    sizes = Sizes(num_stages, num_microbatches, num_stages // rounds)
+    return _run(SCHEDULES[schedule], sizes)
+
+
+@cache
+def _traits(make: Make) -> Traits | None:
+    """None of a schedule that a search does not choose for."""
+    several = [_made(make, Sizes(2 * n, 4, 2)) for n in range(1, VIRTUAL_STAGES + 1)]
+    listed = [schedule for schedule in several if schedule is not None]
+    sliced = _made(make, Sizes(2, 2, 2, num_slices=2))
+    if not listed or any(map(_is_special, listed)) or (sliced and sliced.num_slices > 1):
+        return None
+    rounds = max(schedule.num_stages for schedule in listed) // 2
+    plain = [_made(make, Sizes(n, 8, n)) for n in range(2, 7)]
+    held = [_held(schedule)[::-1] for schedule in plain if schedule is not None]
+    return Traits(
+        rounds,
+        any(schedule.splits_backward for schedule in listed),
+        all(map(_runs_ahead, listed)),
+        rounds == 1 and all(more[: len(few)] == few for few, more in pairwise(held)),
+    )
+
+
+def _made(make: Make, sizes: Sizes) -> Schedule | None:
+    """A schedule of some sizes on as many ranks; None where there is none."""
+    try:
+        made = make(sizes)
+    except ValueError:
+        return None
+    return made if made.num_ranks == sizes.num_ranks else None
+
+
+def _is_special(schedule: Schedule) -> bool:
+    """Whether weights are updated amid a step, or a stage has several homes."""
+    stages = range(schedule.num_stages)
+    return schedule.update_every is not None or any(len(schedule.ranks_of(s)) > 1 for s in stages)
+
+
+def _runs_ahead(schedule: Schedule) -> bool:
+    """Whether no rank goes back before it went forward for the last time."""
+    return not any(
+        after.kind is ActionKind.FORWARD and before.kind is not ActionKind.FORWARD
+        for order in schedule.orders
+        for before, after in pairwise(order)
+    )
+
+
+@cache
+def _run(make: Make, sizes: Sizes) -> Run | None:
+    schedule = _made(make, sizes)
+    if schedule is None:
+        return None
+    return Run(_held(schedule), tuple(map(_most_waiting, schedule.orders)))
+
+
+def _held(schedule: Schedule) -> tuple[int, ...]:
+    """By stage, the most microbatches that its rank holds, until their last backward ends."""
+    held = [0] * schedule.num_stages
+    for order in schedule.orders:
+        most = _most(order, makes_weight_gradient)
+        for stage in {action.stage for action in order}:
+            held[stage] = most
+    return tuple(held)
+
+
+def _most_waiting(order: Iterable[Action]) -> int:
+    """The most microbatches on a rank whose way back is yet to begin."""
+    back = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+    return _most(order, lambda action: action.kind in back)
+
+
+def _most(order: Iterable[Action], lets_go: Callable[[Action], bool]) -> int:
+    most = now = 0
+    for action in order:
+        now += (action.kind is ActionKind.FORWARD) - lets_go(action)
+        most = max(most, now)
+    return most

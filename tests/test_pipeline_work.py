@@ -1,0 +1,115 @@
+"""The bound on all pipelines: no plan is under it, wherever it is cut and whatever its meshes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from stratagem.search.baselines import Situation
+from stratagem.search.microbatch_models import MicrobatchModels
+from stratagem.search.partition import cut_stages
+from stratagem.search.pipeline_work import PipelineWork
+from stratagem.search.pipelining import traits_of
+from stratagem.search.space import Options, Skeleton, operator_choices, stage_meshes, stage_sizes
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.plan import Choice
+from stratagem.simulator.training import Training
+
+
+def situation_of(rng: random.Random) -> Situation:
+    batch = rng.choice([8, 12, 24])
+    graph = (
+        gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=batch)
+        if rng.random() < 0.3
+        else mlp([rng.choice([16, 512, 4096]) for _ in range(4)], batch=16 * batch)
+    )
+    nodes, per_node = rng.choice([(1, 2), (2, 1), (1, 4), (2, 2), (2, 3), (1, 8)])
+    cluster = Cluster.preset("dgx-a100", num_nodes=nodes, devices_per_node=per_node)
+    return Situation(graph, cluster, Training(), default_costs())
+
+
+def random_pipeline(here: Situation, schedule: str, rng: random.Random) -> Skeleton:
+    """Stages of any cuts, on any sizes of meshes that stages may have."""
+    sizes, total = stage_sizes(here.cluster), here.cluster.num_devices
+    shares: list[int] = []
+    while sum(shares) < total:
+        left = total - sum(shares)
+        shares.append(rng.choice([n for n in sizes if n <= left and n < total]))
+    graph = here.graph
+    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    shares = shares[: len(layers)]
+    cuts = sorted(rng.sample(range(1, len(layers)), len(shares) - 1))
+    starts = [sum(shares[:k]) for k in range(len(shares))]
+    meshes = tuple(
+        rng.choice(stage_meshes(range(start, start + n), here.cluster))
+        for start, n in zip(starts, shares, strict=True)
+    )
+    parts = rng.choice([n for n in graph.microbatch_counts if n < 9])
+    return Skeleton(cut_stages(graph, layers, cuts), meshes, parts, schedule)
+
+
+def random_choices(here: Situation, skeleton: Skeleton, rng: random.Random) -> dict[str, Choice]:
+    small = here.graph.microbatch(skeleton.num_microbatches)
+
+    def chosen(names: Sequence[str], mesh: DeviceMesh) -> dict[str, Choice]:
+        return {
+            name: rng.choice(operator_choices(small, small.operator(name), mesh.shape, (0, 2)))
+            for name in names
+        }
+
+    made: dict[str, Choice] = {}
+    for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True):
+        made |= chosen(names, mesh)
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_pipeline_is_under_the_bound(seed: int, schedule: str) -> None:
+    rng = random.Random(f"{seed} {schedule}")
+    here = situation_of(rng)
+    work = PipelineWork(MicrobatchModels(here), Options(), ("none",))
+    for _ in range(6):
+        skeleton = random_pipeline(here, schedule, rng)
+        plan = here.plan(skeleton, random_choices(here, skeleton, rng), name="random")
+        bound = work.seconds(skeleton.num_microbatches, 2, fills=traits_of(schedule).fills)
+        assert 0 < bound <= here.simulate(plan).step_time * (1 + 1e-9), skeleton
+
+
+def test_equal_work_on_two_devices_takes_what_the_bound_says() -> None:
+    """Two stages of equal work, one microbatch: both run one after the other, as the bound has it.
+
+    With M microbatches the first rank is busy for all of the step but its last backward.
+    """
+    graph = mlp([4096, 4096, 4096], batch=8192)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    here = Situation(graph, cluster, Training(), default_costs())
+    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    meshes = tuple(stage_meshes([d], cluster)[0] for d in range(2))
+    work = PipelineWork(MicrobatchModels(here), Options(), ("none",))
+    for parts, near in ((1, 0.9), (4, 0.8)):
+        steps = []
+        for cut in range(1, len(layers)):
+            skeleton = Skeleton(cut_stages(graph, layers, [cut]), meshes, parts, "1f1b")
+            choices = random_choices(here, skeleton, random.Random(0))
+            steps.append(here.simulate(here.plan(skeleton, choices, name="cut")).step_time)
+        bound = work.seconds(parts, 2, fills=True)
+        assert near * min(steps) < bound <= min(steps)
+
+
+def test_more_ranks_and_fuller_recompute_only_raise_it() -> None:
+    graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=8)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1)
+    models = MicrobatchModels(Situation(graph, cluster, Training(), default_costs()))
+    plain = PipelineWork(models, Options(), ("none", "full"))
+    full = PipelineWork(models, Options(), ("full",))
+    for parts in graph.microbatch_counts:
+        found = [plain.seconds(parts, ranks, fills=True) for ranks in (2, 4, 8)]
+        assert found == sorted(found)
+        assert full.seconds(parts, 2, fills=True) > found[0]
+        assert plain.seconds(parts, 2, fills=False) <= found[0]
