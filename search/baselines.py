@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from stratagem.search.partition import balanced_stages
-from stratagem.search.space import VIRTUAL_STAGES, Options, Skeleton
+from stratagem.search.pipelining import can_run, traits_of
+from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import (
     Choices,
     data_parallel,
@@ -222,11 +223,17 @@ def _families(
 
 def pipeline_plans(situation: Situation, schedule: str, name: str) -> list[Plan]:
     """Pipelines of stages as equal as they can be, data parallel inside, under a schedule."""
-    rounds = VIRTUAL_STAGES if schedule == "interleaved" else 1
+    if schedule == CHIMERA:
+        return [
+            _plan(name, situation, meshes, data_parallel, parts, schedule)
+            for meshes, parts in _pipelines(situation, 1)
+            if len(meshes) % 2 == 0 and parts % 2 == 0
+        ]
+    rounds = traits_of(schedule).rounds
     return [
         _plan(name, situation, meshes * rounds, data_parallel, parts, schedule)
         for meshes, parts in _pipelines(situation, rounds)
-        if schedule != CHIMERA or (len(meshes) % 2 == 0 and parts % 2 == 0)
+        if can_run(schedule, len(meshes), parts)
     ]
 
 

@@ -7,15 +7,13 @@ from typing import Any
 
 from stratagem.search.baselines import Situation
 from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
+from stratagem.search.pipelining import traits_of
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.cost_table import TableBuilder, price_key
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.segments import run_again
-
-SPLIT_BACKWARD = ("zb-h1",)
-"""Schedules that make gradients of parameters apart from those of inputs."""
 
 
 class ComputingBounds:
@@ -57,10 +55,11 @@ class ComputingBounds:
     def seconds(self, skeleton: Skeleton) -> float:
         """No plan of the skeleton takes less than so many seconds a step."""
         times = [self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)]
+        splits = traits_of(skeleton.schedule).splits_backward
         found = 0.0
         for mine in skeleton.ranks:
             # Gradients of parameters that are made apart need not come before those of inputs.
-            fill = 0.0 if skeleton.schedule in SPLIT_BACKWARD else sum(times[: mine[0]])
+            fill = 0.0 if splits else sum(times[: mine[0]])
             found = max(found, skeleton.num_microbatches * sum(times[s] for s in mine) + fill)
         return found
 

@@ -30,13 +30,14 @@ from stratagem.search.result import (
     StopReason,
     TracePoint,
 )
-from stratagem.search.sharpening import Known, Sharpened, Sharpener
+from stratagem.search.sharpening import Known, Sharpened, Sharpener, remade
 from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.search.space_search import Entry, Space, choices_of
 from stratagem.search.windows import improve_by_windows
 from stratagem.search.workers import Part, Workers, worker_count
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.schedules import registered_schedules
 from stratagem.simulator.simulation import Simulation
 
 CHAINS = 4
@@ -117,7 +118,7 @@ class Course:
     ) -> StopReason:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
         large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
-        remake = Sharpener, self._sharpener.arguments
+        remake = remade, (registered_schedules(), *self._sharpener.arguments)
         others = worker_count(self.num_threads) if large else 0
         with Workers(self._sharpener, *remake, others) as self._workers:
             try:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.search.computing import SPLIT_BACKWARD
-from stratagem.search.inter.schedules import microbatches_held
 from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
+from stratagem.search.pipelining import run_of
 from stratagem.search.space import Skeleton
 from stratagem.simulator.footprint import Footprint, operator_footprint
 from stratagem.simulator.graph import OperatorGraph
@@ -91,16 +90,16 @@ class HoldingBounds:
 
     def holdings(self, skeleton: Skeleton) -> list[Holding]:
         """What each rank of a skeleton holds at least."""
-        stages = len(skeleton.stages)
-        flights = microbatches_held(skeleton.schedule, stages, skeleton.num_microbatches)[::-1]
-        if skeleton.schedule in SPLIT_BACKWARD:
-            # Some of those held there only wait for the gradients of parameters.
-            flights = [min(flights[s], stages - s) for s in range(stages)]
+        ranks = skeleton.ranks
+        run = run_of(
+            skeleton.schedule, len(skeleton.stages), skeleton.num_microbatches, len(ranks)
+        )
+        assert run is not None, skeleton
         found: list[Holding] = []
-        for mine in skeleton.ranks:
+        for mine, waiting in zip(ranks, run.waiting, strict=True):
             mesh, held = skeleton.meshes[mine[0]], [self._held(skeleton, s) for s in mine]
             state, activations = sum(each[0] for each in held), min(each[1] for each in held)
-            least = (state + flights[mine[0]] * activations) // mesh.num_devices
+            least = (state + waiting * activations) // mesh.num_devices
             found.append(Holding(mine, least, self._capacity(mesh)))
         return found
 

@@ -18,7 +18,8 @@ import numpy as np
 from stratagem.search.baselines import Situation
 from stratagem.search.inter.chain import Chain, chain_of
 from stratagem.search.partition import StageCutter, cut_stages
-from stratagem.search.space import Options, Skeleton, fills_rounds
+from stratagem.search.pipelining import run_of, traits_of
+from stratagem.search.space import Options, Skeleton
 from stratagem.search.space_search import choices_of
 from stratagem.search.strategies import Choices, with_recompute
 from stratagem.simulator.graph import OperatorGraph
@@ -188,15 +189,15 @@ def neighbours(
         choices: of the plan.
         graph: the model at its whole batch.
         policies: of recomputing, that stages may have.
-        schedules: that the pipeline may run under; ``interleaved`` with 2 to `MOST_ROUNDS` stages
-            a rank.
+        schedules: that the pipeline may run under; those that give ranks
+            several stages with 2 to `MOST_ROUNDS`.
         slowest: which stage is.
         cutter: of `graph`.
     """
     yield from _other_cuts(skeleton, choices, graph, slowest)
     yield from _other_counts(skeleton, choices, graph)
     for name in schedules:
-        if name != skeleton.schedule and "interleaved" not in (name, skeleton.schedule):
+        if name != skeleton.schedule and _is_plain(name) and _is_plain(skeleton.schedule):
             yield Neighbour(Kind.SCHEDULE, name, replace(skeleton, schedule=name), choices)
     yield from _other_rounds(skeleton, choices, graph, policies, schedules, cutter)
     yield from _other_policies(skeleton, choices, graph, policies)
@@ -280,7 +281,7 @@ def _other_counts(
     for count in (now // 2, 2 * now):
         if 2 * min(count, now) != max(count, now) or count not in graph.microbatch_counts:
             continue
-        if not fills_rounds(skeleton.schedule, skeleton.num_ranks, count):
+        if run_of(skeleton.schedule, len(skeleton.stages), count, skeleton.num_ranks) is None:
             continue
         what = "1 microbatch" if count == 1 else f"{count} microbatches"
         then = replace(skeleton, num_microbatches=count)
@@ -303,13 +304,18 @@ def _other_rounds(
     for rounds in range(1, min(MOST_ROUNDS, cutter.num_layers // ranks) + 1):
         if rounds == now:
             continue
-        names = [name for name in schedules if (name == "interleaved") == (rounds > 1)]
+        names = [name for name in schedules if _is_plain(name) == (rounds == 1)]
         what = f"{rounds} stages a rank" if rounds > 1 else "1 stage a rank"
         for name in names:
-            if fills_rounds(name, ranks, parts):
+            if run_of(name, rounds * ranks, parts, ranks) is not None:
                 then = Skeleton(cutter.stages(rounds * ranks), meshes * rounds, parts, name)
-                change = what if name == "interleaved" else f"{what}, {name}"
+                change = f"{what}, {name}" if len(names) > 1 or rounds == 1 else what
                 yield _recut(change, skeleton, then, choices, graph, policies)
+
+
+def _is_plain(schedule: str) -> bool:
+    """Whether a schedule gives each rank one stage."""
+    return traits_of(schedule).rounds == 1
 
 
 def _recut(

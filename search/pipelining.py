@@ -42,6 +42,11 @@ class Traits:
         """
         return self.rounds == 1 and not self.splits_backward
 
+    @property
+    def suits_unequal(self) -> bool:
+        """Whether the program over stages can plan unequal ones: it knows what each will hold."""
+        return self.fills and self.knows_end
+
 
 @dataclass(frozen=True)
 class Run:
@@ -86,21 +91,48 @@ def traits_of(schedule: str) -> Traits:
     return found
 
 
-def run_of(schedule: str, num_stages: int, num_microbatches: int) -> Run | None:
+def run_of(schedule: str, num_stages: int, num_microbatches: int, num_ranks: int) -> Run | None:
     """What the schedule of a name does in a pipeline; None if it cannot run so.
 
     Example:
-        >>> run_of("1f1b", 3, 8).held, run_of("interleaved", 4, 3)
+        >>> run_of("1f1b", 3, 8, 3).held, run_of("interleaved", 4, 3, 2)
         ((3, 2, 1), None)
 
     Args:
         schedule: its name.
-        num_stages: of the model; as many a rank as the schedule gives it.
+        num_stages: of the model.
         num_microbatches: of the batch.
+        num_ranks: sets of devices that have the stages in turn.
     """
-    rounds = traits_of(schedule).rounds if num_stages > 1 else 1
-    sizes = Sizes(num_stages, num_microbatches, num_stages // rounds)
-    return _run(SCHEDULES[schedule], sizes)
+    return _run(SCHEDULES[schedule], Sizes(num_stages, num_microbatches, num_ranks))
+
+
+def rounds_of(schedule: str, num_ranks: int) -> int:
+    """Stages that a schedule gives each of some ranks; one where there is no pipeline."""
+    return traits_of(schedule).rounds if num_ranks > 1 else 1
+
+
+def can_run(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether a schedule can run so many microbatches with as many stages as it gives ranks.
+
+    Example:
+        >>> can_run("interleaved", 8, 12), can_run("1f1b", 8, 12)
+        (False, True)
+    """
+    stages = num_ranks * rounds_of(schedule, num_ranks)
+    return run_of(schedule, stages, num_microbatches, num_ranks) is not None
+
+
+def same_alone(one: str, other: str) -> bool:
+    """Whether two schedules do the same on one rank.
+
+    Example:
+        >>> same_alone("interleaved", "1f1b"), same_alone("gpipe", "1f1b")
+        (True, False)
+    """
+    alone = Sizes(1, 4, 1)
+    first, second = _made(SCHEDULES[one], alone), _made(SCHEDULES[other], alone)
+    return first is not None and second is not None and first.orders == second.orders
 
 
 @cache
@@ -132,9 +164,10 @@ def _made(make: Make, sizes: Sizes) -> Schedule | None:
 
 
 def _is_special(schedule: Schedule) -> bool:
-    """Whether weights are updated amid a step, or a stage has several homes."""
-    stages = range(schedule.num_stages)
-    return schedule.update_every is not None or any(len(schedule.ranks_of(s)) > 1 for s in stages)
+    """Whether weights are updated amid a step, or stages are not dealt out to ranks in turn."""
+    places = [schedule.ranks_of(stage) for stage in range(schedule.num_stages)]
+    in_turn = [(stage % schedule.num_ranks,) for stage in range(schedule.num_stages)]
+    return schedule.update_every is not None or places != in_turn
 
 
 def _runs_ahead(schedule: Schedule) -> bool:

@@ -5,8 +5,9 @@ So several processes can do it for skeletons at the same time (see `workers`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from stratagem.search.strategies import Choices
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.schedule import Schedule
+from stratagem.simulator.schedules import Sizes, register_schedule
 
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
@@ -354,6 +357,18 @@ class Sharpener:
             seed=self._seed,
             fingerprint=self.situation.graph.fingerprint,
         )
+
+
+def remade(own: Mapping[str, Callable[[Sizes], Schedule]], *arguments: Any) -> Sharpener:
+    """A sharpener in another process, which must learn of the schedules registered in this one.
+
+    Args:
+        own: see `registered_schedules`.
+        arguments: of the sharpener.
+    """
+    for name, make in own.items():
+        register_schedule(name, make)
+    return Sharpener(*arguments)
 
 
 def work_of(problem: Problem) -> float:

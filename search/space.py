@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.search.partition import StageCutter
+from stratagem.search.pipelining import can_run, rounds_of, same_alone, traits_of
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.names import unknown
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import trainable_weights, zero_stages_of
 from stratagem.simulator.placement import (
@@ -31,9 +31,6 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
-
-VIRTUAL_STAGES = 2
-"""Stages of each set of devices in an interleaved pipeline (Narayanan et al. 2021)."""
 
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""
@@ -176,10 +173,6 @@ def skeleton_of(plan: Plan) -> Skeleton:
     )
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
-"""Schedules that the search tries: one stage a rank, an update at the end of the step."""
-
-
 def operator_choices(
     graph: OperatorGraph,
     operator: Operator,
@@ -270,7 +263,10 @@ def stage_meshes(
             if len(devices) % ways == 0
         ]
         meshes += [DeviceMesh(tuple(axes), tuple(devices)) for axes in shapes]
-    return list({mesh.shape: mesh for mesh in reversed(meshes)}.values())[::-1]
+    distinct: dict[tuple[int, ...], DeviceMesh] = {}
+    for mesh in meshes:
+        distinct.setdefault(mesh.shape, mesh)
+    return list(distinct.values())
 
 
 def axes_of(cluster: Cluster) -> int:
@@ -336,9 +332,9 @@ def skeletons(
     """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
 
     Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in
-    order, all of them `VIRTUAL_STAGES` times over if the schedule is interleaved. The batch is cut
-    in every way that the model allows; a microbatch of a pipeline has at least a sample for every
-    `devices_per_node` devices of a stage.
+    order, all of them several times over if the schedule gives a rank so many stages. The batch is
+    cut in every way that the model allows; a microbatch of a pipeline has at least a sample for
+    every `devices_per_node` devices of a stage.
 
     Args:
         graph: the model at its whole batch.
@@ -349,18 +345,15 @@ def skeletons(
         max_axes: of a mesh; as `axes_of` says when left out.
 
     Raises:
-        ValueError: if the schedule is none of `SCHEDULES`.
+        ValueError: if a search may not try the schedule (see `searched_schedules`).
     """
-    if schedule not in SCHEDULES:
-        raise unknown(
-            "schedule for a search", schedule, SCHEDULES, hint="A plan of your own may have others"
-        )
+    traits_of(schedule)
     total = cluster.num_devices
     axes = max_axes or axes_of(cluster)
     num_layers = sum(op.kind != "source" for op in graph.operators)
     cutter = StageCutter(graph, cluster)
     for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
-        rounds = VIRTUAL_STAGES if schedule == "interleaved" and num_ranks > 1 else 1
+        rounds = rounds_of(schedule, num_ranks)
         if total % num_ranks or num_ranks * rounds > num_layers:
             continue
         share = total // num_ranks
@@ -368,7 +361,7 @@ def skeletons(
         counts = [
             parts
             for parts in _microbatch_counts(graph, num_ranks, max_microbatches)
-            if fills_rounds(schedule, num_ranks, parts)
+            if can_run(schedule, num_ranks, parts)
             and (graph.batch // parts >= least or parts <= 2 or num_ranks == 1)
         ]
         if not counts:
@@ -386,26 +379,16 @@ def all_skeletons(
 ) -> Iterator[Skeleton]:
     """The skeletons of the space under several schedules.
 
-    What runs as one stage is listed once: interleaved it is the same as under 1F1B.
+    What runs as one stage is listed once under those that do the same there.
 
     Raises:
         ValueError: as `skeletons`.
     """
-    for name in schedules:
+    for number, name in enumerate(schedules):
         for skeleton in skeletons(graph, cluster, schedule=name):
-            same = name == "interleaved" and "1f1b" in schedules
-            if skeleton.num_ranks > 1 or not same:
+            known = any(same_alone(name, other) for other in schedules[:number])
+            if skeleton.num_ranks > 1 or not known:
                 yield skeleton
-
-
-def fills_rounds(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
-    """Whether a schedule can run so many microbatches: interleaved, as many a round as ranks.
-
-    Example:
-        >>> fills_rounds("interleaved", 8, 12), fills_rounds("1f1b", 8, 12)
-        (False, True)
-    """
-    return schedule != "interleaved" or num_microbatches % num_ranks == 0
 
 
 def _microbatch_counts(graph: OperatorGraph, num_stages: int, most: int) -> list[int]:

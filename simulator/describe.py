@@ -118,7 +118,9 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     parts, total = plan.num_microbatches, plan.cluster.num_devices
     devices = f"all {total}" if plan.num_devices == total else f"{plan.num_devices} of {total}"
     if len(plan.stages) > 1:
-        how = f"in {_SCHEDULES[plan.schedule]} pipeline of {len(plan.stages)} stages"
+        kind, name = _SCHEDULES.get(plan.schedule, "a"), plan.schedule
+        how = f"in {kind} pipeline of {len(plan.stages)} stages"
+        how += "" if name in _SCHEDULES else f" under {name!r}"
         if plan.num_ranks < len(plan.stages):
             how += f" that take turns on {plan.num_ranks} sets of devices"
         if plan.is_mirrored:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stratagem.simulator.names import unknown
-from stratagem.simulator.schedule import Action, ActionKind, Schedule, check_sizes
+from stratagem.simulator.schedule import Action, ActionKind, Schedule, check_sizes, validate
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT  # noqa: E741
@@ -233,12 +233,52 @@ SCHEDULES: dict[str, Callable[[Sizes], Schedule]] = {
 }
 """The schedules that a plan can name; AMPNet's order depends on times (see `ampnet`)."""
 
+BUNDLED = frozenset(SCHEDULES)
+"""Those that need not be registered."""
+
 
 RECENT = 4
 """Schedules that are remembered: a large one takes 100 MB, and compared plans share it."""
 
 
+def register_schedule(name: str, make: Callable[[Sizes], Schedule]) -> None:
+    """Give a schedule of one's own a name, by which plans, searches and files may ask for it.
+
+    Example:
+        >>> register_schedule(
+        ...     "all forwards first", lambda s: gpipe(s.num_stages, s.num_microbatches)
+        ... )
+        >>> schedule_by_name("all forwards first", 2, 4).num_ranks
+        2
+        >>> del SCHEDULES["all forwards first"]
+
+    Args:
+        name: that no other schedule has.
+        make: the schedule of some sizes; what it cannot be made of, it refuses by a `ValueError`.
+
+    Raises:
+        ValueError: the name is taken, or what it makes for two stages and four microbatches is
+            incomplete or deadlocks.
+    """
+    if name in SCHEDULES:
+        raise ValueError(
+            f"schedule {name!r} is there already, one of {len(SCHEDULES)}: register yours under "
+            "another name"
+        )
+    validate(make(Sizes(2, 4, 2)))
+    SCHEDULES[name] = make
+
+
+def registered_schedules() -> dict[str, Callable[[Sizes], Schedule]]:
+    """Those that `register_schedule` added: other processes must be told of them."""
+    return {name: make for name, make in SCHEDULES.items() if name not in BUNDLED}
+
+
 @lru_cache(maxsize=RECENT)
+def _made(make: Callable[[Sizes], Schedule], sizes: Sizes) -> Schedule:
+    return make(sizes)
+
+
 def schedule_by_name(
     name: str,
     num_stages: int,
@@ -276,7 +316,7 @@ def schedule_by_name(
             f"schedule {name!r} does not slice tokens, but {num_slices} token slices are asked "
             "for: choose terapipe, or 1 slice"
         )
-    schedule = SCHEDULES[name](Sizes(num_stages, num_microbatches, ranks, num_slices))
+    schedule = _made(SCHEDULES[name], Sizes(num_stages, num_microbatches, ranks, num_slices))
     if schedule.num_ranks != ranks:
         raise ValueError(
             f"schedule {name!r} places {num_stages} stages on {schedule.num_ranks} ranks, not on "

@@ -17,8 +17,9 @@ from stratagem.search.bound import lower_bound
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.forest import minimise_forest, spanning_forest
 from stratagem.search.lookups import PLAIN, Lookups, Tables, longest_path
+from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import Problem, make_problem
-from stratagem.search.space import SCHEDULES, Options, Skeleton, all_skeletons, skeletons
+from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
 from stratagem.search.strategies import known_strategies
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
@@ -97,7 +98,7 @@ def test_no_plan_of_a_small_space_is_under_the_bound(
     gb_s=st.sampled_from([0.002, 0.02, 0.2, 5.0]),
     stages=st.sampled_from([2, 4]),
     parts=st.sampled_from([2, 4, 16]),
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(searched_schedules()),
     rounds=st.integers(0, 12),
 )
 def test_no_plan_of_a_pipeline_is_under_the_bound(

@@ -20,6 +20,7 @@ import stratagem as sg
 from benchmarks import tables
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.rules import RULES
+from stratagem.simulator.schedules import SCHEDULES
 from stratagem.simulator.torch_ops.aten import HANDLERS
 from stratagem.simulator.torch_ops.kernels import KERNELS
 from tests.chromium import CHROMIUM, MISSING, Chromium
@@ -49,7 +50,7 @@ def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """A folder, a cache, modules and tables of kinds that a page may change."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
-    kinds = (RULES, KERNELS, HANDLERS)
+    kinds = (RULES, KERNELS, HANDLERS, SCHEDULES)
     before = [dict(table) for table in kinds]
     methods, modules = set(vars(GraphBuilder)), set(sys.modules)
     yield

@@ -15,10 +15,11 @@ from stratagem.search.baselines import Situation
 from stratagem.search.constraints import Constraints
 from stratagem.search.holding import HoldingBounds
 from stratagem.search.microbatch_models import MicrobatchModels
+from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import make_problem
 from stratagem.search.result import Budget, Fate
 from stratagem.search.search import search
-from stratagem.search.space import SCHEDULES, Options, Skeleton, all_skeletons, skeletons
+from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
 from stratagem.search.space_search import Space
 from stratagem.search.strategies import data_parallel, with_recompute
 from stratagem.simulator.cluster import Cluster
@@ -64,7 +65,7 @@ def with_memory(gib: float) -> Cluster:
 @given(data=st.data())
 def test_no_plan_holds_less(data: st.DataObject) -> None:
     graph = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]()
-    schedule = data.draw(st.sampled_from(SCHEDULES))
+    schedule = data.draw(st.sampled_from(searched_schedules()))
     listed = list(skeletons(graph, CLUSTER, schedule=schedule))
     policy = data.draw(st.sampled_from(RECOMPUTE_POLICIES))
     skeleton = replace(data.draw(st.sampled_from(listed)), recompute=policy)

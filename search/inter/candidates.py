@@ -16,15 +16,12 @@ from stratagem.search.inter.schedules import microbatches_held, mode_of, objecti
 from stratagem.search.inter.shortage import Shortage, least_shortage
 from stratagem.search.inter.tables import Pruned, StageTable, TableMaker
 from stratagem.search.inter.variants import LAYOUTS, Layout
-from stratagem.search.space import fills_rounds, stage_units, unequal_sizes
+from stratagem.search.pipelining import can_run, traits_of
+from stratagem.search.space import stage_units, unequal_sizes
 
 SLACK = 1.5
 """Plans whose value is more than so many times the best's are left out, but for the best of each
 number of stages."""
-
-UNEQUAL_SCHEDULES = ("1f1b", "gpipe")
-"""Schedules under which what a stage holds is known from its place before the end alone."""
-
 
 UNEQUAL_MICROBATCHES = 3
 """At how many numbers of microbatches, the best of equal stages, unequal ones are tried."""
@@ -224,8 +221,8 @@ class _Search:
             self.pruned.add("a pipeline of one microbatch")
         elif np.isfinite(self.best) and (ranks - 1) / parts > SLACK - 1:
             self.pruned.add(f"a bubble alone makes it {SLACK} times as long")
-        elif not fills_rounds(schedule, ranks, parts):
-            self.pruned.add("interleaved: microbatches are no multiple of the ranks")
+        elif not can_run(schedule, ranks, parts):
+            self.pruned.add(f"{schedule} cannot run so many microbatches on so many ranks")
         else:
             return True
         return False
@@ -244,7 +241,8 @@ class _Search:
         units = stage_units(cluster)
         most = min(units, parts, len(self.chain.cuts) - 1, self.limits.max_stages)
         counts = tuple(n for n in range(2, most + 1) if self.limits.allows_stages(n))
-        if not counts or not set(UNEQUAL_SCHEDULES) & set(self.schedules):
+        suited = [s for s in self.schedules if traits_of(s).suits_unequal]
+        if not counts or not suited:
             return
         each = cluster.num_devices // units
         sizes = unequal_sizes(cluster)
@@ -253,16 +251,15 @@ class _Search:
         for z, size in enumerate(sizes):
             for begin in range(units - size + 1):
                 devices = range(begin * each, (begin + size) * each)
-                table = maker.table(devices, mode_of("1f1b", 2))
+                table = maker.table(devices, mode_of(suited[0], 2))
                 if table is not None:
                     number, _ = tables.setdefault(id(table), (len(tables), table))
                     table_of[z, begin] = number
         listed = tuple(table for _, table in tables.values())
         if listed:
             dealt = Devices(listed, table_of, np.array(sizes, dtype=np.int64), each)
-            for schedule in UNEQUAL_SCHEDULES:
-                if schedule in self.schedules:
-                    yield schedule, max(counts), dealt, counts
+            for schedule in suited:
+                yield schedule, max(counts), dealt, counts
 
 
 def _in_turn(tables: Sequence[StageTable], copies: int) -> Devices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stratagem.search.space import SCHEDULES
+from stratagem.search.pipelining import searched_schedules
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 
 
@@ -87,7 +87,8 @@ def check_schedules(schedules: Sequence[str]) -> None:
     Raises:
         ValueError: naming it and those there are.
     """
-    unknown = [schedule for schedule in schedules if schedule not in SCHEDULES]
+    known = searched_schedules()
+    unknown = [schedule for schedule in schedules if schedule not in known]
     if unknown or not schedules:
         wrong = repr(unknown[0]) if unknown else "no schedule at all"
-        raise ValueError(f"the planner has no {wrong}: choose from {', '.join(SCHEDULES)}")
+        raise ValueError(f"the planner has no {wrong}: choose from {', '.join(known)}")

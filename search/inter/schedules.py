@@ -23,6 +23,10 @@ back, for as many microbatches as it has stages, hence
 
     P = max over windows of (Σ t + Σ s inside) / number of stages.
 
+Which of them holds for a schedule is read from its actions (see `pipelining`): whether it splits
+backward, gives a rank several stages, or runs all forwards first; and so is what stages hold, for
+which the formulas say what the named ones do.
+
 The formulas are exact for stages of equal times and bounds from below where transfers wait for
 links; the program minimises them with P ≤ max (t + s) and the e of the first stage for E, which
 is linear in its labels.
@@ -35,7 +39,7 @@ from typing import NamedTuple
 
 from stratagem.search.inter.chains import Objective
 from stratagem.search.inter.tables import Mode
-from stratagem.search.space import VIRTUAL_STAGES
+from stratagem.search.pipelining import rounds_of, run_of, traits_of
 
 
 class StageTimes(NamedTuple):
@@ -64,8 +68,7 @@ class StageTimes(NamedTuple):
 
 def mode_of(schedule: str, num_stages: int) -> Mode:
     """How stages count under a schedule."""
-    copies = VIRTUAL_STAGES if schedule == "interleaved" and num_stages > 1 else 1
-    return Mode(copies, schedule == "zb-h1")
+    return Mode(rounds_of(schedule, num_stages), traits_of(schedule).splits_backward)
 
 
 def objective_of(schedule: str, num_microbatches: int, num_stages: int) -> Objective:
@@ -83,19 +86,10 @@ def microbatches_held(schedule: str, num_stages: int, num_microbatches: int) -> 
         >>> microbatches_held("1f1b", 3, 8)
         [1, 2, 3]
     """
-    if schedule == "gpipe":
-        return [num_microbatches] * num_stages
-    if schedule == "zb-h1":
-        return [min(num_microbatches, num_stages)] * num_stages
-    copies = mode_of(schedule, num_stages).copies
-    ranks = num_stages // copies
-    most = copies * num_microbatches
-    return [
-        min(most, 2 * (stage % ranks) + (copies - 1) * ranks + 1)
-        if copies > 1
-        else min(most, stage + 1)
-        for stage in range(num_stages)
-    ]
+    ranks = num_stages // mode_of(schedule, num_stages).copies
+    run = run_of(schedule, num_stages, num_microbatches, ranks)
+    assert run is not None, (schedule, num_stages, num_microbatches)
+    return list(run.held[::-1])
 
 
 def step_ns(schedule: str, stages: Sequence[StageTimes], num_microbatches: int) -> float:
@@ -113,11 +107,11 @@ def step_ns(schedule: str, stages: Sequence[StageTimes], num_microbatches: int) 
         slowest = max(s.passes + s.sent for s in stages)
         total += sum(s.last for s in stages)
         return total / copies + (copies * num_microbatches - 1) * slowest
-    if schedule == "zb-h1":
+    if traits_of(schedule).splits_backward:
         total -= 2 * sum(s.weight for s in stages) - 2 * max(s.weight for s in stages)
         return total + max(s.last for s in stages) + rest * _period(stages)
     total += _latest(stages)
-    if schedule == "gpipe":
+    if traits_of(schedule).runs_ahead:
         ahead = max(max(s.forward, s.ahead) for s in stages)
         back = max(max(s.backward, s.back) for s in stages)
         return total + rest * (ahead + back)

@@ -12,6 +12,7 @@ from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.chains import Devices
 from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.schedules import microbatches_held
+from stratagem.search.pipelining import traits_of
 from stratagem.simulator.table import format_bytes
 
 
@@ -86,8 +87,8 @@ def least_shortage(
 def _remedy(limits: Limits, schedule: str, held: int) -> str:
     """What a user may change, the cheapest first."""
     ways: list[str] = []
-    if schedule == "gpipe" and held > 1:
-        ways.append(f"use 1f1b, which holds fewer than GPipe's {held} microbatches")
+    if traits_of(schedule).runs_ahead and held > 1:
+        ways.append(f"use 1f1b, which holds fewer than the {held} microbatches of {schedule}")
     if "full" not in limits.recompute:
         ways.append("allow full recompute")
     if 3 not in limits.zero_stages:

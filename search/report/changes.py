@@ -8,7 +8,7 @@ from stratagem.search.constraints import Constraints
 from stratagem.search.course import Report as Progress
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
-from stratagem.search.space import SCHEDULES, Options
+from stratagem.search.space import Options
 from stratagem.simulator.cluster import Cluster, Link
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.simulation import simulate_plan
@@ -111,7 +111,7 @@ def _one_node_more(
     cluster = plan.cluster.resized(num_nodes=plan.cluster.num_nodes + 1)
     what = f"one node more ({cluster.num_nodes} nodes, {cluster.num_devices} devices)"
     given = constraints or Constraints()
-    if given.schedules is None and plan.schedule in SCHEDULES:
+    if given.schedules is None and plan.schedule in searched_schedules():
         given = replace(given, schedules=(plan.schedule,))
     # Most of such a search is looking at pipelines of other depths, so they come last.
     alike = replace(given, pipeline=given.pipeline or plan.num_ranks)

@@ -35,8 +35,9 @@ from stratagem.cli_options import (
 from stratagem.cli_simulation import costs_for, show_simulation, simulation_facts
 from stratagem.model_spec import load_cluster, load_graph
 from stratagem.search.constraints import Constraints
+from stratagem.search.pipelining import searched_schedules
 from stratagem.search.result import Budget, SearchResult
-from stratagem.search.space import SCHEDULES, Options
+from stratagem.search.space import Options
 from stratagem.simulator.files import check_place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.segments import RECOMPUTE_POLICIES
@@ -56,7 +57,7 @@ def search(
         typer.Option(
             help="that pipelines may have: 1f1b, gpipe, interleaved or zb-h1; left out, 1f1b is "
             "searched",
-            autocompletion=among(SCHEDULES),
+            autocompletion=among(searched_schedules()),
         ),
     ] = None,
     recompute: Recompute = None,

@@ -1,0 +1,171 @@
+"""What a search knows of a schedule is read from its actions, whatever it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from stratagem.search.baselines import Situation
+from stratagem.search.constraints import Constraints
+from stratagem.search.inter.candidates import candidates
+from stratagem.search.inter.limits import Limits
+from stratagem.search.pipelining import run_of, searched_schedules, traits_of
+from stratagem.search.quick_bounds import QuickBounds
+from stratagem.search.result import Budget
+from stratagem.search.search import search
+from stratagem.search.sharpening import Sharpener, remade
+from stratagem.search.space import Options, Skeleton, skeletons
+from stratagem.search.workers import Workers
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.describe import describe
+from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.schedule import Schedule
+from stratagem.simulator.schedules import (
+    SCHEDULES,
+    Sizes,
+    gpipe,
+    register_schedule,
+    registered_schedules,
+    schedule_by_name,
+    zb_h1,
+)
+from stratagem.simulator.training import Training
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+@contextmanager
+def renamed(name: str) -> Iterator[str]:
+    """A copy of a schedule under a name that nothing else knows."""
+    copy = f"{name} by another name"
+    register_schedule(copy, SCHEDULES[name])
+    try:
+        yield copy
+    finally:
+        del SCHEDULES[copy]
+
+
+def situation() -> Situation:
+    graph = gpt(num_layers=4, hidden=128, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    return Situation(graph, CLUSTER, Training(), default_costs())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
+    """A copy of ZB-H1 got a bound above its own time: only one name was known to fill bubbles."""
+    here = situation()
+    quick = QuickBounds(here, Options(), headroom=0.0)
+    listed = list(skeletons(here.graph, CLUSTER, schedule=name))
+    with renamed(name) as copy:
+        others = list(skeletons(here.graph, CLUSTER, schedule=copy))
+        assert [replace(other, schedule=name) for other in others] == listed
+        assert quick.look(listed) == quick.look(others)
+        limits = Limits(num_stages=(2, 4), microbatches=(4,))
+        found, again = (
+            candidates(here, schedules=(each,), limits=limits, limit=4).plans
+            for each in (name, copy)
+        )
+        assert [c.seconds for c in found] == [c.seconds for c in again]
+        assert [c.peaks for c in found] == [c.peaks for c in again]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_search_under_another_name_ends_alike(name: str) -> None:
+    here = situation()
+    arguments = {
+        "budget": Budget(evaluations=200),
+        "baselines": (),
+        "constraints": Constraints(pipeline=2, microbatches=(4, 8)),
+    }
+    plain = search(here.graph, CLUSTER, schedule=name, **arguments)  # type: ignore[arg-type]
+    with renamed(name) as copy:
+        found = search(here.graph, CLUSTER, schedule=copy, **arguments)  # type: ignore[arg-type]
+        assert found.plan.schedule == copy
+        assert found.simulation.step_time == plain.simulation.step_time
+        assert (found.bound, found.listed_bound) == (plain.bound, plain.listed_bound)
+        assert found.bound is not None
+        assert found.bound <= found.simulation.step_time
+        told = " ".join(str(describe(found.simulation, here.graph)).split())
+        assert f"stages under {copy!r}" in told
+
+
+def late_weights(sizes: Sizes) -> Schedule:
+    """All forwards, all gradients of inputs, then all of weights."""
+    lines = []
+    for stage in range(sizes.num_stages):
+        words = [f"{stage}{k}{m}" for k in "FIW" for m in range(sizes.num_microbatches)]
+        lines.append(f"rank {stage}: {' '.join(words)}")
+    return Schedule.parse("\n".join(lines), name="late weights")
+
+
+def test_what_a_schedule_of_ones_own_does_is_read_from_its_actions() -> None:
+    register_schedule("late weights", late_weights)
+    try:
+        traits = traits_of("late weights")
+        assert traits.splits_backward
+        assert not traits.fills
+        assert not traits.suits_unequal
+        run = run_of("late weights", 3, 5, 3)
+        assert run is not None
+        assert run.held == run.waiting == (5, 5, 5)
+        assert "late weights" in searched_schedules()
+    finally:
+        del SCHEDULES["late weights"]
+    with pytest.raises(ValueError, match="no schedule for a search 'late weights'"):
+        traits_of("late weights")
+
+
+@pytest.mark.parametrize("name", ["chimera", "terapipe", "pipedream", "pipedream-vertical"])
+def test_schedules_with_several_homes_updates_or_slices_are_not_searched(name: str) -> None:
+    assert name in SCHEDULES
+    assert name not in searched_schedules()
+    with pytest.raises(ValueError, match=f"no schedule for a search '{name}'"):
+        search(mlp([64, 64], batch=32), CLUSTER, schedule=name)
+
+
+def test_what_is_registered_must_be_new_and_whole() -> None:
+    with pytest.raises(ValueError, match="'gpipe' is there already"):
+        register_schedule("gpipe", SCHEDULES["1f1b"])
+    with pytest.raises(ValueError, match="deadlocks"):
+        register_schedule("upside down", lambda _: Schedule.parse("rank 0: 0B0 0F0"))
+    assert registered_schedules() == {}
+
+
+def test_a_name_that_is_given_anew_means_the_new_schedule() -> None:
+    """Schedules were remembered by their names."""
+    made = []
+    for make in (gpipe, zb_h1):
+        register_schedule("mine", lambda s, make=make: make(s.num_stages, s.num_microbatches))
+        try:
+            made.append((schedule_by_name("mine", 2, 4), traits_of("mine")))
+        finally:
+            del SCHEDULES["mine"]
+    (first, plain), (second, split) = made
+    assert first.orders == gpipe(2, 4).orders
+    assert second.orders == zb_h1(2, 4).orders
+    assert split.splits_backward
+    assert not plain.splits_backward
+
+
+def bound_of(sharpener: Sharpener, skeleton: Skeleton) -> float:
+    return sharpener.look([skeleton])[0].bound
+
+
+def test_other_processes_know_schedules_that_were_registered() -> None:
+    here = situation()
+    wishes = Constraints().bind(here.graph)
+    sharpener = Sharpener(here, Options(), (0, 2), wishes, ("none",), 0)
+    with renamed("zb-h1") as copy:
+        skeleton = next(
+            s for s in skeletons(here.graph, CLUSTER, schedule=copy) if s.num_ranks > 1
+        )
+        arguments = (registered_schedules(), *sharpener.arguments)
+        with Workers(sharpener, remade, arguments, count=1) as workers:
+            parts = [workers.part(bound_of, skeleton) for _ in range(6)]
+            assert len({part.result() for part in parts}) == 1
+            assert workers.failure == ""
