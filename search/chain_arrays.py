@@ -72,7 +72,7 @@ def begin_plays(plays: Plays, choice: IntArray) -> None:
         where = touches[BASE] + choice[touches[FIRST]] * touches[STRIDE]
         where += choice[touches[SECOND]] * touches[SECOND_STRIDE]
         where[all_shut(touches[GATE], choice, *plays.gates)] = 0
-        state = state_of.py_func(plays, k)
+        state = state_of.py_func(plays, k)  # type: ignore[attr-defined]
         ns, sets = plays.pool_ns[where], plays.pool_sets[where]
         state.task[touches[TASK], DURATION] = state.rows[DURATIONS, touches[TASK]] = ns
         state.task[touches[TASK], SET] = state.rows[SETS, touches[TASK]] = sets

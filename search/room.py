@@ -95,12 +95,15 @@ def always_fits(problem: Problem) -> bool:
     nobody = np.zeros(len(problem.choices), dtype=np.int64)
     where = np.arange(len(most)), first, idle, second, idle
     for stage in range(problem.num_stages):
-        _kernels.measure_stage.py_func(
+        _kernels.measure_stage.py_func(  # type: ignore[attr-defined]
             stage, nobody, profiles[stage], starts, sizes, *where, birth, death, most, change,
             np.full_like(gate, OPEN), *gates,
         )  # fmt: skip
     return all(
-        _kernels.rank_peak.py_func(rank, profiles, *problem.ranks) <= capacity
+        _kernels.rank_peak.py_func(  # type: ignore[attr-defined]
+            rank, profiles, *problem.ranks
+        )
+        <= capacity
         for rank, capacity in enumerate(problem.capacities.tolist())
     )
 

@@ -117,14 +117,14 @@ def _block_rows(
             continue
         task, held = block.task[copy], graph.resource_sets[copy]
         start, end = offset + int(times.start[copy]), offset + int(times.end[copy])
-        name, kind = block.block.names[task], block.block.kinds[task]
+        name, does = block.block.names[task], block.block.kinds[task]
         inner = _inner_ns(stage.table, block.block.roles[task], int(block.block.subjects[task]))
         turn = max(start, end - inner)
         for resource in graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]:
             if not inner:
-                yield Row(name, kind, lanes[resource], start, end)
+                yield Row(name, does, lanes[resource], start, end)
             elif resource % NUM_RESOURCES == COMPUTE_STREAM:
-                yield Row(name, kind, lanes[resource], start, turn)
+                yield Row(name, does, lanes[resource], start, turn)
             else:
                 label = name + INSIDE
                 yield Row(label, TaskKind.COMMUNICATION, lanes[resource], turn, end)

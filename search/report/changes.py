@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Report as Progress
+from stratagem.search.pipelining import searched_schedules
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
 from stratagem.search.space import Options
