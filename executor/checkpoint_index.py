@@ -28,6 +28,8 @@ from stratagem.simulator.substitutions.parameter_map import ParameterMap
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 2
+UNSIGNED = 1
+"""The version whose index had no hash of its own; it is read still."""
 PARAMETER = "parameter"
 """The kind of the tensors that are no optimizer states."""
 
@@ -137,7 +139,7 @@ class CheckpointIndex:
         text = read_text(path, "checkpoint")
         _check_version(text, path)
         index = decode(text, cls, f"checkpoint {path}")
-        if index.sha256 != index.own_hash():
+        if (index.sha256 or index.version > UNSIGNED) and index.sha256 != index.own_hash():
             raise ValueError(
                 f"checkpoint {path} is damaged: its SHA-256 is not the one that it was written "
                 f"with; resume from another checkpoint"
@@ -181,7 +183,7 @@ def _check_version(text: str, path: Path) -> None:
     """Refuse an index of another version before its fields are looked at, which may be others."""
     with suppress(msgspec.MsgspecError, UnicodeError):
         version = msgspec.json.decode(text, type=_Version).version
-        if version != INDEX_VERSION:
+        if version not in (UNSIGNED, INDEX_VERSION):
             raise ValueError(
                 f"checkpoint {path} has version {version}, this program reads {INDEX_VERSION}; "
                 f"load it with the program that wrote it"
