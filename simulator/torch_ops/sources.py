@@ -74,15 +74,17 @@ def slice_bounds(a: Arguments, shape: Shape) -> tuple[int, int]:
 
 
 def _sum(a: Arguments, shape: Shape, dtype: str) -> Term:
-    x = a["self"]
-    if x.dtype != dtype and (dtype != "int64" or is_float(x.dtype)):
-        x = Term("cast", (x, dtype))
-    return Term("sum", (x, a.get("dim"), a.get("keepdim", False)))
+    return Term("sum", (_summand(a["self"], dtype), a.get("dim"), a.get("keepdim", False)))
 
 
 def _cumsum(a: Arguments, shape: Shape, dtype: str) -> Term:
-    x = a["self"] if a["self"].dtype == dtype else Term("cast", (a["self"], dtype))
-    return Term("cumsum", (x, a["dim"]))
+    return Term("cumsum", (_summand(a["self"], dtype), a["dim"]))
+
+
+def _summand(x: Expression, dtype: str) -> Expression | Term:
+    """What is summed: cast first, unless sums of it are in that dtype by themselves."""
+    natural = x.dtype if is_float(x.dtype) else "int64"
+    return x if dtype == natural else Term("cast", (x, dtype))
 
 
 def _over(function: str) -> Callable[[Arguments, Shape, str], Term]:
