@@ -125,11 +125,12 @@ def run(
     console = speaker(as_json)
     console.print(
         f"{len(report.losses)} steps, {format_duration(report.step_time)} each (median); loss "
-        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}; {report.provenance}"
+        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}; {report.provenance}",
+        soft_wrap=True,
     )
     elsewhere = report.provenance.elsewhere(Plan.load(plan)) if report.provenance else ""
     if elsewhere:
-        console.print(elsewhere, style="yellow")
+        console.print(elsewhere, style="yellow", soft_wrap=True)
     if report.peak_bytes:
         fullest = format_bytes(max(report.peak_bytes))
         console.print(f"{fullest} in the memory of the fullest device")
