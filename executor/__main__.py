@@ -58,12 +58,12 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     if arguments.check:
         reference_of(plan, plan.rewrite(graph).graph)  # Refused here where there is none.
     check_world(program, comm.world_size)
-    elsewhere = provenance_of(comm, plan.training.precision).elsewhere(plan)
-    if elsewhere and comm.rank == 0:
-        warnings.warn(elsewhere, stacklevel=2)
     state = model_state(model)
     place.enter(-1, "comparing the models of all ranks", waits=True, slow=True)
     check_equal(state, comm, "parameters to start from", _SAME_MODEL)
+    elsewhere = provenance_of(comm, plan.training.precision).elsewhere(plan)
+    if elsewhere and comm.rank == 0:
+        warnings.warn(elsewhere, stacklevel=2)
     place.enter(-1, "taking the first batch", slow=True, idle=True)
     data: Data = make_data(arguments.data, plan.seed) if arguments.data else example
     batches = Batches(data, graph, seed=plan.seed, buffers=state)
