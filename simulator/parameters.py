@@ -48,15 +48,18 @@ def home_placements(weight: Weight, choice: Choice, shape: Sequence[int]) -> Pla
         >>> home_placements(layer.weights[0], choice, (5, 2))
         (Flat(), Shard(dim=0))
 
-    Under ZeRO a parameter is flat over every axis along which there are whole copies of it:
-    those that sum its gradient, and those that leave it as it is. An axis of one device is none.
+    Under ZeRO a parameter is flat over every axis along which there are whole copies of it: those
+    that sum its gradient and, unless it is a vector, those that leave it as it is: to gather norms
+    and biases over these would take more time than it saves memory. An axis of one device is none.
     """
     home = weight_placements(weight, choice.config)
     if choice.zero == 0:
         return home
+    made = weight_gradient_placements(weight, choice.config)
+    shared = {PARTIAL, REPLICATE} if len(weight.layout) > 1 else {PARTIAL}
     return tuple(
-        FLAT if placement == REPLICATE and ways > 1 else placement
-        for placement, ways in zip(home, shape, strict=True)
+        FLAT if gradient in shared and ways > 1 else placement
+        for placement, gradient, ways in zip(home, made, shape, strict=True)
     )
 
 
@@ -119,11 +122,15 @@ def zero_stages_of(
     positions, are sharded over what repeats them.
     """
     samples = any(dim.kind is DimKind.SAMPLE for dim in operator.dims)
-    copies = {PARTIAL} if samples else {PARTIAL, REPLICATE}
+    sharded = Choice(config, zero=1)
     shared = any(
-        placement in copies and ways > 1
+        home == FLAT and (made == PARTIAL or not samples)
         for weight in parameter_weights(graph, operator)
-        for placement, ways in zip(weight_gradient_placements(weight, config), shape, strict=True)
+        for home, made in zip(
+            home_placements(weight, sharded, shape),
+            weight_gradient_placements(weight, config),
+            strict=True,
+        )
     )
     found = (zero_stage(graph, operator, zero) if shared else 0 for zero in stages)
     return tuple(dict.fromkeys(found))

@@ -226,6 +226,34 @@ def test_zero_stages_of_fsdp2_are_those_of_the_units() -> None:
     assert all("ZeRO" not in sentence for sentence in made.missing)
 
 
+@pytest.mark.parametrize(("zero", "of_frozen"), [(2, 0), (3, 3)])
+def test_fsdp2_shards_frozen_parameters_under_stage_3(zero: int, of_frozen: int) -> None:
+    """Only norms are trained: they decide on the stage, which is the plan's."""
+    graph = graph_of("gpt")
+    parameters = (replace(p, trainable=".ln_" in p.name) for p in graph.parameters)
+    graph = replace(graph, parameters=tuple(parameters))
+    plan = TrainingSetup(zero=zero).plan(graph, CLUSTER)
+    made = export(plan, graph, "fsdp2")
+    assert f'"h.0": {zero}, "h.1": {zero}' in made.text
+    for each in (plan, made.nearest):
+        assert each.choice("h.1.ln_1").zero == zero
+        assert each.choice("h.1.mlp.up").zero == of_frozen
+    assert all("ZeRO" not in sentence for sentence in made.missing)
+
+
+@pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_experts_inside_data_parallelism_are_megatrons(expert: int, tensor: int) -> None:
+    graph = graph_of("moe")
+    setup = TrainingSetup(
+        expert=expert, tensor=tensor, inputs_first=tensor > 1, overlap_gradients=False
+    )
+    plan = setup.plan(graph, CLUSTER)
+    made = export(plan, graph, "megatron")
+    assert differences(plan, made.nearest, graph) == ()
+    assert f"--expert-model-parallel-size {expert}" in made.text
+    assert f"--expert-tensor-parallel-size {tensor}" in made.text
+
+
 def test_units_are_blocks_by_the_names_of_their_parameters() -> None:
     assert wrapped_modules(graph_of("llama")) == tuple(f"layers.{k}" for k in range(4))
     assert wrapped_modules(graph_of("bert")) == ("h.0", "h.1")

@@ -27,8 +27,8 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import bert, gpt, llama, mlp
 from stratagem.simulator.parameters import home_placements, zero_stages_of
-from stratagem.simulator.placement import FLAT, REPLICATE, local_elements
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.placement import FLAT, REPLICATE, Shard, local_elements
+from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 from tests.plans import (
@@ -123,6 +123,15 @@ def test_learned_positions_are_shared_out_too() -> None:
     assert zero_stages_of(graph, positions, choices["wpe"].config, (5, 1), (0, 1)) == (0, 1)
     head = graph.operator("h.0.attn.qkv")
     assert zero_stages_of(graph, head, (REPLICATE, REPLICATE), (5, 1), (0, 1)) == (0,)
+
+
+def test_vectors_stay_whole_along_axes_that_only_repeat_them() -> None:
+    """Norms on 5 data-parallel and 2 tensor-parallel ways; a matrix there has 10 parts."""
+    graph = gpt(num_layers=1, hidden=64, num_heads=4, batch=10)
+    choice = Choice((Shard("sample"), REPLICATE), zero=3)
+    norm, product = (graph.operator(f"h.0.{name}") for name in ("ln_1", "attn.qkv"))
+    assert home_placements(norm.weights[0], choice, (5, 2)) == (FLAT, REPLICATE)
+    assert home_placements(product.weights[0], choice, (5, 2)) == (FLAT, FLAT)
 
 
 def frozen(graph: OperatorGraph, trained: str) -> OperatorGraph:

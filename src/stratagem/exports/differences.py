@@ -13,7 +13,7 @@ from dataclasses import replace
 from stratagem.simulator.describe import choice_phrase, collapse
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.parameters import parameter_weights, zero_stage
 from stratagem.simulator.placement import (
     Config,
     Partial,
@@ -77,7 +77,10 @@ class PartsMemory:
 
 
 def summed_axes(graph: OperatorGraph, operator: Operator, config: Config, mesh: DeviceMesh) -> int:
-    """Over how many devices the gradient of some parameter of an operator is summed."""
+    """Over how many devices gradients of some parameter of an operator are made.
+
+    They are summed where it is trained; where it is frozen each device has a copy of it.
+    """
     return max(
         (
             math.prod(
@@ -87,7 +90,7 @@ def summed_axes(graph: OperatorGraph, operator: Operator, config: Config, mesh: 
                 )
                 if isinstance(p, Partial)
             )
-            for weight in trainable_weights(graph, operator)
+            for weight in parameter_weights(graph, operator)
         ),
         default=1,
     )
@@ -96,9 +99,9 @@ def summed_axes(graph: OperatorGraph, operator: Operator, config: Config, mesh: 
 def effective(
     graph: OperatorGraph, operator: Operator, choice: Choice, mesh: DeviceMesh
 ) -> Choice:
-    """A choice without a ZeRO stage that does nothing, because no gradient is summed."""
-    summed = summed_axes(graph, operator, choice.config, mesh) > 1
-    return choice if summed else replace(choice, zero=0)
+    """A choice without a ZeRO stage that does nothing, because there is nothing to share out."""
+    shared = summed_axes(graph, operator, choice.config, mesh) > 1
+    return replace(choice, zero=zero_stage(graph, operator, choice.zero) if shared else 0)
 
 
 def differences(plan: Plan, nearest: Plan, graph: OperatorGraph) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, nearest_uniform
 from stratagem.exports.units import unit_gradient_bytes, unit_of, wrapped_modules
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.parameters import trainable_weights
+from stratagem.simulator.parameters import zero_stage
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.texts import python_text
 from stratagem.simulator.training import Training
@@ -86,9 +86,11 @@ def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
     stages = dict.fromkeys((*units, ""), found.setup.zero) | _unit_stages(plan, graph, units)
     (stage,) = found.plan.stages
     zero = {
-        operator.name: stages[unit_of(trained[0].parameter, units)]
+        operator.name: zero_stage(
+            graph, operator, stages[unit_of(operator.weights[0].parameter, units)]
+        )
         for operator in graph.operators
-        if (trained := trainable_weights(graph, operator))
+        if operator.weights
     }
     choices = {
         name: replace(choice, zero=zero.get(name, 0) if found.data > 1 else 0)

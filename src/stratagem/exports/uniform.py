@@ -21,6 +21,7 @@ from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import Choices, expert_dims, expert_ways, tensor_dims
 from stratagem.simulator.graph import Operator, OperatorGraph, factors, shape_of
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import Shard, splits_of
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.rules import rule_of
@@ -137,10 +138,10 @@ class _Near:
 
     def _degrees(self) -> _Degrees:
         """The possible degrees with the least change of the plan's, on as many devices."""
-        plan = self.plan
+        plan, experts = self.plan, expert_dims(self.graph)
         votes: Counter[int] = Counter()
         for operator, stage, flops in self._work():
-            if operator.weights and rule_of(operator).matmul:
+            if operator.weights and rule_of(operator).matmul and operator.name not in experts:
                 votes[_weight_ways(operator, stage)] += round(flops)
         tensor = max(votes, key=lambda ways: (votes[ways], -ways), default=1)
 
@@ -245,6 +246,8 @@ class _Near:
         votes: Counter[int] = Counter()
         for operator, stage, _ in self._work():
             choice = stage.choices[operator.name]
+            if not trainable_weights(graph, operator):
+                continue  # Of frozen parameters, lower stages than the third say nothing.
             if summed_axes(graph, operator, choice.config, stage.mesh) > 1:
                 votes[choice.zero] += sum(
                     math.prod(shape_of(weight.layout, operator.sizes))
