@@ -179,6 +179,36 @@ def test_every_collective_is_that_of_the_local_backend(dtype: torch.dtype) -> No
             assert same(ours[name], result), name
 
 
+@pytest.mark.parametrize("lengths", [(4, 4, 3), (5, 5, 5), (2, 1, 0)])
+@pytest.mark.parametrize("group", [(0, 1, 2), (2, 0, 1)])
+def test_ranges_of_nearly_equal_length_go_as_one_size(
+    group: tuple[int, ...], lengths: tuple[int, ...]
+) -> None:
+    """As ZeRO cuts a row: the last is shorter, or empty, and nothing of a filling is seen."""
+
+    def rank(comm: Communicator) -> dict[str, Any]:
+        comm.prepare([group])
+        place = group.index(comm.rank)
+        row = torch.arange(float(sum(lengths))) + 100 * comm.rank
+        chunks = row.split(list(lengths))
+        shapes = [(length,) for length in lengths]
+        pending = comm.start_reduce_scatter(chunks, group)
+        return {
+            "gathered": comm.all_gather(chunks[place], shapes, group),
+            "summed": comm.reduce_scatter(chunks, group),
+            "summed later": pending.finish(),
+            "sent": dict(comm.sent),
+        }
+
+    found = run_fake(3, rank)
+    for ours, theirs in zip(found, run_local(3, rank), strict=True):
+        for name, result in theirs.items():
+            assert same(ours[name], result), name
+    everything = torch.arange(float(sum(lengths)))
+    whole = torch.cat([found[member]["summed"] for member in group])
+    assert torch.equal(whole, 3 * everything + 300)
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)

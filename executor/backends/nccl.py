@@ -42,7 +42,7 @@ from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.memory import use_torch_memory
 from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
-from stratagem.executor.gpu.wire import Among, Wire, rounds
+from stratagem.executor.gpu.wire import Among, Wire, rounds, worth_filling
 from stratagem.executor.stores import world_store
 from stratagem.simulator.collectives import Collective
 
@@ -214,8 +214,8 @@ class NcclCommunicator(ProcessMember):
         if len(group) == 1:
             return [tensor]
         among = self._of(group, self._groups)
-        if len(set(map(math.prod, shapes))) == 1:
-            gathered = self._wire.gather_equal(tensor, shapes, group, among, self._compute)
+        if worth_filling([math.prod(shape) for shape in shapes]):
+            gathered = self._wire.gather_filled(tensor, shapes, group, among, self._compute)
         else:
             gathered = self._wire.exchange(
                 [tensor] * len(group), shapes, group, among, self._compute

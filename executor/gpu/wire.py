@@ -1,11 +1,13 @@
 """Calls of NCCL on torch tensors, each on a communicator and a stream that the caller names.
 
-What only moves goes as bytes; pieces of unequal sizes go as sends and receives of one group. Every
-tensor must live until the stream has run what was issued.
+What only moves goes as bytes. Pieces of nearly equal sizes, as the ranges that ZeRO cuts, are
+filled up to one size; others go as sends and receives of one group. Every tensor must live until
+the stream has run what was issued.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +33,9 @@ DTYPES = {
 }
 """What NCCL adds up; anything is moved, as bytes."""
 
+MOST_FILLED = 1.25
+"""Pieces may be filled up to so many times what they are."""
+
 OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX"}
 
 
@@ -55,7 +60,7 @@ class Wire:
         address = self.streams.address(stream)
         comm.allReduce(at, at, total.numel(), self.dtype(total), what, address)
 
-    def gather_equal(
+    def gather_filled(
         self,
         tensor: Tensor,
         shapes: Sequence[Shape],
@@ -63,15 +68,21 @@ class Wire:
         among: Among,
         stream: Stream,
     ) -> list[Tensor]:
-        """An all-gather of pieces of one size."""
+        """An all-gather of pieces that are filled up to the size of the largest."""
         comm, members = among
+        sizes = [math.prod(shape) for shape in shapes]
         own = tensor.detach().contiguous()
+        if own.numel() < max(sizes):
+            filled = self.empty((max(sizes),), tensor.dtype)
+            filled[: own.numel()].copy_(own.view(-1))
+            own = filled
         flat = self.empty((len(group), own.numel()), tensor.dtype)
-        size, dtype = num_bytes(own), self.nccl.NCCL_UINT8
-        comm.allGather(own.data_ptr(), flat.data_ptr(), size, dtype, self.streams.address(stream))
+        nbytes, dtype = num_bytes(own), self.nccl.NCCL_UINT8
+        address = self.streams.address(stream)
+        comm.allGather(own.data_ptr(), flat.data_ptr(), nbytes, dtype, address)
         return [
-            flat[members.index(rank)].view(shape)
-            for rank, shape in zip(group, shapes, strict=True)
+            flat[members.index(rank), :size].view(shape)
+            for rank, size, shape in zip(group, sizes, shapes, strict=True)
         ]
 
     def exchange(
@@ -108,17 +119,20 @@ class Wire:
         comm, members = among
         ordered = [chunks[group.index(rank)].detach() for rank in members]
         own = chunks[position(self._rank, group)]
-        total = self.empty(tuple(own.shape), own.dtype)
         dtype, op = self.dtype(own), self.nccl.NCCL_SUM
         address = self.streams.address(stream)
-        if len({chunk.numel() for chunk in ordered}) == 1:
-            flat = end_to_end(ordered)
+        sizes = [chunk.numel() for chunk in ordered]
+        if worth_filling(sizes):
+            flat = end_to_end(ordered) if len(set(sizes)) == 1 else filled_up(ordered)
+            sums = self.empty((max(sizes),), own.dtype)
 
             def scatter() -> None:
-                at, to = flat.data_ptr(), total.data_ptr()
-                comm.reduceScatter(at, to, total.numel(), dtype, op, address)
+                comm.reduceScatter(
+                    flat.data_ptr(), sums.data_ptr(), sums.numel(), dtype, op, address
+                )
 
-            return scatter, lambda: total
+            return scatter, lambda: sums[: own.numel()].view(own.shape)
+        total = self.empty(tuple(own.shape), own.dtype)
         packed = [chunk.contiguous() for chunk in ordered]
 
         def reduce() -> None:
@@ -155,6 +169,30 @@ class Wire:
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Memory on the device."""
         return torch.empty(shape, dtype=dtype, device=self.streams.device)
+
+
+def worth_filling(sizes: Sequence[int]) -> bool:
+    """Whether pieces are so nearly equal that one collective of the largest size is faster.
+
+    Example:
+        >>> worth_filling([4, 4, 4, 1]), worth_filling([4, 1, 1, 1])
+        (True, False)
+    """
+    return len(sizes) * max(sizes) <= MOST_FILLED * sum(sizes)
+
+
+def filled_up(chunks: Sequence[Tensor]) -> Tensor:
+    """Chunks one behind the other, each followed by zeros up to the size of the largest.
+
+    Example:
+        >>> filled_up(torch.arange(1, 4).split([2, 1]))
+        tensor([1, 2, 3, 0])
+    """
+    most = max(chunk.numel() for chunk in chunks)
+    flat = chunks[0].new_zeros(len(chunks), most)
+    for row, chunk in zip(flat, chunks, strict=True):
+        row[: chunk.numel()].view(chunk.shape).copy_(chunk)
+    return flat.view(-1)
 
 
 def end_to_end(chunks: Sequence[Tensor]) -> Tensor:
