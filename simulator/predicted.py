@@ -42,7 +42,7 @@ from stratagem.simulator.resharding import COMPUTE, IntArray
 from stratagem.simulator.slice_memory import sliced_memory, sliced_tensors, with_waiting
 from stratagem.simulator.step_path import Played, StepPath, step_path
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
-from stratagem.simulator.traffic import INSIDE, crossing_bytes, stage_bytes
+from stratagem.simulator.traffic import crossing_bytes, stage_bytes
 
 _ROLES = frozenset(Role)
 COMPUTE_STREAM = COMPUTE.bit_length() - 1
@@ -108,7 +108,7 @@ def _block_rows(
     *,
     roles: Collection[Role],
 ) -> Iterator[Row]:
-    """What each lane does. Collectives inside a pass are rows of their own, put at its end."""
+    """What each lane does. Collectives inside a pass have its name and are put at its end."""
     stage, times = model.stages[item], model.block_times[item][kind]
     block = stage.cell_blocks[kind]
     graph = block.graph
@@ -119,15 +119,14 @@ def _block_rows(
         start, end = offset + int(times.start[copy]), offset + int(times.end[copy])
         name, does = block.block.names[task], block.block.kinds[task]
         inner = _inner_ns(stage.table, block.block.roles[task], int(block.block.subjects[task]))
-        turn = max(start, end - inner)
-        for resource in graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]:
-            if not inner:
-                yield Row(name, does, lanes[resource], start, end)
-            elif resource % NUM_RESOURCES == COMPUTE_STREAM:
+        resources = graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]
+        links = resources % NUM_RESOURCES != COMPUTE_STREAM
+        turn = max(start, end - inner) if inner and links.any() else end
+        for resource, is_link in zip(resources.tolist(), links.tolist(), strict=True):
+            if turn == end or not is_link:
                 yield Row(name, does, lanes[resource], start, turn)
             else:
-                label = name + INSIDE
-                yield Row(label, TaskKind.COMMUNICATION, lanes[resource], turn, end)
+                yield Row(name, TaskKind.COMMUNICATION, lanes[resource], turn, end)
 
 
 def _inner_ns(table: CostTable, role: Role, operator: int) -> int:
@@ -232,7 +231,15 @@ def _played_block(model: PlanModel, s: int, kind: int) -> Played:
         lane = named[graph.set_resources[held]]
         return block.block.names[task], block.block.kinds[task], lane
 
-    return Played(graph, model.block_times[s][kind], label)
+    def ending(copy: int) -> tuple[int, str]:
+        task, held = block.task[copy], int(graph.resource_sets[copy])
+        subject, role = int(block.block.subjects[task]), block.block.roles[task]
+        resources = graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]
+        links = [r for r in resources.tolist() if r % NUM_RESOURCES != COMPUTE_STREAM]
+        inner = _inner_ns(model.stages[s].table, role, subject) if links else 0
+        return inner, lanes[links[0]] if inner else ""
+
+    return Played(graph, model.block_times[s][kind], label, ending)
 
 
 def rank_memory(model: PlanModel) -> tuple[DeviceMemory, ...]:

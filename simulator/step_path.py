@@ -54,13 +54,23 @@ Label = Callable[[int], tuple[str, TaskKind, str]]
 """Name, kind and lane of a task by its id."""
 
 
+Ending = Callable[[int], tuple[int, str]]
+"""For how many ns a task communicates at its end, and on which lane, by its id."""
+
+
+def no_ending(task: int) -> tuple[int, str]:
+    """The ending of a task that does one thing all the time."""
+    return 0, ""
+
+
 @dataclass(frozen=True, eq=False)
 class Played:
-    """A task graph, when its tasks ran, and what they are called."""
+    """A task graph, when its tasks ran, what they are called, and how they end."""
 
     graph: TaskGraph
     times: Times
     label: Label
+    ending: Ending = no_ending
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,7 +216,7 @@ def step_path(
     for outer in _joined(critical_path(step.graph, step.times), rests or {}):
         block = inside(outer.task)
         if block is None:
-            tasks.append(_named(step.label, outer, 0))
+            tasks += _named(step, outer, 0)
             continue
         if block.times.makespan != outer.end - outer.start:
             raise ValueError(
@@ -214,8 +224,9 @@ def step_path(
                 f"{block.times.makespan} ns: play both under the same choices"
             )
         named = [
-            _named(block.label, task, outer.start)
+            each
             for task in critical_path(block.graph, block.times)
+            for each in _named(block, task, outer.start)
         ]
         tasks += [named[0]._replace(wait=outer.wait), *named[1:]]
     return StepPath(tuple(tasks), operator_kinds or {})
@@ -234,5 +245,14 @@ def _joined(path: Iterable[PathTask], rests: Mapping[int, int]) -> list[PathTask
     return found
 
 
-def _named(label: Label, task: PathTask, offset: int) -> StepTask:
-    return StepTask(*label(task.task), offset + task.start, offset + task.end, task.wait)
+def _named(played: Played, task: PathTask, offset: int) -> list[StepTask]:
+    """A task under its name; two where it communicates at its end."""
+    name, kind, lane = played.label(task.task)
+    communicates, link = played.ending(task.task)
+    start, end = offset + task.start, offset + task.end
+    turn = max(start, end - communicates)
+    parts = [StepTask(name, kind, lane, start, turn, task.wait)] if start < turn else []
+    if turn < end:
+        wait = Wait.DEPENDENCY if parts else task.wait
+        parts.append(StepTask(name, TaskKind.COMMUNICATION, link, turn, end, wait))
+    return parts

@@ -20,9 +20,6 @@ from stratagem.simulator.placement import (
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import InnerReduction, rule_of
 
-INSIDE = ", inside"
-"""Behind the name of a pass: the collectives inside it."""
-
 
 def stage_bytes(builder: TableBuilder, table: CostTable) -> dict[str, int]:
     """Bytes per device of the communications inside a stage, by the names of their tasks.
@@ -85,7 +82,10 @@ def _edges(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]
 
 
 def _inner(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]:
-    """Collectives inside passes: what a device gives to each, in float32 where it is a sum."""
+    """Collectives inside passes, by the names of these: what a device gives to each.
+
+    Sums are in float32.
+    """
     shape = builder.mesh.shape
     for i in table.operators:
         operator, config = table.graph.operators[i], table.row(i).choices[0].config
@@ -104,7 +104,7 @@ def _inner(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]
                     back += inner.backward * nbytes
         for what, nbytes in (("forward", there), ("recompute", there), ("backward", back)):
             if nbytes:
-                yield f"{operator.name} {what}{INSIDE}", nbytes
+                yield f"{operator.name} {what}", nbytes
 
 
 def _parameters(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]:
