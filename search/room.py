@@ -21,6 +21,7 @@ from stratagem.search import _kernels
 from stratagem.search.baselines import Situation
 from stratagem.search.problem import Problem
 from stratagem.search.space import Options, Skeleton
+from stratagem.simulator._compiling import in_python
 from stratagem.simulator.graph import shape_of
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.sharing import OPEN
@@ -95,15 +96,12 @@ def always_fits(problem: Problem) -> bool:
     nobody = np.zeros(len(problem.choices), dtype=np.int64)
     where = np.arange(len(most)), first, idle, second, idle
     for stage in range(problem.num_stages):
-        _kernels.measure_stage.py_func(  # type: ignore[attr-defined]
+        in_python(_kernels.measure_stage)(
             stage, nobody, profiles[stage], starts, sizes, *where, birth, death, most, change,
             np.full_like(gate, OPEN), *gates,
         )  # fmt: skip
     return all(
-        _kernels.rank_peak.py_func(  # type: ignore[attr-defined]
-            rank, profiles, *problem.ranks
-        )
-        <= capacity
+        in_python(_kernels.rank_peak)(rank, profiles, *problem.ranks) <= capacity
         for rank, capacity in enumerate(problem.capacities.tolist())
     )
 

@@ -97,6 +97,12 @@ def kernel(**options: Any) -> Callable[[F], F]:
     return compiled
 
 
+def in_python(compiled: F) -> F:
+    """The function that a kernel was compiled from, which Python runs."""
+    function: F = compiled.py_func  # type: ignore[attr-defined]
+    return function
+
+
 @cache
 def _warn_not_kept() -> None:
     """Once, though there are many kernels."""
