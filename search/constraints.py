@@ -5,12 +5,13 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeVar
 
 from stratagem.search.literature.dims import logical_dims
 from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.search.strategies import warn_of_whole
+from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.names import unknown
@@ -37,18 +38,20 @@ class Constraints:
         >>> Constraints(max_tensor=4, zero_stages=(0, 1), forbid=(("vocab", "node"),)).max_tensor
         4
 
-    Axes are named as the meshes of the search name them: ``node`` between nodes and ``device``
-    inside one, which is cut into ``outer`` and ``inner`` or, in meshes of two axes, ``data`` and
-    ``tensor``. Dims are logical dims (`literature.logical_dims`, such as ``batch``, ``heads``,
-    ``vocab``) or dims of operators (``out``).
+    The axis ``node`` is every axis of a mesh along which devices of several nodes lie, ``device``
+    every one along which several of one node do, whatever the mesh calls it; an axis of all
+    devices is both. Other axes are named as the meshes of the search name them: a node may be cut
+    into ``outer`` and ``inner``, all devices into ``data`` and ``tensor``. Dims are logical dims
+    (`literature.logical_dims`, such as ``batch``, ``heads``, ``vocab``) or dims of operators
+    (``out``).
 
     Attributes:
         pin: configs by operator, or by a pattern such as ``layers.*.attention``: those operators
             must have exactly these placements. Such a search only tries meshes with as many axes,
             and leaves out rewritten graphs that lack one of those operators.
         forbid: (dim, axis) pairs: the dim may not be sharded along the axis.
-        require: (dim, axis) pairs: whatever can be sharded along the dim must be, on that axis,
-            on every mesh that has the axis.
+        require: (dim, axis) pairs: whatever can be sharded along the dim must be, on that axis or
+            one of them, on every mesh that has the axis.
         pipeline: number of pipeline ranks; `max_pipeline` the most.
         tensor: into how many parts dims other than the samples cut an operator, at the most of
             all operators; `max_tensor` the most. Experts count.
@@ -217,18 +220,22 @@ class BoundConstraints:
         named = self._pins or self._forbid or self._require
         return not named and c.zero_stages is None and (c.tensor or c.max_tensor) is None
 
-    def allows(self, operator: Operator, choice: Choice, mesh: DeviceMesh) -> bool:
-        """Whether an operator may have a choice on a mesh."""
+    def allows(
+        self, operator: Operator, choice: Choice, mesh: DeviceMesh, cluster: Cluster
+    ) -> bool:
+        """Whether an operator may have a choice on a mesh of a cluster."""
         c, config = self.constraints, choice.config
         pinned = self._pins.get(operator.name)
         if pinned is not None and config != pinned:
             return False
-        axes = {axis.name: k for k, axis in enumerate(mesh.axes)}
         for dim, axis in self._forbid.get(operator.name, ()):
-            if axis in axes and config[axes[axis]] == Shard(dim):
+            if any(
+                config[k] == Shard(dim) for k in _axes_called(axis, mesh, cluster.devices_per_node)
+            ):
                 return False
         for dim, axis in self._require.get(operator.name, ()):
-            if axis in axes and mesh.shape[axes[axis]] > 1 and config[axes[axis]] != Shard(dim):
+            axes = _axes_called(axis, mesh, cluster.devices_per_node)
+            if axes and all(config[k] != Shard(dim) for k in axes):
                 return False
         stages = c.zero_stages
         if (
@@ -260,9 +267,26 @@ class BoundConstraints:
 
     def violations(self, simulation: Simulation) -> list[str]:
         """In words, what a simulated plan does that the constraints do not allow."""
+        most = 1 - self.constraints.headroom
+        return self.breaks(simulation) + [
+            f"rank {r} holds {rank.peak} of {rank.capacity} bytes, above 1 − {1 - most:g}"
+            for r, rank in enumerate(simulation.memory)
+            if most < 1 and rank.peak > rank.capacity * most
+        ]
+
+    def without_room(self, simulation: Simulation) -> Simulation | None:
+        """A plan that leaves too little memory free, under the capacity it may use; else None."""
+        most = 1 - self.constraints.headroom
+        if all(rank.peak <= rank.capacity * most for rank in simulation.memory) or most == 1:
+            return None
+        memory = (replace(m, capacity=int(m.capacity * most)) for m in simulation.memory)
+        return replace(simulation, memory=tuple(memory))
+
+    def breaks(self, simulation: Simulation) -> list[str]:
+        """The same of all constraints but the memory that must stay free."""
         plan, found = simulation.plan, []
-        if plan.substitutions:
-            return self._rewritten(plan).violations(
+        if plan.substitutions or plan.fingerprint != self._graph.fingerprint:
+            return self._rewritten(plan).breaks(
                 replace(simulation, plan=replace(plan, substitutions=()))
             )
         c = self.constraints
@@ -273,15 +297,10 @@ class BoundConstraints:
         for stage in () if self.allows_all else plan.stages:
             for name, choice in stage.choices.items():
                 operator = self._graph.operator(name)
-                if not self.allows(operator, choice, stage.mesh):
+                if not self.allows(operator, choice, stage.mesh, plan.cluster):
                     found.append(f"{name} has {choice} on a mesh of {stage.mesh.shape}")
         if c.tensor is not None and most_tensor_ways(plan, self._graph) != c.tensor:
             found.append(f"tensor ways are {most_tensor_ways(plan, self._graph)}")
-        found += [
-            f"rank {r} holds {rank.peak} of {rank.capacity} bytes, above 1 − {c.headroom}"
-            for r, rank in enumerate(simulation.memory)
-            if c.headroom and rank.peak > rank.capacity * (1 - c.headroom)
-        ]
         return found
 
 
@@ -302,6 +321,21 @@ def _both(
 
 def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(repr, values))
+
+
+@cache
+def _axes_called(name: str, mesh: DeviceMesh, per_node: int) -> tuple[int, ...]:
+    """The axes of more than one device that a name means, by where their devices lie."""
+
+    def is_meant(axis: int) -> bool:
+        groups = [[device // per_node for device in group] for group in mesh.groups(axis)]
+        if name == "node":
+            return any(len(set(nodes)) > 1 for nodes in groups)
+        if name == "device":
+            return any(len(set(nodes)) < len(nodes) for nodes in groups)
+        return mesh.axes[axis].name == name
+
+    return tuple(k for k, ways in enumerate(mesh.shape) if ways > 1 and is_meant(k))
 
 
 def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> int:

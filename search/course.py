@@ -22,6 +22,7 @@ from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.methods import METHODS
+from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import NoChoiceError, Problem
 from stratagem.search.result import (
     NOTHING_FITS_NOTE,
@@ -166,7 +167,7 @@ class Course:
         refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
         best_ranked = _first_policies(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
-        own = [] if start is None else [self._entry_of(start)]
+        own = [] if start is None else self._entry_of(start)
         weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
@@ -263,28 +264,44 @@ class Course:
                 found.append(self.space.take(skeleton, choices, simulation))
         return found
 
-    def _entry_of(self, start: Plan) -> Entry:
-        """The skeleton of a plan that somebody gave, with the plan as its start."""
-        graph = self.space.situation.graph
-        start.check(graph)
-        if start.is_mirrored:
-            raise ValueError(
-                f"the plan to start from, {start.name!r}, has two homes for each stage (chimera), "
-                "which a search does not choose: give it the schedule 1f1b"
-            )
-        if start.cluster != self.space.situation.cluster:
+    def _entry_of(self, start: Plan) -> list[Entry]:
+        """The skeleton of a plan that somebody gave, with the plan as its start.
+
+        There is none where a search does not choose for plans of its kind: the plan is kept until
+        a better one is found.
+        """
+        situation = self.space.situation
+        start.check(start.rewrite(situation.graph).graph)
+        if start.training != situation.training:
+            start = replace(start, training=situation.training)
+            self.notes["the plan to start from"] = "taken with the training of the search"
+        if start.cluster != situation.cluster:
             raise ValueError(
                 f"the plan to start from is for cluster {start.cluster.name!r} as it was then, "
-                f"not for the {self.space.situation.cluster.name!r} given: search anew"
+                f"not for the {situation.cluster.name!r} given: search anew"
             )
-        if start.token_slices != 1:
-            raise ValueError(
-                f"the plan to start from, {start.name!r}, slices tokens, which is not searched: "
-                "set token_slices to 1 and another schedule, and slice the plan that is found"
-            )
-        simulation = self.space.situation.simulate(start)
-        self.incumbent.offer(simulation)
-        return self.space.take(skeleton_of(start), choices_of(start), simulation)
+        simulation = situation.simulate(start)
+        allowed = self.incumbent.offer(simulation)
+        why = _not_chosen_for(start, situation.graph.fingerprint)
+        if not why and not allowed:
+            simulation = situation.simulate(self._as_options_say(start))
+            allowed = self.incumbent.offer(simulation)
+            why = "" if allowed else "it does not meet the constraints"
+        if why:
+            self.notes["the plan to start from is only compared"] = why
+            return []
+        return [self.space.take(skeleton_of(start), choices_of(simulation.plan), simulation)]
+
+    def _as_options_say(self, plan: Plan) -> Plan:
+        """A plan without what the options of the search do not allow."""
+        options, choices = self.space.options, choices_of(plan)
+        if not options.regather:
+            choices = {name: replace(choice, regather=False) for name, choice in choices.items()}
+        made = self.space.situation.plan(
+            skeleton_of(plan), choices, name=plan.name, options=options
+        )
+        self.notes["the plan to start from"] = "taken with the options of the search"
+        return made
 
     def _survey(self, listed: Sequence[Entry], weakest: int, work: float) -> int:
         """Sharpen the bounds of the best and of the `weakest`; how many of these are left.
@@ -544,6 +561,17 @@ def _propose(
     listed = {method: METHODS[method] for method in methods}
     found = baseline(sharpener.situation, name, schedule, listed)
     return found.plan if found is not None else None
+
+
+def _not_chosen_for(plan: Plan, fingerprint: str) -> str:
+    """Why a search of a graph does not choose for plans of a kind; empty if it does."""
+    if plan.substitutions or plan.fingerprint != fingerprint:
+        return "its graph is rewritten"
+    if plan.token_slices != 1:
+        return "it slices tokens"
+    if plan.schedule not in searched_schedules():
+        return f"its schedule is {plan.schedule}"
+    return ""
 
 
 def _begun_by(own: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:

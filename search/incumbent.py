@@ -33,14 +33,19 @@ class Incumbent:
         return self.best.step_time if self.best is not None and self.best.fits else float("inf")
 
     def offer(self, simulation: Simulation) -> bool:
-        """Take a simulated plan; whether the constraints allow it."""
-        if self._constraints.violations(simulation) or not self._is_option(simulation.plan):
+        """Take a simulated plan; whether the constraints allow it.
+
+        One that only leaves too little memory free counts as one that does not fit.
+        """
+        if self._constraints.breaks(simulation) or not self._is_option(simulation.plan):
             return False
-        if self.best is None or rank(simulation) < rank(self.best):
-            self.best = simulation
-        if simulation.fits:
-            self._extend_front(simulation)
-        return True
+        lacking = self._constraints.without_room(simulation)
+        taken = simulation if lacking is None else lacking
+        if self.best is None or rank(taken) < rank(self.best):
+            self.best = taken
+        if taken.fits:
+            self._extend_front(taken)
+        return lacking is None
 
     def _is_option(self, plan: Plan) -> bool:
         """Whether a plan trains as others do, and only does what the options allow."""

@@ -195,7 +195,7 @@ def make_problem(
     zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
     choices = _all_choices(small, skeleton, stage_of, zero_stages, options, include or {})
     if constraints is not None:
-        choices = _allowed(choices, small, skeleton, stage_of, constraints)
+        choices = _allowed(choices, small, skeleton, stage_of, constraints, cluster)
     tables: list[CostTable] = []
     for names, builder in zip(skeleton.stages, builders, strict=True):
         inside = sorted(small.index[name] for name in names)
@@ -323,6 +323,7 @@ def _allowed(
     skeleton: Skeleton,
     stage_of: Mapping[str, int],
     constraints: BoundConstraints,
+    cluster: Cluster,
 ) -> tuple[tuple[Choice, ...], ...]:
     """The choices that constraints leave; equal lists stay one object, which prices them once."""
     lists: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
@@ -332,7 +333,7 @@ def _allowed(
     found: list[tuple[Choice, ...]] = []
     for operator, listed in zip(graph.operators, choices, strict=True):
         mesh = skeleton.meshes[stage_of[operator.name]]
-        kept = tuple(c for c in listed if constraints.allows(operator, c, mesh))
+        kept = tuple(c for c in listed if constraints.allows(operator, c, mesh, cluster))
         if not kept:
             raise NoChoiceError(
                 f"none of the {len(listed)} choices of operator {operator.name!r} on a mesh of "

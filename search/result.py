@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stratagem.search.space import Options, Skeleton
 from stratagem.simulator.cluster import NOT_CALIBRATED
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.show.curve import convergence_curve
 from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.table import Table, Unit, format_bytes
 from stratagem.simulator.timeline import format_duration
 
 if TYPE_CHECKING:
@@ -217,7 +219,7 @@ class SearchResult:
 
     @property
     def space_table(self) -> Table:
-        """Every skeleton, what became of it, its bound and its best plan."""
+        """Every skeleton, what became of it, its bound (none where no plan fits) and best plan."""
         columns = {
             "skeleton": Unit.TEXT,
             "fate": Unit.TEXT,
@@ -228,7 +230,7 @@ class SearchResult:
             (
                 str(r.skeleton),
                 r.fate.value + (f" ({r.why})" if r.why else ""),
-                r.bound,
+                r.bound if math.isfinite(r.bound) else None,
                 r.best,
             )
             for r in sorted(self.space, key=lambda r: r.bound)
@@ -275,7 +277,10 @@ class SearchResult:
     def _shortage(self) -> str:
         """What lacks how many bytes, and the remedy, if that is known."""
         told = self.notes.get(NOTHING_FITS_NOTE)
-        return f" ({told})" if told else ""
+        if told:
+            return f" ({told})"
+        over = [memory.peak - memory.capacity for memory in self.simulation.memory]
+        return f" (the closest lacks {format_bytes(max(over))} a device on rank {np.argmax(over)})"
 
     @property
     def table(self) -> Table:

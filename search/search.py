@@ -94,14 +94,15 @@ def search(
             1F1B is searched, and baselines may have others.
         zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
             out.
-        num_skeletons: how many skeletons are searched.
+        num_skeletons: how many skeletons are searched, one or more.
         num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
             first; fewer of larger models when left out.
         options: recomputing, pieces, fusion and buckets; see `Options`.
         constraints: what every plan must meet; see `Constraints`.
         baselines: names of `methods.METHODS` to compare with, beside the simple strategies; those
             of `QUICK_METHODS` when left out.
-        start: a plan for this model and cluster to go on from; its skeleton is searched too.
+        start: a plan for this model and cluster to go on from; its skeleton is searched too, but
+            for plans of kinds that a search does not choose for (the notes say why).
         checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
         num_threads: how many chains run at once, and processes for the other parts of searches of
             large models; the cores that this process may use when left out. The plan does not
@@ -121,6 +122,7 @@ def search(
             cluster or training.
         KeyboardInterrupt: it was interrupted before it knew any plan.
     """
+    _check_counts(num_skeletons, num_bounded, zero_stages)
     spend, base = budget or Budget(), _training(training, start)
     begin = time.monotonic()
     if isinstance(schedule, str):
@@ -157,6 +159,18 @@ def search(
         if part.stop_reason is StopReason.INTERRUPTED:
             break
     return _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
+
+
+def _check_counts(
+    num_skeletons: int, num_bounded: int | None, zero_stages: Sequence[int] | None
+) -> None:
+    """Refuse numbers of skeletons that say nothing, and ZeRO stages that there are not."""
+    if num_skeletons < 1:
+        raise ValueError(f"num_skeletons is {num_skeletons}: search at least 1 skeleton")
+    if num_bounded is not None and num_bounded < 0:
+        raise ValueError(f"num_bounded is {num_bounded}: bound 0 skeletons or more")
+    if zero_stages is not None and (not zero_stages or set(zero_stages) - set(ZERO_STAGES)):
+        raise ValueError(f"zero_stages are {tuple(zero_stages)}: name some of 0, 1, 2 and 3")
 
 
 def _training(given: Training | None, start: Plan | None) -> Training:

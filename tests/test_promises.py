@@ -16,10 +16,13 @@ from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
+from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
 NOISE = 0.002
@@ -192,3 +195,153 @@ def test_the_certificate_says_what_it_is_about() -> None:
     alone = quick(graph, cluster_of(1, 1, 3.0))
     assert alone.stop_reason is StopReason.PROVED
     assert alone.certificate.startswith("proved: no plan of the space takes less")
+
+
+# -- where memory is tight, or nothing fits -------------------------------------------------------
+
+
+def tight(gib: float) -> Cluster:
+    cluster = cluster_of(1, 2, 25.0)
+    device = replace(cluster.device_types[0], memory_gib=gib, reserved_gib=0.0)
+    return replace(cluster, device_types=(device,))
+
+
+def test_a_table_of_the_space_is_printed_where_some_skeletons_cannot_fit() -> None:
+    """Their bound is infinite, which is no number of any unit."""
+    result = quick(mlp([1024, 1024, 1024], batch=16384), tight(0.06), baselines=())
+    assert any(record.fate is Fate.FULL for record in result.space)
+    assert result.simulation.fits
+    shown = str(result.space_table)
+    assert len(shown.splitlines()) > len(result.space)
+    assert "inf" not in shown
+
+
+@pytest.mark.parametrize("headroom", [0.0, 0.3])
+def test_where_nothing_fits_the_closest_plan_says_what_it_lacks(headroom: float) -> None:
+    """With memory to stay free there was an error that named no byte."""
+    wishes = Constraints(headroom=headroom)
+    result = quick(mlp([4096, 4096], batch=64), tight(0.01), constraints=wishes, baselines=())
+    assert not result.simulation.fits
+    assert result.stop_reason is StopReason.NOTHING_FITS
+    assert result.bound is None
+    assert " lacks at least " in result.certificate
+    for print_it in (str, lambda r: str(r.space_table), lambda r: r._repr_html_()):
+        assert print_it(result)
+    least = min(memory.peak - memory.capacity for memory in result.simulation.memory)
+    assert least > 0
+
+
+def test_a_plan_that_only_leaves_too_little_free_counts_as_one_that_does_not_fit() -> None:
+    graph = mlp([1024, 1024, 1024], batch=64)
+    free = quick(graph, cluster_of(1, 1, 25.0), baselines=())
+    peak = free.simulation.peak_memory
+    cluster = replace(
+        cluster_of(1, 1, 25.0),
+        device_types=(
+            replace(
+                free.plan.cluster.device_types[0], memory_gib=1.1 * peak / 2**30, reserved_gib=0.0
+            ),
+        ),
+    )
+    assert quick(graph, cluster, baselines=()).simulation.fits
+    wishes = Constraints(headroom=0.5, recompute=("none",), microbatches=(1,))
+    result = quick(graph, cluster, constraints=wishes, baselines=())
+    assert not result.simulation.fits
+    assert result.simulation.memory[0].capacity < 0.51 * 1.1 * peak
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def test_a_forbidden_axis_is_forbidden_whatever_meshes_call_it() -> None:
+    """Samples were cut inside nodes along an axis of all devices, or along halves of nodes."""
+    graph = mlp([256, 256], batch=64)
+    for axis, inside in (("device", True), ("node", False)):
+        wishes = Constraints(forbid=(("batch", axis),), pipeline=1)
+        result = quick(graph, cluster_of(2, 2, 25.0), constraints=wishes)
+        for stage in result.plan.stages:
+            for name, choice in stage.choices.items():
+                for k, placement in enumerate(choice.config):
+                    nodes = [[d // 2 for d in group] for group in stage.mesh.groups(k)]
+                    meets = (
+                        any(len(set(n)) < len(n) for n in nodes)
+                        if inside
+                        else any(len(set(n)) > 1 for n in nodes)
+                    )
+                    assert not (meets and str(placement) == "S(sample)"), (name, choice)
+        assert wishes.bind(graph).violations(result.simulation) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_skeletons": 0}, "num_skeletons is 0"),
+        ({"num_bounded": -1}, "num_bounded is -1"),
+        ({"zero_stages": ()}, r"zero_stages are \(\)"),
+        ({"zero_stages": (4,)}, r"zero_stages are \(4,\)"),
+    ],
+)
+def test_numbers_that_say_nothing_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quick(mlp([64, 64], batch=16), cluster_of(1, 2, 25.0), **changed)
+
+
+def test_reasons_to_stop_are_true() -> None:
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    cluster = cluster_of(1, 4, 25.0)
+    arguments = {"baselines": (), "num_bounded": 0, "num_skeletons": 1}
+    none = quick(graph, cluster, budget=Budget(evaluations=0), **arguments)
+    assert none.stop_reason is StopReason.NO_EVALUATIONS
+    assert none.evaluations == 0
+    some = quick(graph, cluster, budget=Budget(evaluations=300), **arguments)
+    assert some.stop_reason is StopReason.EVALUATIONS
+    assert some.evaluations >= 300
+
+
+STARTS = (
+    "searched",
+    "another precision",
+    "sequence parallel",
+    "some devices",
+    "chimera",
+    "token slices",
+    "custom",
+)
+
+
+def starts(graph: OperatorGraph, cluster: Cluster) -> dict[str, Plan]:
+    plain = Training()
+    two = TrainingSetup(microbatch=2, pipeline=2, training=plain).plan(graph, cluster)
+    few = replace(cluster, devices_per_node=2)
+    return {
+        "searched": TrainingSetup(microbatch=4, zero=3, training=plain).plan(graph, cluster),
+        "another precision": TrainingSetup(microbatch=4).plan(graph, cluster),
+        "sequence parallel": TrainingSetup(
+            microbatch=4, tensor=4, sequence_parallel=True, training=plain
+        ).plan(graph, cluster),
+        "some devices": replace(
+            TrainingSetup(microbatch=4, training=plain).plan(graph, few), cluster=cluster
+        ),
+        "chimera": replace(two, schedule="chimera"),
+        "token slices": replace(two, schedule="terapipe", token_slices=2),
+        "custom": replace(
+            two, schedule="custom", orders=tuple(two.make_schedule().to_text().splitlines())
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> None:
+    """Plans of two homes or with slices of tokens were refused, those of own orders crashed."""
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    cluster = cluster_of(1, 4, 25.0)
+    plan = starts(graph, cluster)[kind]
+    result = quick(
+        graph, cluster, start=plan, baselines=(), num_bounded=0, budget=Budget(evaluations=100)
+    )
+    assert result.plan.training == Training()
+    if plan.training == Training():
+        step = simulate_plan(plan, graph, default_costs()).step_time
+        assert result.simulation.step_time <= step
+    compared = kind in ("chimera", "token slices", "custom")
+    assert ("the plan to start from is only compared" in result.notes) == compared
