@@ -147,7 +147,7 @@ def test_times_of_nccl_tests_reach_links_and_prices(place: Path) -> None:
         each = entry(Collective.ALL_REDUCE, nbytes, 8, 1)
         assert price(mine, each) == pytest.approx(each.measurement.median_s, rel=0.02)
     assert sg.fit_links(given) == mine
-    graph = gpt(num_layers=1, hidden=256, num_heads=4, vocabulary=512, sequence=64, batch=16)
+    graph = gpt(num_layers=1, hidden=256, num_heads=8, vocabulary=512, sequence=64, batch=16)
     plan = sg.TrainingSetup(tensor=8).plan(graph, mine)
     true = replace(given, intra_node=TRUE.intra_node)
     fitted, exact, before = (
