@@ -68,6 +68,7 @@ _HOMES = {
     "simulate": "stratagem.face",
     "slice_tokens": "stratagem.search.slicing",
     "split_images": "stratagem.simulator.spatial",
+    "Verdict": "stratagem.executor.verdict",
     "WhatIf": "stratagem.search.what_if",
     "write_trace": "stratagem.simulator.trace",
 }
