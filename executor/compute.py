@@ -203,7 +203,8 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             outputs = kernel(inputs, parameters)
         for slot in instruction.gathered:
-            parameters[slot].data = parameters[slot].new_empty(0)
+            if parameters[slot].requires_grad:  # A leaf of the tape; a frozen one is the value.
+                parameters[slot].data = parameters[slot].new_empty(0)
         return outputs
 
     return run

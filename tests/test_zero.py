@@ -39,6 +39,7 @@ from tests.plans import (
     make_plan,
     mesh_of,
     one_stage,
+    random_plan,
     sharding,
 )
 
@@ -266,6 +267,20 @@ def test_frozen_parameters_are_kept_in_parts_and_gathered() -> None:
         verify(program)
         (stored,) = (s for s in program.ranks[0].stored if s.parameter == "base.layers.0.weight")
         assert local_elements(stored.sizes, stored.placements, (4,)) == kept
+
+
+FOUND = (4, 15)
+"""Plans with frozen weights that are gathered once and read by several pieces of a pass."""
+
+
+@pytest.mark.parametrize(
+    "seed", [*FOUND, *(pytest.param(k, marks=pytest.mark.slow) for k in range(100, 130))]
+)
+def test_random_plans_with_frozen_parameters_train_like_torch(seed: int) -> None:
+    torch.manual_seed(seed)
+    x, target = torch.randn(8, 10), torch.randint(0, 7, (8,))
+    case = make_case(Adapted(), x=x, target=target)
+    assert_same_as_torch(case, random_plan(case, seed))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
