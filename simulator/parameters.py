@@ -43,7 +43,7 @@ def home_placements(weight: Weight, choice: Choice, shape: Sequence[int]) -> Pla
     Example:
         >>> from stratagem.simulator.models import mlp
         >>> from stratagem.simulator.placement import Shard
-        >>> layer = mlp([8, 6], batch=10).operators[1]
+        >>> layer = mlp([8, 6], batch=10).operator("layers.0")
         >>> choice = Choice((Shard("sample"), Shard("out")), zero=1)
         >>> home_placements(layer.weights[0], choice, (5, 2))
         (Flat(), Shard(dim=0))

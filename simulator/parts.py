@@ -108,6 +108,7 @@ def part_at(
     """What the device at some coordinates of a mesh holds; None when it is pinned elsewhere.
 
     Example:
+        >>> from stratagem.simulator.placement import FLAT
         >>> part_at((3, 5), (FLAT,), (4,), (3,))
         Part(box=((0, 3), (0, 5)), span=(12, 15))
     """

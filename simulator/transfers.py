@@ -116,7 +116,7 @@ def tile_moves(
 
     Example:
         >>> from stratagem.simulator.mesh import MeshAxis
-        >>> from stratagem.simulator.placement import REPLICATE
+        >>> from stratagem.simulator.placement import REPLICATE, Shard
         >>> one, two = (DeviceMesh((MeshAxis("x", 2),), devices) for devices in ((0, 1), (2, 3)))
         >>> for move in tile_moves((8,), one, (REPLICATE,), two, (Shard(0),)):
         ...     print(move.sender, move.receiver, move.box)
