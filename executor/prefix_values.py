@@ -55,7 +55,7 @@ class PrefixValues:
             made,
             gradients=(*made.gradients, () if is_last else (self._later(i, number),)),
             inputs=(*made.inputs, *before),
-            added=() if is_last else before,
+            added=made.added if is_last else (*made.added, *before),
         )
 
     def _earlier(self, number: int) -> range:

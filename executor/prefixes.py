@@ -95,6 +95,10 @@ def backward(
         tape: Tape = values[instruction.tape]
         found = gradients_of(tape, [0], [mine], slice(None))
         if own is not None:
-            values[own] = joined(found, selects, tape.sources[0])
+            made = joined(found, selects, tape.sources[0])
+            if own in instruction.added:
+                memory.add(own, made)
+            else:
+                values[own] = made
 
     return run
