@@ -28,7 +28,7 @@ from stratagem.simulator.provenance import ProcessBackend
 GRACE_SECONDS = 5
 """How long torchrun waits for a rank to stop before it kills it."""
 
-LAST_SECONDS = 10.0
+LAST_SECONDS = 15.0
 """How long ranks may take to end once the result of their run is there."""
 
 
@@ -225,7 +225,7 @@ class _Ending:
         if time.monotonic() - self._since < LAST_SECONDS:
             return False
         self._late = sorted(ranks_here(f"{STORE_FOLDER}={self._store}"))
-        return True
+        return bool(self._late)  # What torchrun itself still has to do is its own.
 
     def warn(self, code: int | None) -> None:
         """Say of a run that has its result what was wrong at its end."""

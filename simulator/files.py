@@ -88,7 +88,7 @@ def _status(path: str | Path) -> os.stat_result | None:
     """What is at a path, links followed; None where nothing is."""
     try:
         return os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -197,7 +198,7 @@ def test_a_keeper_that_is_killed_takes_the_run_with_it(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_at_its_exit_keeps_the_result(place: Path) -> None:
-    with pytest.warns(UserWarning, match=r"rank 1 did not end within 10 s of the run's result"):
+    with pytest.warns(UserWarning, match=r"rank 1 did not end within 15 s of the run's result"):
         report = launch("plan.json", "endings:hangs_at_its_exit", steps=3, timeout=120)
     assert len(report.losses) == 3
     assert not of_run(place)
@@ -325,3 +326,24 @@ def test_a_scratch_folder_goes_with_a_caller_that_is_killed(tmp_path: Path) -> N
     caller.wait()
     caller.stdout.close()
     wait_for(lambda: not folder.exists(), END_SECONDS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_faults_at_random_moments_lose_nothing() -> None:
+    """Two of each kind, and every run gone on with to its end."""
+    kinds, each = 11, 2
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.faults", "--runs", str(kinds * each), "--seed", "3"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == kinds
+    for fault in found:
+        assert fault["runs"] == fault["equal"] == each, fault
+        assert fault["left_processes"] == fault["left_files"] == 0, fault
