@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from stratagem.search.clock import Clock
 from stratagem.search.partition import balanced_stages
 from stratagem.search.pipelining import can_run, traits_of
 from stratagem.search.space import Options, Skeleton
@@ -38,13 +39,17 @@ RECENT = 16
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plan is made for; `memory` keeps the prices of all that was simulated in it."""
+    """What a plan is made for; `memory` keeps the prices of all that was simulated in it.
+
+    `clock` says whether there is time to go on.
+    """
 
     graph: OperatorGraph
     cluster: Cluster
     training: Training
     costs: CostModel
     memory: RowMemory = field(default_factory=RowMemory)
+    clock: Clock = field(default_factory=Clock, repr=False, compare=False)
     _recent: dict[int, Simulation] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -71,11 +76,13 @@ class Situation:
             inputs_first=options.inputs_first,
         )
 
-    def simulate(self, plan: Plan) -> Simulation:
-        """Predict a plan with this situation's costs.
+    def simulate(self, plan: Plan, *, always: bool = False) -> Simulation:
+        """Predict a plan with this situation's costs, if there is time or `always`.
 
         The last few are remembered: methods simulate what they propose before they do.
         """
+        if not always:
+            self.clock.check()
         known = self._recent.get(id(plan))
         if known is not None and known.plan is plan:
             return known

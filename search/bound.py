@@ -33,7 +33,7 @@ met on the way are plans too, and often good ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -93,6 +93,7 @@ def lower_bound(
     tolerance: float = 0.005,
     target: float = np.inf,
     memory: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> Bound:
     """Bound the simulated step of every plan of `problem` from below.
 
@@ -119,6 +120,7 @@ def lower_bound(
         target: seconds; it stops as soon as the bound is above.
         memory: False bounds plans that do not fit, too, and plans that recompute more: that only
             adds tasks and time.
+        check: called before every round; what it raises ends the work.
     """
     relaxation = _Relaxation(problem, memory)
     relaxation.learn(choice)
@@ -135,6 +137,7 @@ def lower_bound(
         return relaxation.seconds >= best or relaxation.has_converged
 
     while number < rounds and not is_done():
+        check()
         number += 1
         relaxation.round()
     return Bound(

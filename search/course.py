@@ -13,6 +13,7 @@ from stratagem.search.anneal import Chain, chain_seed, run_chains
 from stratagem.search.baselines import baseline, baseline_names
 from stratagem.search.canonical import canonical
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
+from stratagem.search.clock import OutOfTimeError
 from stratagem.search.constraints import Constraints
 from stratagem.search.improve import Improver
 from stratagem.search.incumbent import Incumbent
@@ -50,6 +51,8 @@ SURVEYED, WALKED = 0.4, 0.6
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
 large: the sum of their work is limited then (see `sharpening.Sharpened`)."""
+ASKED = 0.95
+"""Of the seconds of a budget, when nothing is begun any more: what was begun has to end, too."""
 ROUND = 8
 """Skeletons that are sharpened at the same time, on any number of cores."""
 SHARED_OPERATORS = 100
@@ -118,15 +121,31 @@ class Course:
         num_bounded: int | None,
     ) -> StopReason:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
+        self._start_clock(schedules[0], baselines)
         large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
         remake = remade, (registered_schedules(), *self._sharpener.arguments)
         others = worker_count(self.num_threads) if large else 0
         with Workers(self._sharpener, *remake, others) as self._workers:
             try:
                 return self._go(listed, schedules, baselines, start, num_skeletons, num_bounded)
+            except OutOfTimeError:
+                return StopReason.SECONDS
             finally:
                 if self._workers.failure:
                     self.notes["other processes"] = f"not used: {self._workers.failure}"
+
+    def _start_clock(self, schedule: str, methods: Sequence[str]) -> None:
+        """Let the time of the budget end what follows, once there is a plan to hand back."""
+        if self.budget.seconds is None:
+            return
+        for name in baseline_names(self.space.situation, schedule, methods):
+            plan = _propose(self._sharpener, name, schedule, methods)
+            if plan is not None:
+                self.baselines[name] = self.space.situation.simulate(plan)
+                self.incumbent.offer(self.baselines[name])
+            if self.incumbent.best is not None:
+                self.space.situation.clock.until = self.started + ASKED * self.budget.seconds
+                return
 
     def _go(
         self,
@@ -147,7 +166,8 @@ class Course:
             ]
             stages = self._plan_stages(schedules, num_skeletons)
             self.report("bounding skeletons", 0.1)
-            space.look_at(groups, (part.result() for part in looks))
+            space.look_at(groups, [part.result() for part in looks])
+            space.bound_pipelines()
         planned = self._take_stages(stages)
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
@@ -196,7 +216,7 @@ class Course:
         if not np.isfinite(best):
             return StopReason.NOTHING_FITS
         if listed >= best * (1 - 1e-6):
-            others = self.space.pipelines_bound if self.space.bounds_all else 0.0
+            others = self.space.pipelines_bound or 0.0
             return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
         if self._time_is_up():
             return StopReason.SECONDS
@@ -220,8 +240,8 @@ class Course:
             self._take_baselines(parts)
         try:
             yield
-        except KeyboardInterrupt:
-            self._take_baselines({name: p for name, p in parts.items() if p.future.done()})
+        except (KeyboardInterrupt, OutOfTimeError):
+            self._take_baselines({name: part for name, part in parts.items() if part.is_done})
             raise
         self._take_baselines(parts)
 
@@ -229,7 +249,7 @@ class Course:
         for name, part in parts.items():
             plan = None if name in self.baselines else part.result()
             if plan is not None:
-                self.baselines[name] = self.space.situation.simulate(plan)
+                self.baselines[name] = self.space.situation.simulate(plan, always=True)
                 self.incumbent.offer(self.baselines[name])
 
     def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
@@ -280,7 +300,7 @@ class Course:
                 f"the plan to start from is for cluster {start.cluster.name!r} as it was then, "
                 f"not for the {situation.cluster.name!r} given: search anew"
             )
-        simulation = situation.simulate(start)
+        simulation = situation.simulate(start, always=True)
         allowed = self.incumbent.offer(simulation)
         why = _not_chosen_for(start, situation.graph.fingerprint)
         if not why and not allowed:
@@ -392,7 +412,7 @@ class Course:
 
     def _recall(self, entry: Entry, known: Searched) -> None:
         """Take a skeleton as searched that was searched before this search was stopped."""
-        simulation = self.space.situation.simulate(known.plan)
+        simulation = self.space.situation.simulate(known.plan, always=True)
         self.incumbent.offer(simulation)
         entry.know(simulation)
         self.evaluations += known.evaluations
@@ -402,7 +422,7 @@ class Course:
     def _programmed(self, program: IntraProgram) -> list[IntArray]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
         choices = program.problem.choices
-        if len(choices) * max(map(len, choices)) > LARGE_PROGRAM:
+        if len(choices) * max(map(len, choices)) > LARGE_PROGRAM or self._time_is_up():
             return []
         solution = program.solve(
             program.sum_weights(),
@@ -520,7 +540,7 @@ class Course:
         if found.met is not None:
             entry.met = found.met, found.shared
         if found.plan is not None:
-            simulation = self.space.situation.simulate(found.plan)
+            simulation = self.space.situation.simulate(found.plan, always=True)
             if self.incumbent.offer(simulation):
                 entry.know(simulation)
 
@@ -540,7 +560,7 @@ class Course:
         return self._past(1.0)()
 
     def _simulate(self, problem: Problem, choice: IntArray) -> Simulation:
-        return self.space.situation.simulate(self._sharpener.plan(problem, choice))
+        return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)
 
     def _problem(self, entry: Entry) -> Problem | None:
         """The choices of a skeleton and their prices; None, and why, where none is allowed."""

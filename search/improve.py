@@ -130,7 +130,8 @@ class Improver:
             for settled in self._workers.results(parts, stop):
                 found.append(settled)
                 if settled is not None and settled.score < self._incumbent.time:
-                    self._incumbent.offer(self._space.situation.simulate(settled.plan))
+                    found_now = self._space.situation.simulate(settled.plan, always=True)
+                    self._incumbent.offer(found_now)
             spent = sum(settled.evaluations for settled in found if settled is not None)
             spend(spent, next(done) / (rounds + 1))
             return found

@@ -81,6 +81,7 @@ class PipelineWork:
         """Seconds of an operator on all its devices together, cut as suits it best."""
         key = (model.kinds[i], recompute, most)
         if key not in self._known:
+            self._models.situation.clock.check()
             whole = self._models[1].kinds[i]
             self._known[key] = min(
                 ways * self._shard(model, i, sizes, recompute, whole)

@@ -50,7 +50,7 @@ class QuickBounds:
 
     def __init__(self, situation: Situation, options: Options, headroom: float) -> None:
         self._computing = ComputingBounds(situation, options)
-        self.models = self._computing.models
+        self.models, self._clock = self._computing.models, situation.clock
         self._holding = HoldingBounds(self.models, headroom)
 
     def look(self, skeletons: Iterable[Skeleton]) -> list[Look]:
@@ -58,6 +58,7 @@ class QuickBounds:
         return [self._look(skeleton) for skeleton in skeletons]
 
     def _look(self, skeleton: Skeleton) -> Look:
+        self._clock.check()
         excess = self._holding.excess(skeleton)
         if excess is not None:
             return Look(float("inf"), excess.share, str(excess))

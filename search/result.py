@@ -158,7 +158,7 @@ class SearchResult:
         plan: the plan, its prediction in it.
         simulation: what the simulator says of it: step time, memory, timeline.
         baselines: the known strategies' plans, simulated.
-        bound: seconds under which no plan of the searched space is, or None if it was interrupted
+        bound: seconds under which no plan of the searched space is, or None if the search ended
             before it was known (see `bound.lower_bound`).
         listed_bound: the same of plans on the skeletons in `space`, which are bounded one by one;
             pipelines that are cut otherwise are bounded together (see `PipelineWork`).
@@ -244,7 +244,7 @@ class SearchResult:
         if not self.simulation.fits:
             return f"no plan that fits was found{self._shortage}"
         if self.bound is None:
-            return "no bound: the search was interrupted"
+            return "no bound: the search ended before there was one"
         everything = "of the space" if self.bounds_all else f"on the {self._num_listed}"
         if (self.gap or 0.0) < PROVED_GAP:
             return f"proved: no plan {everything} takes less than {format_duration(step)}"

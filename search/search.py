@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stratagem.search.baselines import Situation, baseline_plans, rank
 from stratagem.search.checkpoint import Checkpoint, digest
+from stratagem.search.clock import Clock
 from stratagem.search.collecting import seldom_collected
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Course, Report
@@ -137,7 +138,7 @@ def search(
     for number, each in enumerate(graphs):
         try:
             part = _search_graph(
-                replace(situation, graph=each.graph),
+                replace(situation, graph=each.graph, clock=Clock()),
                 budget=spend.share(len(graphs), number, time.monotonic() - begin),
                 seed=seed,
                 num_skeletons=num_skeletons,
@@ -290,8 +291,10 @@ def _search_graph(
     try:
         every = all_skeletons(graph, cluster, schedules)
         reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
-        listed = run.space.listed_bound(run.incumbent.time)
-        bound = min(listed, run.space.pipelines_bound)
+        listed = run.space.listed_bound(run.incumbent.time) or None
+        if listed is not None:
+            others = run.space.pipelines_bound
+            bound = listed if others is None else min(listed, others)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
     best = run.incumbent.best
@@ -314,7 +317,7 @@ def _search_graph(
         baselines=run.baselines,
         bound=bound if best.fits else None,
         listed_bound=listed if best.fits else None,
-        bounds_all=run.space.bounds_all,
+        bounds_all=run.space.pipelines_bound is not None,
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),

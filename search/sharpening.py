@@ -206,6 +206,7 @@ class Sharpener:
             NoChoiceError: constraints leave an operator no choice.
         """
         s = self.situation
+        s.clock.check()
 
         def make(options: Options) -> Problem:
             return make_problem(
@@ -278,7 +279,14 @@ class Sharpener:
         first = np.zeros(len(problem.choices), dtype=np.int64)
         if known.start:
             first = problem.encode(known.start)
-        return lower_bound(problem, first, rounds=BOUND_ROUNDS, target=best, memory=memory)
+        return lower_bound(
+            problem,
+            first,
+            rounds=BOUND_ROUNDS,
+            target=best,
+            memory=memory,
+            check=self.situation.clock.check,
+        )
 
     def neighbourhood(self, schedules: tuple[str, ...]) -> Neighbourhood:
         """Which plans are neighbours where pipelines may run under these schedules; one each."""

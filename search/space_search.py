@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from stratagem.search.baselines import Situation, rank
 from stratagem.search.bound import Bound
@@ -104,6 +103,8 @@ class Space:
             )
         self.entries: list[Entry] = []
         self.quick = QuickBounds(situation, options, constraints.constraints.headroom)
+        self.is_looked_at = False
+        self.pipelines_bound: float | None = None
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     def listed(self, skeletons: Iterable[Skeleton]) -> list[list[Entry]]:
@@ -136,6 +137,7 @@ class Space:
                 if look.why:
                     entry.fate = Fate.FULL
         self.entries.sort(key=lambda entry: (entry.bound, entry.fullness))
+        self.is_looked_at = True
 
     def computing_bound(self, skeleton: Skeleton) -> float:
         """Seconds that no plan of a skeleton is under, by what it computes."""
@@ -245,31 +247,34 @@ class Space:
                 other.bound = max(other.bound, seconds)
 
     def listed_bound(self, best: float) -> float:
-        """What no plan on a skeleton of the list is under; what that excludes by now is pruned."""
+        """What no plan on a skeleton of the list is under; what that excludes by now is pruned.
+
+        It is 0 before all were looked at.
+        """
+        if not self.is_looked_at:
+            return 0.0
         for entry in self.entries:
             if entry.fate is Fate.OPEN and entry.bound >= best:
                 entry.fate = Fate.PRUNED
         open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
         return min([best, *open_ones])
 
-    @cached_property
-    def bounds_all(self) -> bool:
-        """Whether pipelines that are not listed are bounded: it takes long on many devices."""
-        return self.situation.cluster.num_devices <= SMALL_CLUSTER
-
-    @cached_property
-    def pipelines_bound(self) -> float:
-        """What no pipeline is under that the constraints allow, wherever its stages are cut.
+    def bound_pipelines(self) -> None:
+        """Find what no pipeline is under that the constraints allow, wherever it is cut.
 
         The stages of those on the list are as equal as can be, while a search meets others, too.
-        It is infinite where constraints, devices or operators leave no pipeline, and where they
-        are not bounded.
+        It is infinite where constraints, devices or operators leave no pipeline, and stays unknown
+        on many devices, where it takes long.
         """
+        if self.situation.cluster.num_devices <= SMALL_CLUSTER:
+            self.pipelines_bound = self._least_pipeline()
+
+    def _least_pipeline(self) -> float:
         c, graph = self.constraints.constraints, self.situation.graph
         least = c.pipeline or 2
         layers = sum(operator.kind != "source" for operator in graph.operators)
         most = min(self.situation.cluster.num_devices, layers, c.max_pipeline or layers)
-        if not (self.bounds_all and 2 <= least <= most):
+        if not 2 <= least <= most:
             return float("inf")
         work = PipelineWork(self.quick.models, self.options, self.policies)
         fills = all(traits_of(name).fills for name in self.schedules)

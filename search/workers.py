@@ -74,6 +74,11 @@ class Part(Generic[Result]):
         self.future: Future[Result] = Future()
         self._workers = workers
 
+    @property
+    def is_done(self) -> bool:
+        """Whether its result is there."""
+        return self.future.done() and self.future.exception() is None
+
     def result(self) -> Result:
         """What the part gives; until it is there, this process does parts that nobody has begun.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.baselines import Situation
+from stratagem.search.clock import Clock, OutOfTimeError
 from stratagem.search.constraints import Constraints
+from stratagem.search.course import Progress
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
@@ -345,3 +348,51 @@ def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> No
         assert result.simulation.step_time <= step
     compared = kind in ("chimera", "token slices", "custom")
     assert ("the plan to start from is only compared" in result.notes) == compared
+
+
+def asked_until(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """Have time end when it has been asked for so often; counts how often it was."""
+    asked: list[int] = []
+
+    def check(clock: Clock) -> None:
+        if clock.until < math.inf:
+            asked.append(1)
+            if len(asked) > most:
+                raise OutOfTimeError
+
+    monkeypatch.setattr(Clock, "check", check)
+    return asked
+
+
+@pytest.mark.parametrize("most", [0, 3, 10, 30, 60, 100, 200])
+def test_whenever_time_ends_there_is_a_plan_and_a_true_certificate(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Baselines, planning of stages, quick looks and ranking once never looked at the clock."""
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    cluster = cluster_of(2, 2, 3.0)
+    asked = asked_until(monkeypatch, most)
+    result = quick(graph, cluster, budget=Budget(evaluations=100, seconds=10**6))
+    assert len(asked) == most + 1
+    assert result.stop_reason is StopReason.SECONDS
+    assert result.simulation.fits
+    assert str(result.space_table)
+    if result.bound is None:
+        assert result.certificate.startswith("no bound")
+    else:
+        assert 0 < result.bound <= result.simulation.step_time
+
+
+def test_time_is_asked_for_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    asked = asked_until(monkeypatch, 10**9)
+    phases: dict[str, int] = {}
+
+    def note(progress: Progress) -> None:
+        phases.setdefault(progress.phase.split(" ")[0], len(asked))
+
+    budget = Budget(evaluations=100, seconds=10**6)
+    quick(graph, cluster_of(2, 2, 3.0), budget=budget, progress=note)
+    order = ["planning", "bounding", "ranking", "surveying", "searching"]
+    counts = [phases[name] for name in order] + [len(asked)]
+    assert counts == sorted(set(counts))

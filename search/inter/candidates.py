@@ -168,6 +168,7 @@ class _Search:
         )
         drafter = Drafter(self.chain, self.situation, parts)
         for schedule, num_stages, devices, counts in problems(parts, maker):
+            self.situation.clock.check()
             held = microbatches_held(schedule, num_stages, parts)
             objective = objective_of(schedule, parts, num_stages)
             solutions = solve(

@@ -132,6 +132,7 @@ class TableMaker:
             capacity = self.limits.capacity(mesh.memory_bytes(self.situation.cluster))
             pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
             for layout in self.layouts:
+                self.situation.clock.check()
                 found = list(variants(pricer.builder.graph, mesh.shape, layout, limits))
                 if not found:
                     continue

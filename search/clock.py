@@ -1,0 +1,35 @@
+"""The time that a search may take: what it does asks here whether any is left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import inf
+
+
+class OutOfTimeError(Exception):
+    """The time of a budget was spent."""
+
+
+@dataclass
+class Clock:
+    """Ends what asks it too late.
+
+    Example:
+        >>> Clock().check()
+        >>> try:
+        ...     Clock(until=0.0).check()
+        ... except OutOfTimeError:
+        ...     print("too late")
+        too late
+
+    Attributes:
+        until: by `time.monotonic`, which all processes of a machine share.
+    """
+
+    until: float = inf
+
+    def check(self) -> None:
+        """Raise `OutOfTimeError` where no time is left."""
+        if time.monotonic() > self.until:
+            raise OutOfTimeError
