@@ -295,7 +295,8 @@ def _plan(
     schedule: str,
 ) -> Plan:
     graph = situation.graph.microbatch(num_microbatches)
-    stages = balanced_stages(situation.graph, situation.cluster, len(meshes))
+    s = situation
+    stages = balanced_stages(s.graph, s.cluster, len(meshes), s.costs, s.training)
     made = [strategy(graph, mesh.shape) for mesh in meshes]
     skeleton = Skeleton(stages, tuple(meshes), num_microbatches, schedule)
     chosen = {n: made[s][n] for s, names in enumerate(stages) for n in names}

@@ -130,7 +130,9 @@ def exhaustive_plans(
 
     The skeletons are those of `skeletons`, nothing is recomputed.
     """
-    candidates = list(skeletons(situation.graph, situation.cluster, schedule=schedule))
+    s = situation
+    listed = skeletons(s.graph, s.cluster, schedule=schedule, costs=s.costs, training=s.training)
+    candidates = list(listed)
     if count_plans(situation.graph, candidates, zero_stages, limit=limit) > limit:
         return
     for skeleton in candidates:

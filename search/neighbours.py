@@ -77,7 +77,8 @@ class Neighbourhood:
     @cached_property
     def cutter(self) -> StageCutter:
         """Cuts the graph anew where ranks come to have more stages or fewer."""
-        return StageCutter(self.situation.graph, self.situation.cluster, self.situation.costs)
+        s = self.situation
+        return StageCutter(s.graph, s.cluster, s.costs, s.training)
 
     def around(self, skeleton: Skeleton, best: Simulation) -> list[Neighbour]:
         """Those of a plan on a skeleton that may be tried; whether they are plans is open.

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stratagem.simulator.boundary import transfer_seconds
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import CostModel, Direction
+from stratagem.simulator.cost_table import TableBuilder
+from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.placement import REPLICATE
+from stratagem.simulator.plan import Choice
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
@@ -19,18 +24,22 @@ _BY_TIME = "cut it by time (partition='time' of a TrainingSetup), or into anothe
 
 
 def balanced_stages(
-    graph: OperatorGraph, cluster: Cluster, num_stages: int, costs: CostModel | None = None
+    graph: OperatorGraph,
+    cluster: Cluster,
+    num_stages: int,
+    costs: CostModel | None = None,
+    training: Training | None = None,
 ) -> tuple[tuple[str, ...], ...]:
     """Consecutive operators per stage, so that the slowest stage is as fast as it can be.
 
-    The time of a stage is that of its operators (whole, on one device) and of what it sends on;
-    the cuts are optimal by dynamic programming (PipeDream, Narayanan et al. 2019). Sources belong
-    to the stage of their first reader.
+    The time of a stage is that of its operators (whole, on one device) and of what it sends on, as
+    plans are simulated under these costs and training; the cuts are optimal by dynamic programming
+    (PipeDream, Narayanan et al. 2019). Sources belong to the stage of their first reader.
 
     Raises:
         ValueError: when there are fewer operators than stages, or `num_stages` is below 1.
     """
-    return StageCutter(graph, cluster, costs).stages(num_stages)
+    return StageCutter(graph, cluster, costs, training).stages(num_stages)
 
 
 class StageCutter:
@@ -45,14 +54,20 @@ class StageCutter:
     """
 
     def __init__(
-        self, graph: OperatorGraph, cluster: Cluster, costs: CostModel | None = None
+        self,
+        graph: OperatorGraph,
+        cluster: Cluster,
+        costs: CostModel | None = None,
+        training: Training | None = None,
     ) -> None:
         self._graph = graph
         operators = enumerate(graph.operators)
         self._layers = [i for i, operator in operators if operator.kind != "source"]
         count = len(self._layers)
-        seconds = _operator_seconds(graph, self._layers, cluster, costs or default_costs())
-        sends = _cut_seconds(graph, self._layers, cluster)
+        trained = training or Training()
+        priced = costs or default_costs()
+        seconds = _operator_seconds(graph, self._layers, cluster, priced, trained)
+        sends = _cut_seconds(graph, self._layers, cluster, trained)
         self._until = np.concatenate([[0.0], np.cumsum(seconds)])
         self._tails = np.array([0.0, *sends[: count - 1], 0.0])
         self._best = self._until + np.where(np.arange(count + 1) > 0, self._tails, 0.0)
@@ -224,34 +239,50 @@ def by_stage(
 
 
 def _operator_seconds(
-    graph: OperatorGraph, layers: Sequence[int], cluster: Cluster, costs: CostModel
+    graph: OperatorGraph,
+    layers: Sequence[int],
+    cluster: Cluster,
+    costs: CostModel,
+    training: Training,
 ) -> list[float]:
-    device, training = cluster.device_type(0), Training()
-    return [
-        sum(
-            costs.operator_cost(op, op.sizes, direction, training, device).seconds
-            for direction in Direction
-        )
-        for op in (graph.operators[i] for i in layers)
-    ]
+    """Both passes of each operator, whole, on the first device."""
+    mesh = DeviceMesh((MeshAxis("device", 1),), (0,))
+    builder = TableBuilder(graph, mesh, cluster, training, costs)
+    return [builder.pass_seconds(i, Choice((REPLICATE,))) for i in layers]
 
 
-def _cut_seconds(graph: OperatorGraph, layers: Sequence[int], cluster: Cluster) -> list[float]:
-    """Per layer, seconds to send on what is alive after it (and its gradients back).
+def _cut_seconds(
+    graph: OperatorGraph, layers: Sequence[int], cluster: Cluster, training: Training
+) -> list[float]:
+    """Per layer, seconds to send on what is alive after it, and those of its gradients back.
 
-    A tensor is sent once, however many operators read it; the devices of a node share its card.
+    A tensor is sent once, however many operators read it; where there are several nodes, all
+    devices of one send at the same time. As operators are timed on one device of a stage's many,
+    what all of them send counts.
     """
     position = {i: k for k, i in enumerate(layers)}
     last: dict[tuple[int, int], int] = {}
+    flows: dict[tuple[int, int], bool] = {}
     for edge in graph.edges:
         if edge.producer in position:
             tensor = (edge.producer, edge.output)
             last[tensor] = max(last.get(tensor, 0), position[edge.consumer])
+            flows[tensor] = flows.get(tensor, False) or graph.edge_needs_gradient(edge)
+    total, senders = cluster.num_devices, 1
+    if cluster.num_nodes > 1:
+        senders = cluster.devices_per_node
+    axes = (MeshAxis("device", senders),)
+    ends = (
+        DeviceMesh(axes, tuple(range(senders))),
+        DeviceMesh(axes, tuple(range(total - senders, total))),
+    )
     crossing = [0.0] * len(layers)
-    per_byte = cluster.devices_per_node / (cluster.inter_node.bandwidth_gb_s * 1e9)
     for (i, output), end in last.items():
-        made = graph.operators[i]
-        nbytes = 4 * math.prod(shape_of(made.outputs[output].layout, made.sizes))
+        made = graph.operators[i].outputs[output]
+        nbytes = training.bytes_of(made.dtype) * math.prod(
+            shape_of(made.layout, graph.operators[i].sizes)
+        )
+        once = senders * transfer_seconds(nbytes / senders, *ends, cluster)
         for k in range(position[i], end):
-            crossing[k] += 2 * nbytes * per_byte
+            crossing[k] += once * (2 if flows[i, output] else 1)
     return crossing

@@ -289,7 +289,7 @@ def _search_graph(
     bound: float | None = None
     listed: float | None = None
     try:
-        every = all_skeletons(graph, cluster, schedules)
+        every = all_skeletons(graph, cluster, schedules, situation.costs, situation.training)
         reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
         listed = run.space.listed_bound(run.incumbent.time) or None
         if listed is not None:

@@ -267,7 +267,7 @@ class TrainingSetup:
         """The operators of each stage, by name, as `partition` deals them out."""
         count = self.pipeline * self.virtual_stages
         if self.partition == "time":
-            return balanced_stages(graph, cluster, count)
+            return balanced_stages(graph, cluster, count, training=self.training)
         return layer_stages(graph, count, self.partition)
 
 

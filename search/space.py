@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from stratagem.search.partition import StageCutter
 from stratagem.search.pipelining import can_run, rounds_of, same_alone, traits_of
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import Operator, OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.overlap import fuses_forward, piece_dim
@@ -31,6 +32,7 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice, Plan, Stage
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
+from stratagem.simulator.training import Training
 
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""
@@ -328,6 +330,8 @@ def skeletons(
     max_stages: int = MAX_STAGES,
     max_microbatches: int = MAX_MICROBATCHES,
     max_axes: int | None = None,
+    costs: CostModel | None = None,
+    training: Training | None = None,
 ) -> Iterator[Skeleton]:
     """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
 
@@ -343,6 +347,8 @@ def skeletons(
         max_stages: pipeline ranks at most.
         max_microbatches: cuts of the batch in pipelines at most.
         max_axes: of a mesh; as `axes_of` says when left out.
+        costs: by which stages are balanced; the device model when left out.
+        training: likewise; float32 and Adam when left out.
 
     Raises:
         ValueError: if a search may not try the schedule (see `searched_schedules`).
@@ -351,7 +357,7 @@ def skeletons(
     total = cluster.num_devices
     axes = max_axes or axes_of(cluster)
     num_layers = sum(op.kind != "source" for op in graph.operators)
-    cutter = StageCutter(graph, cluster)
+    cutter = StageCutter(graph, cluster, costs, training)
     for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
         rounds = rounds_of(schedule, num_ranks)
         if total % num_ranks or num_ranks * rounds > num_layers:
@@ -375,7 +381,11 @@ def skeletons(
 
 
 def all_skeletons(
-    graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str]
+    graph: OperatorGraph,
+    cluster: Cluster,
+    schedules: Sequence[str],
+    costs: CostModel | None = None,
+    training: Training | None = None,
 ) -> Iterator[Skeleton]:
     """The skeletons of the space under several schedules.
 
@@ -385,7 +395,7 @@ def all_skeletons(
         ValueError: as `skeletons`.
     """
     for number, name in enumerate(schedules):
-        for skeleton in skeletons(graph, cluster, schedule=name):
+        for skeleton in skeletons(graph, cluster, schedule=name, costs=costs, training=training):
             known = any(same_alone(name, other) for other in schedules[:number])
             if skeleton.num_ranks > 1 or not known:
                 yield skeleton
