@@ -1,13 +1,12 @@
 """One pipeline under every schedule: what each would do to a plan's step, memory and weights.
 
-The stages of a plan are played once as blocks; every schedule then runs those blocks in its own
-order. Interleaving cannot be compared like this, because its stages are others. Chimera and slices
-of tokens are simulated as plans of their own, where the model can have them.
+Schedules that flush are simulated, each as a plan of its own; Chimera and slices of tokens where
+the model can have them. Those that never do run the blocks of the plan until their pace settles.
+Interleaving cannot be compared like this, because its stages are others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -23,13 +22,10 @@ from stratagem.simulator.memory import StageTensors, device_memory
 from stratagem.simulator.pipeline import (
     BACKWARD,
     FORWARD,
-    INPUT_GRADIENT,
     LAST_BACKWARD,
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
-    TIE,
-    WEIGHT_GRADIENT,
 )
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
@@ -37,13 +33,13 @@ from stratagem.simulator.predicted import rank_memory
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedule_times import StageTimes, play_schedule
 from stratagem.simulator.schedules import (
-    gpipe,
-    one_f_one_b,
     pipedream,
-    zb_h1,
 )
 from stratagem.simulator.steady_state import SteadyState, steady_state
 from stratagem.simulator.table import Table, Unit, Value
+
+STREAMS = ("pipedream", "ampnet")
+"""Those that never flush, whose pace is compared."""
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "chimera", "pipedream", "ampnet")
 """The schedules that are compared."""
@@ -59,11 +55,11 @@ COLUMNS = {
 }
 
 NOTE = (
-    "Blocks are the plan's; transfers count for the slower direction, and sync and update as what "
-    "they add to the last backward. Held is the most microbatches (or token slices) on a rank. An "
-    "asynchronous schedule's step is its period times the microbatches; it keeps versions of the "
-    "weights, and staleness is how many updates they may be behind. Parameters tied between "
-    "stages travel behind the last backward, and count for synchronous schedules only."
+    "Synchronous schedules are simulated as plans. Held is the most microbatches (or slices) on a "
+    "rank. An asynchronous schedule's step is its period times the microbatches, where "
+    "transfers count for the slower direction, sync and update as what they add to the last "
+    "backward, and parameters tied between stages not at all; it keeps versions of the weights, "
+    "and staleness is how many updates they may be behind."
 )
 
 
@@ -100,31 +96,29 @@ def compare_schedules(
         )
     graph = plan.rewrite(graph).graph
     plan.check(graph)
-    split = replace(plan, schedule="zb-h1", token_slices=1, orders=())
-    whole = replace(split, schedule="1f1b")
-    models = {s.schedule: plan_model(s, graph, costs, memory) for s in (split, whole)}
-    times = stage_times(models["zb-h1"])
-    rows = [
-        _row(name, plan, times, models["zb-h1" if name == "zb-h1" else "1f1b"])
-        for name in NAMES
-        if name != CHIMERA
-    ]
-    rows += _chimera(whole, graph, costs, memory)
+    plain = replace(plan, schedule="1f1b", token_slices=1, orders=())
+    model = plan_model(plain, graph, costs, memory)
+    times = _whole_times(model)
+    rows = [_stream(name, plan, times, model) for name in STREAMS]
+    names = [name for name in NAMES if name not in STREAMS and name != CHIMERA]
+    plans = {name: replace(plain, schedule=name) for name in names} | _opposite(plain, graph)
     if token_slices > 1:
-        rows.append(_terapipe(whole, graph, costs, token_slices, memory))
+        sliced = replace(plain, schedule="terapipe", token_slices=token_slices)
+        sliced.check(graph)
+        plans[f"terapipe, {token_slices} slices"] = sliced
+    rows += [_simulated(name, one, graph, costs, memory) for name, one in plans.items()]
     table = Table(f"schedules of {plan.name}", COLUMNS, tuple(rows), NOTE)
     return table.sorted_by("step", descending=False)
 
 
-def stage_times(model: PlanModel) -> StageTimes:
-    """How long the stages of a plan whose schedule splits backward take, in ns."""
-    durations = macro_durations(model)
-    stages = range(len(model.stages))
-    return replace(
-        _whole_times(model),
-        input_gradient=[int(durations[INPUT_GRADIENT, s]) for s in stages],
-        weight_gradient=[int(durations[WEIGHT_GRADIENT, s]) for s in stages],
-    )
+def _opposite(plan: Plan, graph: OperatorGraph) -> dict[str, Plan]:
+    """The plan under Chimera by its name; nothing where it cannot have two homes a stage."""
+    try:
+        opposite = replace(plan, schedule=CHIMERA)
+        opposite.check(graph)
+    except ValueError:
+        return {}
+    return {CHIMERA: opposite}
 
 
 def _whole_times(model: PlanModel) -> StageTimes:
@@ -152,16 +146,11 @@ def _whole_times(model: PlanModel) -> StageTimes:
     )
 
 
-def _chimera(
-    plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None
-) -> Iterator[tuple[Value, ...]]:
-    """The row of Chimera, simulated as the plan that it is; none where it cannot be one."""
-    try:
-        opposite = replace(plan, schedule=CHIMERA)
-        opposite.check(graph)
-    except ValueError:
-        return
-    model = plan_model(opposite, graph, costs, memory)
+def _simulated(
+    name: str, plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None
+) -> tuple[Value, ...]:
+    """The row of a plan as it is simulated."""
+    model = plan_model(plan, graph, costs, memory)
     macro = model.macro
     times = simulate(macro.with_durations(macro_durations(model)))
     works = [*macro.blocks, *(macro.kind == REPLICA_UPDATE).nonzero()[0].tolist()]
@@ -170,36 +159,7 @@ def _chimera(
     moments = [s for found in macro.schedule.situations for s in found]
     held = max(1 + sum(each.waiting + each.late for each in s.held) for s in moments)
     fullest = max(memory.peak for memory in rank_memory(model))
-    yield CHIMERA, times.makespan * 1e-9, bubble, held, fullest, 1, 0
-
-
-def _terapipe(
-    plan: Plan,
-    graph: OperatorGraph,
-    costs: CostModel,
-    num_slices: int,
-    memory: RowMemory | None,
-) -> tuple[Value, ...]:
-    """The row of TeraPipe: the blocks of each slice are played."""
-    sliced = replace(plan, schedule="terapipe", token_slices=num_slices)
-    sliced.check(graph)
-    model = plan_model(sliced, graph, costs, memory)
-    each = [_whole_times(part) for part in model.parts]
-    forward, backward, transfer = (
-        [list(parts) for parts in zip(*(getattr(times, name) for times in each), strict=True)]
-        for name in ("forward", "backward", "transfer")
-    )
-    times = StageTimes(forward, backward, transfer=transfer, update=each[0].update)
-    play = play_schedule(sliced.make_schedule(), times)
-    step = (play.makespan + _tied(model)) * 1e-9
-    bubble, held = float(play.bubble), max(play.peak_held)
-    fullest = max(rank.peak for rank in rank_memory(model))
-    return f"terapipe, {num_slices} slices", step, bubble, held, fullest, 1, 0
-
-
-def _tied(model: PlanModel) -> int:
-    """ns that parameters tied between stages take, one after the other."""
-    return int(macro_durations(model)[TIE].sum())
+    return name, times.makespan * 1e-9, bubble, held, fullest, 1, 0
 
 
 def _bytes_for(tensors: StageTensors, use: Purpose) -> int:
@@ -212,15 +172,9 @@ def _bytes_for(tensors: StageTensors, use: Purpose) -> int:
     )
 
 
-def _row(name: str, plan: Plan, times: StageTimes, model: PlanModel) -> tuple[Value, ...]:
+def _stream(name: str, plan: Plan, times: StageTimes, model: PlanModel) -> tuple[Value, ...]:
+    """The row of a schedule without flushes, at its pace once it has settled."""
     stages, parts = len(plan.stages), plan.num_microbatches
-    made = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
-    if name in made:
-        schedule = made[name](stages, parts)
-        play = play_schedule(schedule, times)
-        held = max(play.peak_held)
-        step, bubble = (play.makespan + _tied(model)) * 1e-9, float(play.bubble)
-        return name, step, bubble, held, _fullest(model, schedule, None), 1, 0
     # Enough microbatches to settle: the first and the last ones do not count.
     many = max(8 * stages, 32)
     if name == "pipedream":

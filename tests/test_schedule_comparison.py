@@ -48,12 +48,13 @@ def by_name(table: Table) -> dict[str, dict[str, object]]:
 
 
 def test_schedules_that_plans_have_are_as_simulated() -> None:
+    """They were played with one time for transfers both ways, so steps differed by a percent."""
     graph = model()
     plan = pipeline(graph)
     found = by_name(compare_schedules(plan, graph, COSTS))
     for name in ("gpipe", "1f1b", "zb-h1", "chimera"):
         simulated = simulate_plan(replace(plan, schedule=name), graph, COSTS)
-        assert found[name]["step"] == pytest.approx(simulated.step_time, rel=0.01)
+        assert found[name]["step"] == pytest.approx(simulated.step_time, rel=1e-12)
         assert found[name]["memory"] == simulated.peak_memory
 
 
@@ -92,3 +93,7 @@ class TestTokenSlices:
         found = by_name(compare_schedules(plan, graph, COSTS, token_slices=4))
         assert found["terapipe, 4 slices"]["step"] < 0.75 * found["gpipe"]["step"]
         assert found["terapipe, 4 slices"]["held"] == 8
+        sliced = replace(plan, schedule="terapipe", token_slices=4)
+        simulated = simulate_plan(sliced, graph, COSTS)
+        step = found["terapipe, 4 slices"]["step"]
+        assert step == pytest.approx(simulated.step_time, rel=1e-12)
