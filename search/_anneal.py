@@ -13,20 +13,10 @@ Bounds never exceed what they bound, so the chain goes exactly as if everything 
 
 from __future__ import annotations
 
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.search import (
-    _kernels,
-    _longest_path,
-    _memory_tree,
-    _moves,
-    _pipeline,
-    _plays,
-    _random,
-)
 from stratagem.search._kernels import (
     OVER_MEMORY,
     Floats,
@@ -58,9 +48,7 @@ from stratagem.search._plays import (
     settle_play,
 )
 from stratagem.search._random import Words, random_float
-from stratagem.simulator import _delta_index, _delta_kernels, _sharing_kernels
-from stratagem.simulator import _kernels as engine
-from stratagem.simulator._compiling import hash_of_sources, uncounted
+from stratagem.simulator._compiling import uncounted
 
 NOTED, PLAYED, SAME, PROPOSAL, NUM_ITEMS = range(5)
 """Entries of `Arrays.numbers`: tensors that the proposal resized; its step in ns; whether its
@@ -246,72 +234,45 @@ def note_best(arrays: Arrays, scores: Floats, choice: Ints, best_choice: Ints) -
         copy_ints(choice, best_choice)
 
 
-_SOURCES = (
-    sys.modules[__name__],
-    _kernels,
-    _longest_path,
-    _memory_tree,
-    _moves,
-    _pipeline,
-    _plays,
-    _random,
-    _delta_index,
-    _delta_kernels,
-    _sharing_kernels,
-    engine,
-)
+@uncounted(cache=True, nogil=True)
+def begin(arrays: Arrays, scores: Floats, choice: Ints, best_choice: Ints) -> None:
+    """Score the choices of a chain in full (see `score_anew`)."""
+    scores[SCORE] = score_anew(arrays, choice)
+    note_best(arrays, scores, choice, best_choice)
 
 
-def _entries(fingerprint: int) -> tuple[Any, Any]:
-    """The kernels that Python calls; `fingerprint` is part of the keys of numba's cache."""
+@uncounted(cache=True, nogil=True)
+def anneal(
+    rng: Words,
+    done: int,
+    num_evaluations: int,
+    course: Floats,
+    scores: Floats,
+    choice: Ints,
+    best_choice: Ints,
+    arrays: Arrays,
+) -> int:
+    """Decide the proposals from `done` on; return how many were accepted.
 
-    @uncounted(cache=True, nogil=True)
-    def begin(arrays: Arrays, scores: Floats, choice: Ints, best_choice: Ints) -> None:
-        """Score the choices of a chain in full (see `score_anew`)."""
-        _ = fingerprint
-        scores[SCORE] = score_anew(arrays, choice)
-        note_best(arrays, scores, choice, best_choice)
-
-    @uncounted(cache=True, nogil=True)
-    def anneal(
-        rng: Words,
-        done: int,
-        num_evaluations: int,
-        course: Floats,
-        scores: Floats,
-        choice: Ints,
-        best_choice: Ints,
-        arrays: Arrays,
-    ) -> int:
-        """Decide the proposals from `done` on; return how many were accepted.
-
-        Metropolis acceptance at the relative temperature of the `course`. `scores` (see `SCORE`)
-        stays with `choice` and `best_choice` between calls.
-        """
-        _ = fingerprint
-        accepted, phase, begun = 0, 0, 0.0
-        for step in range(done, done + num_evaluations):
-            while phase < course.shape[0] - 1 and step >= course[phase, END]:
-                begun = course[phase, END]
-                phase += 1
-            now = course[phase]
-            progress = (step - begun) / max(1.0, now[END] - begun)
-            heat = now[HOT] * (now[COLD] / now[HOT]) ** progress
-            count = propose_move(
-                rng, choice, arrays.before, arrays.changed, now[WIDE], arrays.moves
-            )
-            if count == 0:
-                continue
-            limit = scores[SCORE] * (1.0 - heat * np.log(1.0 - random_float(rng)))
-            new = evaluate(arrays, choice, count, limit)
-            settle(arrays, choice, count, new <= limit)
-            if new <= limit:
-                accepted += 1
-                scores[SCORE] = new
-                note_best(arrays, scores, choice, best_choice)
-        return accepted
-
-    return begin, anneal
-
-
-begin, anneal = _entries(hash_of_sources(*_SOURCES))
+    Metropolis acceptance at the relative temperature of the `course`. `scores` (see `SCORE`)
+    stays with `choice` and `best_choice` between calls.
+    """
+    accepted, phase, begun = 0, 0, 0.0
+    for step in range(done, done + num_evaluations):
+        while phase < course.shape[0] - 1 and step >= course[phase, END]:
+            begun = course[phase, END]
+            phase += 1
+        now = course[phase]
+        progress = (step - begun) / max(1.0, now[END] - begun)
+        heat = now[HOT] * (now[COLD] / now[HOT]) ** progress
+        count = propose_move(rng, choice, arrays.before, arrays.changed, now[WIDE], arrays.moves)
+        if count == 0:
+            continue
+        limit = scores[SCORE] * (1.0 - heat * np.log(1.0 - random_float(rng)))
+        new = evaluate(arrays, choice, count, limit)
+        settle(arrays, choice, count, new <= limit)
+        if new <= limit:
+            accepted += 1
+            scores[SCORE] = new
+            note_best(arrays, scores, choice, best_choice)
+    return accepted

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.search import _kernels, _pipeline
 from stratagem.search._kernels import REPLAY, excess_of, score
-from stratagem.simulator import _kernels as engine
-from stratagem.simulator import _sharing_kernels
-from stratagem.simulator._compiling import hash_of_sources, kernel
+from stratagem.simulator._compiling import kernel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -37,49 +33,38 @@ def count_up(choice: Ints, num_choices: Ints, free: Ints, touches: Ints, dirty: 
     return False
 
 
-def _make_try_plans(fingerprint: int):  # type: ignore[no-untyped-def]
-    """The kernel that Python calls, cached under `fingerprint`."""
+@kernel(cache=True, nogil=True)
+def try_plans(
+    num_plans: int,
+    choice: Ints,
+    num_choices: Ints,
+    free: Ints,
+    touches: Ints,
+    dirty: Ints,
+    best: Ints,
+    scores: Floats,
+    block_ns: Ints,
+    profiles: Ints,
+    capacities: Ints,
+    blocks: tuple[Ints, ...],
+    tensors: tuple[Ints, ...],
+    ranks: tuple[Ints, ...],
+    *others: Any,
+) -> int:
+    """Score up to `num_plans` plans from `choice` on; return how many there were.
 
-    @kernel(cache=True, nogil=True)
-    def try_plans(
-        num_plans: int,
-        choice: Ints,
-        num_choices: Ints,
-        free: Ints,
-        touches: Ints,
-        dirty: Ints,
-        best: Ints,
-        scores: Floats,
-        block_ns: Ints,
-        profiles: Ints,
-        capacities: Ints,
-        blocks: tuple[Ints, ...],
-        tensors: tuple[Ints, ...],
-        ranks: tuple[Ints, ...],
-        *others: Any,
-    ) -> int:
-        """Score up to `num_plans` plans from `choice` on; return how many there were.
-
-        The arguments from `block_ns` on, `others` too, are those of `score`.
-        `scores` is [excess over the memory, score] of `best`, the least pair, the first of equals.
-        """
-        _ = fingerprint
-        for tried in range(num_plans):
-            value = score(
-                dirty, choice, block_ns, profiles, capacities, blocks, tensors, ranks, *others
-            )
-            if value < scores[1] or scores[0] > 0.0:
-                excess = excess_of(profiles, capacities, *ranks)
-                if excess < scores[0] or (excess == scores[0] and value < scores[1]):
-                    scores[0], scores[1] = excess, value
-                    best[:] = choice
-            if not count_up(choice, num_choices, free, touches, dirty):
-                return tried + 1
-        return num_plans
-
-    return try_plans
-
-
-try_plans = _make_try_plans(
-    hash_of_sources(sys.modules[__name__], _kernels, _pipeline, engine, _sharing_kernels)
-)
+    The arguments from `block_ns` on, `others` too, are those of `score`.
+    `scores` is [excess over the memory, score] of `best`, the least pair, the first of equals.
+    """
+    for tried in range(num_plans):
+        value = score(
+            dirty, choice, block_ns, profiles, capacities, blocks, tensors, ranks, *others
+        )
+        if value < scores[1] or scores[0] > 0.0:
+            excess = excess_of(profiles, capacities, *ranks)
+            if excess < scores[0] or (excess == scores[0] and value < scores[1]):
+                scores[0], scores[1] = excess, value
+                best[:] = choice
+        if not count_up(choice, num_choices, free, touches, dirty):
+            return tried + 1
+    return num_plans

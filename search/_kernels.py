@@ -3,23 +3,18 @@
 Kernels know arrays only; `search.problem` says what they mean. The event engine is that of the
 simulator. `_anneal` scores changes of plans, and shares what is cheap with this file.
 
-numba's cache does not see that a kernel in another file has changed, but it does see the values
-that a kernel closes over. So only kernels that Python calls are cached, and they close over a hash
-of all sources that they build on.
+Only kernels that Python calls are cached (see `simulator._compiling`).
 """
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.search import _pipeline
 from stratagem.search._pipeline import play_in_queue
-from stratagem.simulator import _kernels as engine
-from stratagem.simulator import _sharing_kernels
-from stratagem.simulator._compiling import hash_of_sources, kernel
+from stratagem.simulator._compiling import kernel
 from stratagem.simulator._kernels import simulate_tasks
 from stratagem.simulator._sharing_kernels import is_shut
 
@@ -252,17 +247,8 @@ def score(
     return played * 1e-9 * (1.0 + OVER_MEMORY * excess)
 
 
-def _make_score_plan(fingerprint: int):  # type: ignore[no-untyped-def]
-    """`score` as an entry from Python, cached under `fingerprint`."""
-
-    @kernel(cache=True, nogil=True)
-    def score_plan(*arguments):  # type: ignore[no-untyped-def]
-        _ = fingerprint
-        return score(*arguments)
-
-    return score_plan
-
-
-score_plan = _make_score_plan(
-    hash_of_sources(sys.modules[__name__], engine, _pipeline, _sharing_kernels)
-)
+@kernel(cache=True, nogil=True)
+def score_plan(*arguments: Any) -> float:
+    """`score` as an entry from Python."""
+    found: float = score(*arguments)
+    return found

@@ -25,7 +25,6 @@ from stratagem.search._plays import (
     Plays,
     state_of,
 )
-from stratagem.simulator._compiling import in_python
 from stratagem.simulator._delta_index import DURATION, DURATIONS, SET, SETS
 from stratagem.simulator._delta_kernels import play_changes
 from stratagem.simulator._sharing_kernels import all_shut
@@ -73,7 +72,7 @@ def begin_plays(plays: Plays, choice: IntArray) -> None:
         where = touches[BASE] + choice[touches[FIRST]] * touches[STRIDE]
         where += choice[touches[SECOND]] * touches[SECOND_STRIDE]
         where[all_shut(touches[GATE], choice, *plays.gates)] = 0
-        state = in_python(state_of)(plays, k)
+        state = state_of.py_func(plays, k)
         ns, sets = plays.pool_ns[where], plays.pool_sets[where]
         state.task[touches[TASK], DURATION] = state.rows[DURATIONS, touches[TASK]] = ns
         state.task[touches[TASK], SET] = state.rows[SETS, touches[TASK]] = sets

@@ -21,7 +21,6 @@ from stratagem.search import _kernels
 from stratagem.search.baselines import Situation
 from stratagem.search.problem import Problem
 from stratagem.search.space import Options, Skeleton
-from stratagem.simulator._compiling import in_python
 from stratagem.simulator.graph import shape_of
 from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.sharing import OPEN
@@ -96,12 +95,12 @@ def always_fits(problem: Problem) -> bool:
     nobody = np.zeros(len(problem.choices), dtype=np.int64)
     where = np.arange(len(most)), first, idle, second, idle
     for stage in range(problem.num_stages):
-        in_python(_kernels.measure_stage)(
+        _kernels.measure_stage.py_func(
             stage, nobody, profiles[stage], starts, sizes, *where, birth, death, most, change,
             np.full_like(gate, OPEN), *gates,
         )  # fmt: skip
     return all(
-        in_python(_kernels.rank_peak)(rank, profiles, *problem.ranks) <= capacity
+        _kernels.rank_peak.py_func(rank, profiles, *problem.ranks) <= capacity
         for rank, capacity in enumerate(problem.capacities.tolist())
     )
 

@@ -11,21 +11,35 @@ bounds then: ``NUMBA_BOUNDSCHECK=1`` makes it an `IndexError`.
 from __future__ import annotations
 
 import hashlib
-import sys
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from numba import njit
 from numba.core import ir, types
+from numba.core.caching import FunctionCache
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import FunctionPass, register_pass
 from numba.core.typed_passes import NoPythonSupportedFeatureValidation
 
-F = TypeVar("F", bound=Callable[..., Any])
+Given = ParamSpec("Given")
+Found = TypeVar("Found", covariant=True)
+
+
+class Kernel(Protocol[Given, Found]):
+    """A compiled function; `py_func` is the one that it is made of."""
+
+    py_func: Callable[..., Any]
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        """Run it."""
+
+
+PACKAGE = __name__.partition(".")[0]
+"""Modules of it are looked into where a kernel refers to what is in them."""
 
 
 @register_pass(mutates_CFG=False, analysis_only=False)  # type: ignore[no-untyped-call]
@@ -77,30 +91,56 @@ class KernelCompiler(CompilerBase):
         return [manager]
 
 
-def kernel(**options: Any) -> Callable[[F], F]:
-    """`numba.njit` for kernels, which count from the front.
+class KernelCache(FunctionCache):
+    """numba's cache of a kernel, under a key that says what it is made of.
 
-    With ``cache=True`` what was compiled is kept beside the source, or in the user's cache folder;
-    where neither can be written to it is compiled anew in every process, with a warning.
+    numba itself looks at the file of the kernel only, and would go on with the old one where a
+    kernel that it calls, or a constant, has changed in another.
     """
 
-    def compiled(function: F) -> F:
-        try:
-            made: F = njit(pipeline_class=KernelCompiler, **options)(function)
-        except RuntimeError as error:
-            if not options.get("cache") or "cannot cache" not in str(error):
-                raise
-            _warn_not_kept()
-            made = njit(pipeline_class=KernelCompiler, **{**options, "cache": False})(function)
-        return made
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short name for the kernel's code, and for all code and constants that it refers to."""
+        parts = [Path(__file__).read_bytes()]
+        _describe(self._py_func, set(), parts)
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
-    return compiled
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(sig, codegen), self.fingerprint)  # type: ignore[no-untyped-call]
 
 
-def in_python(compiled: F) -> F:
-    """The function that a kernel was compiled from, which Python runs."""
-    function: F = compiled.py_func  # type: ignore[attr-defined]
-    return function
+def _describe(value: Any, seen: set[int], parts: list[bytes]) -> None:
+    """Add what a kernel, or something that one refers to, is made of."""
+    function = getattr(value, "py_func", value)
+    if not isinstance(function, FunctionType):
+        fields = getattr(value, "_fields", None)
+        parts.append(repr(fields if isinstance(value, type) and fields else value).encode())
+        return
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    names: set[str] = set()
+    _describe_code(function.__code__, names, parts)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    known = function.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    for name in sorted(names & known.keys()):
+        parts.append(name.encode())
+        if not isinstance(known[name], ModuleType):
+            _describe(known[name], seen, parts)
+        elif known[name].__name__.startswith(PACKAGE):
+            for inside in sorted(names & vars(known[name]).keys()):
+                _describe(vars(known[name])[inside], seen, parts)
+
+
+def _describe_code(code: CodeType, names: set[str], parts: list[bytes]) -> None:
+    """Add code and its constants, with those of functions inside; collect the names it uses."""
+    parts.append(code.co_code)
+    names.update(code.co_names, code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _describe_code(constant, names, parts)
+        else:
+            parts.append(repr(constant).encode())
 
 
 @cache
@@ -114,20 +154,39 @@ def _warn_not_kept() -> None:
     )
 
 
+def kernel(
+    *, cache: bool = False, **options: Any
+) -> Callable[[Callable[Given, Found]], Kernel[Given, Found]]:
+    """`numba.njit` for kernels, which count from the front.
+
+    What was compiled is kept beside the source with ``cache=True``, or in the user's cache
+    folder, see `KernelCache`; where neither can be written to it is compiled anew in every
+    process, with a warning.
+
+    Example:
+        >>> import numpy as np
+        >>> kernel()(lambda array, index: array[index])(np.array([3, 4]), 1)
+        4
+    """
+
+    def compiled(function: Callable[Given, Found]) -> Kernel[Given, Found]:
+        made: Any = njit(pipeline_class=KernelCompiler, **options)(function)
+        if cache:
+            try:
+                made._cache = KernelCache(function)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if "cannot cache" not in str(error):
+                    raise
+                _warn_not_kept()
+        wrapped: Kernel[Given, Found] = made
+        return wrapped
+
+    return compiled
+
+
 uncounted = partial(kernel, _nrt=False)
 """`kernel` without reference counts of arrays: for kernels that are given all of their memory.
 
 A replay reads a few numbers of many arrays. Where numba fails to see that counting is of no use,
 which a line more can bring about, it counts at every task, and takes two to four times as long.
 """
-
-
-def hash_of_sources(*modules: ModuleType) -> int:
-    """A number that changes with the source of any of the modules, or with this one.
-
-    numba's cache does not see that a kernel in another file has changed, but it does see the
-    values that a kernel closes over. So a kernel that is built on others closes over this.
-    """
-    every = (sys.modules[__name__], *modules)
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in every)
-    return int.from_bytes(hashlib.sha256(sources).digest()[:6])

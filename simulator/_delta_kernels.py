@@ -1,16 +1,12 @@
 """Kernels of delta re-simulation: propose, accept and reject changes of a played graph.
 
 `simulator.delta` says what they do and why that is exact. Those that other code calls are at the
-end; they are compiled anew whenever the source of this file or of one that it builds on changes.
+end, and are kept compiled (see `_compiling`).
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
-from stratagem.simulator import _delta_index, _kernels
-from stratagem.simulator._compiling import hash_of_sources, uncounted
+from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._delta_index import (
     BEGIN,
     CALLS,
@@ -540,47 +536,34 @@ def fill_slowed(state: DeltaState, num_windows: int, ready: Ints, start: Ints, e
         start[taken] = time
 
 
-def _entries(fingerprint: int) -> tuple[Any, ...]:
-    """The kernels that other code calls; `fingerprint` is part of the keys of numba's cache."""
-
-    @uncounted(cache=True)
-    def play_changes(state: DeltaState) -> int:
-        """Play the graph in full and index it; return the makespan in ns, -1 for a cycle."""
-        _ = fingerprint
-        return record_play(state)
-
-    @uncounted(cache=True)
-    def propose_changes(
-        state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
-    ) -> int:
-        """Give tasks, each named once, durations and sets; return the makespan in ns.
-
-        A pending proposal is rejected. Nothing is checked.
-        """
-        _ = fingerprint
-        return propose(state, tasks, durations, resource_sets)
-
-    @uncounted(cache=True)
-    def accept_changes(state: DeltaState) -> None:
-        """Make the pending proposal the played graph."""
-        _ = fingerprint
-        accept(state)
-
-    @uncounted(cache=True)
-    def reject_changes(state: DeltaState) -> None:
-        """Forget the pending proposal."""
-        _ = fingerprint
-        reject(state)
-
-    @uncounted(cache=True)
-    def fill_times(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
-        """Fill in the timeline, in ns by task: of the pending proposal, or else as played."""
-        _ = fingerprint
-        fill(state, ready, start, end)
-
-    return play_changes, propose_changes, accept_changes, reject_changes, fill_times
+@uncounted(cache=True)
+def play_changes(state: DeltaState) -> int:
+    """Play the graph in full and index it; return the makespan in ns, -1 for a cycle."""
+    return record_play(state)
 
 
-play_changes, propose_changes, accept_changes, reject_changes, fill_times = _entries(
-    hash_of_sources(sys.modules[__name__], _delta_index, _kernels)
-)
+@uncounted(cache=True)
+def propose_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> int:
+    """Give tasks, each named once, durations and sets; return the makespan in ns.
+
+    A pending proposal is rejected. Nothing is checked.
+    """
+    return propose(state, tasks, durations, resource_sets)
+
+
+@uncounted(cache=True)
+def accept_changes(state: DeltaState) -> None:
+    """Make the pending proposal the played graph."""
+    accept(state)
+
+
+@uncounted(cache=True)
+def reject_changes(state: DeltaState) -> None:
+    """Forget the pending proposal."""
+    reject(state)
+
+
+@uncounted(cache=True)
+def fill_times(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
+    """Fill in the timeline, in ns by task: of the pending proposal, or else as played."""
+    fill(state, ready, start, end)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from stratagem.simulator._compiling import kernel, uncounted
+from stratagem.search._anneal import anneal
+from stratagem.simulator._compiling import KernelCache, kernel, uncounted
 
 OUTSIDE = """
 import numpy as np
@@ -74,3 +75,64 @@ def test_bounds_can_be_checked():
         check=True,
     )
     assert done.stdout.split() == ["IndexError", "IndexError"]
+
+
+CONSTANTS = "TIMES, UNUSED = {times}, {unused}\n"
+CALLED = """
+from stratagem.simulator._compiling import kernel
+@kernel()
+def added(x):
+    return x + {added}
+"""
+CALLER = """
+import called
+from called import added
+from constants import TIMES
+from stratagem.simulator._compiling import kernel
+@kernel(cache=True)
+def computed(x):
+    return TIMES * added(x)
+print(computed(1), sum(computed.stats.cache_hits.values()))
+"""
+
+
+def test_what_was_compiled_is_used_again_unless_something_of_it_changed(tmp_path):
+    """A constant of another module was not in the key: kernels went on with its old value."""
+
+    def run(times, added, unused=0):
+        (tmp_path / "constants.py").write_text(CONSTANTS.format(times=times, unused=unused))
+        (tmp_path / "called.py").write_text(CALLED.format(added=added))
+        if not (tmp_path / "caller.py").exists():
+            (tmp_path / "caller.py").write_text(CALLER)
+        paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        told = subprocess.run(
+            [sys.executable, "caller.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return told.stdout.split()
+
+    assert run(times=2, added=10) == ["22", "0"]
+    assert run(times=2, added=10) == ["22", "1"]
+    assert run(times=2, added=10, unused=5) == ["22", "1"]
+    assert run(times=3, added=10) == ["33", "0"]
+    assert run(times=3, added=20) == ["63", "0"]
+    assert run(times=3, added=20) == ["63", "1"]
+
+
+def test_names_of_kernels_are_the_same_in_every_process():
+    """An address in them would make every process compile anew."""
+    code = "from stratagem.search._anneal import anneal; print(anneal._cache.fingerprint)"
+    paths = os.pathsep.join(filter(None, sys.path))
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert isinstance(anneal._cache, KernelCache)
+    assert told.stdout.strip() == anneal._cache.fingerprint

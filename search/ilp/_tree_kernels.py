@@ -1,5 +1,4 @@
-"""Kernels of the search by random trees. They call one another and nothing else of ours, since
-numba's cache does not see changes of a kernel in another file."""
+"""Kernels of the search by random trees."""
 
 from __future__ import annotations
 
