@@ -78,7 +78,7 @@ def test_the_kernels_score_stages_that_share_devices_as_the_simulator(ranks: int
 
 
 def test_schedules_that_are_not_searched_are_refused() -> None:
-    with pytest.raises(ValueError, match="no schedule for a search 'chimera'; there are 1f"):
+    with pytest.raises(ValueError, match="no schedule for a search 'chimera'; there are"):
         next(skeletons(tiny_gpt(), CLUSTER, schedule="chimera"))
 
 
