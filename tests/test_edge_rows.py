@@ -34,7 +34,8 @@ def test_an_unconverted_edge_is_priced_as_any_other(shape: tuple[int, ...]) -> N
         for k, number in enumerate(short.edge_row_of):
             if short.edge_rows[number] is UNCONVERTED:
                 met += 1
-                for field in fields(UNCONVERTED):
+                # Who would share a conversion counts only where there is one.
+                for field in (f for f in fields(UNCONVERTED) if f.name != "shares"):
                     quick = getattr(UNCONVERTED, field.name)
                     whole = getattr(long.edge_rows[long.edge_row_of[k]], field.name)
                     assert _numbers(quick) == _numbers(whole), field.name
