@@ -113,7 +113,8 @@ class TestJson:
     def test_simulate_tells_what_is_asked(self, place):
         found = answer("simulate", "plan.json", "graph.json")
         assert set(found) == {
-            *("step_time", "interval", "fits", "peak_memory", "capacity", "groups")
+            *("step_time", "interval", "is_calibrated", "fits"),
+            *("peak_memory", "capacity", "groups"),
         }
         more = answer("simulate", "plan.json", "graph.json", "--operators", "--critical-path")
         assert set(more) - set(found) == {"operators", "critical_path"}
