@@ -16,6 +16,7 @@ from stratagem.search.space import Options, Skeleton
 from stratagem.simulator.cluster import NOT_CALIBRATED
 from stratagem.simulator.graph import OperatorGraph, shape_of
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.repeated import vain_devices
 from stratagem.simulator.show.curve import convergence_curve
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.table import Table, Unit, format_bytes
@@ -340,9 +341,10 @@ class SearchResult:
     @property
     def _words(self) -> str:
         """How good the plan is, and what was done for it."""
+        vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
-            f"{self.stop_reason.value}.{self._caveat}"
+            f"{self.stop_reason.value}.{self._caveat}" + (f" {vain}." if vain else "")
         )
 
     @property

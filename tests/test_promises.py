@@ -20,11 +20,14 @@ from stratagem.search.inter.limits import Limits
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.space import Skeleton, stage_meshes
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.placement import REPLICATE, Placement, Shard
+from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.repeated import vain_devices
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
@@ -396,3 +399,41 @@ def test_time_is_asked_for_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
     order = ["planning", "bounding", "ranking", "surveying", "searching"]
     counts = [phases[name] for name in order] + [len(asked)]
     assert counts == sorted(set(counts))
+
+
+def test_nodes_that_repeat_the_work_of_others_are_named() -> None:
+    """A plan that replicates every operator over the nodes is as long on one of them."""
+    graph, cluster = mlp([64, 64], batch=16), cluster_of(3, 2, 0.01)
+    here = Situation(graph, cluster, Training(), default_costs())
+    mesh = stage_meshes(range(6), cluster)[0]
+    assert mesh.shape == (3, 2)
+
+    def told(nodes: Placement, inside: Placement, one: Cluster = cluster) -> str:
+        whole = (REPLICATE, REPLICATE)
+        choices = {
+            op.name: Choice(whole if op.kind == "source" else (nodes, inside))
+            for op in graph.operators
+        }
+        plan = here.plan(Skeleton((graph.names,), (mesh,), 1, "1f1b"), choices, name="plan")
+        return vain_devices(replace(plan, cluster=one), graph)
+
+    cut = Shard("sample")
+    assert told(cut, cut) == ""
+    assert told(REPLICATE, cut) == (
+        "2 of 3 nodes repeat the work of others: the same step needs 1 node"
+    )
+    assert told(cut, REPLICATE) == (
+        "3 of 6 devices repeat the work of others: the same step needs 3 devices"
+    )
+    assert told(REPLICATE, REPLICATE) == (
+        "5 of 6 devices repeat the work of others: the same step needs 1 device"
+    )
+    assert told(cut, cut, cluster.resized(num_nodes=4)) == "2 of 8 devices do nothing"
+
+
+def test_a_result_says_which_devices_it_does_not_need() -> None:
+    result = quick(
+        mlp([64, 64], batch=16), cluster_of(1, 2, 3.0), baselines=(), budget=Budget(evaluations=0)
+    )
+    wide = replace(result.plan, cluster=cluster_of(2, 2, 3.0))
+    assert "2 of 4 devices do nothing." in str(replace(result, plan=wide))

@@ -1,0 +1,74 @@
+"""Devices that a plan pays for in vain: those that repeat the work of others, or do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.placement import REPLICATE
+from stratagem.simulator.plan import Plan, Stage
+
+
+def vain_devices(plan: Plan, graph: OperatorGraph) -> str:
+    """In a sentence, how many devices, or nodes, a plan does not need; empty if it needs all.
+
+    Example:
+        >>> vain_devices(plan, graph)  # doctest: +SKIP
+        '5 of 6 nodes repeat the work of others: the same step needs 1 node'
+
+    Args:
+        plan: whose operators are replicated along some axis of their mesh, or which leaves out
+            devices of its cluster.
+        graph: that the plan runs.
+    """
+    cluster, found = plan.cluster, []
+    repeated = sum(_repeated(plan, graph))
+    per_node, total = cluster.devices_per_node, cluster.num_devices
+    if repeated:
+        in_nodes = per_node > 1 and repeated % per_node == 0 and _crosses(plan, graph)
+        unit, each = ("node", per_node) if in_nodes else ("device", 1)
+        all_of, vain = plan.num_devices // each, repeated // each
+        left = all_of - vain
+        found.append(
+            f"{vain} of {all_of} {unit}s repeat the work of others: the same step needs {left} "
+            f"{unit}{'s' if left > 1 else ''}"
+        )
+    if plan.num_devices < total:
+        found.append(f"{total - plan.num_devices} of {total} devices do nothing")
+    return "; ".join(found)
+
+
+def _repeated(plan: Plan, graph: OperatorGraph) -> Iterator[int]:
+    """Per rank, how many of its devices repeat what others do in all its stages."""
+    for rank in range(plan.num_ranks):
+        stages = [stage for s, stage in enumerate(plan.stages) if plan.rank_of[s] == rank]
+        alike = min(
+            prod(stage.mesh.shape[k] for k in _replicated_axes(stage, graph)) for stage in stages
+        )
+        devices = stages[0].mesh.num_devices
+        yield devices - devices // alike
+
+
+def _replicated_axes(stage: Stage, graph: OperatorGraph) -> list[int]:
+    """The axes along which every operator of a stage is replicated."""
+    configs = [
+        choice.config
+        for name, choice in stage.choices.items()
+        if graph.operator(name).kind != "source"
+    ]
+    return [
+        k
+        for k, ways in enumerate(stage.mesh.shape)
+        if ways > 1 and all(config[k] == REPLICATE for config in configs)
+    ]
+
+
+def _crosses(plan: Plan, graph: OperatorGraph) -> bool:
+    """Whether all devices that do the same lie on different nodes."""
+    return all(
+        len({plan.cluster.node_of(device) for device in group}) == len(group)
+        for stage in plan.stages
+        for axis in _replicated_axes(stage, graph)
+        for group in stage.mesh.groups(axis)
+    )
