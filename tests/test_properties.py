@@ -48,7 +48,7 @@ def test_a_property_that_fails_is_told() -> None:
     }
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 3, 7, 48, 96, 112, 255])
 def test_zero_shares_state_out(count: int) -> None:
     assert state_on(count).holds
 

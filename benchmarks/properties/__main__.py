@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from benchmarks.properties.readers import shared_readers
 from benchmarks.properties.states import sharded_state
 from benchmarks.properties.steps import (
     affine_layers,
@@ -28,6 +29,7 @@ PROPERTIES: dict[str, tuple[Property, int]] = {
     "interleaving is never slower where links are free": (interleaving, 60),
     "layers add up": (affine_layers, 30),
     "bubbles are the papers'": (bubbles, 100),
+    "readers share conversions": (shared_readers, 40),
     "state under ZeRO 3 is shared out": (sharded_state, 255),
 }
 """By name a property, and how many cases are tried."""
