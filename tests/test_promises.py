@@ -89,7 +89,7 @@ def quick(graph: OperatorGraph, cluster: Cluster, **changed: object) -> SearchRe
 def check_constraints(
     graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str], wishes: Constraints
 ) -> None:
-    """A constraint gives no plan below the bound without it, and none that is better."""
+    """A constraint gives no plan below the bound without it."""
     free = quick(graph, cluster, schedule=schedules)
     assert free.bound is not None
     assert free.listed_bound is not None
@@ -101,23 +101,21 @@ def check_constraints(
             raise
         return
     if tight.simulation.fits:
-        step = tight.simulation.step_time
-        assert step >= free.bound * (1 - 1e-9)
-        assert step >= free.simulation.step_time * (1 - NOISE)
+        assert tight.simulation.step_time >= free.bound * (1 - 1e-9)
 
 
 @settings(max_examples=12, deadline=None)
 @given(problems())
-def test_a_constraint_never_beats_the_search_without_it(
+def test_a_constraint_never_beats_the_bound_without_it(
     problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
 ) -> None:
     check_constraints(*problem)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=250, deadline=None)
 @given(problems())
-def test_hundreds_of_constraints_never_beat_the_search_without_them(
+def test_hundreds_of_constraints_never_beat_the_bound_without_them(
     problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
 ) -> None:
     check_constraints(*problem)
