@@ -123,7 +123,8 @@ def _begin(program: Program, instruction: Instruction, rank: int, begins: _Begin
     if isinstance(instruction, Receive):
         moves = instruction.transfer.moves_to(program.ranks[rank].device)
         senders = {program.rank_of[move.sender] for move in moves}
-        return max(begins.messages.get((each, instruction.label), 0) for each in senders)
+        arrived = (begins.messages.get((each, instruction.label), 0) for each in senders)
+        return max(arrived, default=0)  # A part may be empty: nobody sends it.
     if instruction.kind.is_communication:
         met = [(program.group(m, rank), m.what) for m in meetings_of(instruction)[:1]]
         return max((begins.meetings[each] for each in met), default=0)

@@ -22,6 +22,13 @@ def test_random_plans_of_random_models_train_what_torch_trains(number: int) -> N
     assert not tally.failed
 
 
+def test_a_rank_whose_part_is_empty_has_a_timeline_too() -> None:
+    """Four rows over three ranks leave the last one none: what it receives nobody sends."""
+    _, tally, failures = compare(5, 18)
+    assert not failures
+    assert tally.tried
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(10, 60, 10))
 def test_more_random_models_train_what_torch_trains(first: int) -> None:
