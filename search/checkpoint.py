@@ -9,6 +9,7 @@ goes on ends with the same plan as one that was never stopped.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -93,7 +94,7 @@ class Checkpoint:
         """Note a skeleton that was searched, and write the file."""
         if self.path is None:
             return
-        text = searched.plan.to_json()
+        text = json.dumps(json.loads(searched.plan.to_json()), ensure_ascii=False)  # One line.
         bound = searched.bound if isfinite(searched.bound) else None
         self._done[key] = _Searched(text, searched.evaluations, bound, searched.shared_bound)
         write_text(self.path, encode(_File(VERSION, self.arguments, self._done)))

@@ -171,7 +171,9 @@ class OperatorPricer:
         operator = self.graph.operators[i]
         if operator.kind == "source":
             return _Passes()
-        sizes = shard or local_sizes(operator, choice.config, self.mesh.shape)
+        if shard is None:
+            shard = local_sizes(operator, choice.config, self.mesh.shape)
+        sizes = shard
         piece = self._piece_sizes(operator, sizes, choice)
         seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
         comm, mask, back_comm = self._inner_collectives(operator, choice, sizes)

@@ -270,7 +270,12 @@ class TestHints:
         """What the error proposes works."""
         from stratagem.simulator.torch_ops.aten import HANDLERS
 
-        monkeypatch.setitem(HANDLERS, "cumsum", lambda call: call.tensor("self"))
+        def first(call):
+            """Every argument must be read, or it would be dropped in silence."""
+            assert call.given("dim") == 1
+            return call.tensor("self")
+
+        monkeypatch.setitem(HANDLERS, "cumsum", first)
         assert call("capture", "answer_model:odd", "-o", "g.json").exit_code == 0
 
     @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_looking_at_memory_changes_nothing_else() -> None:
 def test_result_files_keep_memory_and_old_ones_are_read(tmp_path: Path) -> None:
     simulation, result = run([(0,), (1,)], "1f1b", memory=True)
     path = tmp_path / "run.json"
-    report_of("plan", result, {}).save(path)
+    report_of("plan", result).save(path)
     kept = Report.load(path)
     assert kept.peak_bytes == result.peak_bytes
     assert compare(simulation, kept).peaks == compare(simulation, result).peaks

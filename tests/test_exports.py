@@ -265,7 +265,7 @@ def test_dtensor_splits_only_outermost_factors() -> None:
     made = export(setup.plan(fused, CLUSTER), fused, "dtensor")
     assert '"h.0.attn.qkv.weight": (Replicate(), Replicate()),' in made.text
     assert any("head split 4 ways" in sentence for sentence in made.missing)
-    assert made.nearest_time > made.time
+    assert made.nearest_time != made.time
     made = export(setup.plan(apart, CLUSTER), apart, "dtensor")
     assert '"layers.0.attn.q.weight": (Replicate(), Shard(0)),' in made.text
     assert '"layers.0.attn.q": ColwiseParallel(' in made.text

@@ -526,7 +526,7 @@ def test_ranks_that_connect_may_be_idle_for_long(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr("stratagem.executor.run.Watch", lambda *_: nullcontext(watch))
-    monkeypatch.setattr("stratagem.executor.run._join", fails)
+    monkeypatch.setattr("stratagem.executor.run.join", fails)
     with pytest.raises(KeyError, match="nccl"), process_rank(Limits(), backend="nccl"):
         pass
     joining = watch.place.now

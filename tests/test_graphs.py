@@ -312,6 +312,7 @@ def build():
 """
 
 
+@pytest.mark.filterwarnings("ignore:plan .test. is for A100")
 def test_the_command_line_runs_steps_as_a_graph(
     mlp: Case, graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -343,7 +343,7 @@ def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> No
     result = quick(
         graph, cluster, start=plan, baselines=(), num_bounded=0, budget=Budget(evaluations=100)
     )
-    assert result.plan.training == Training()
+    assert result.plan.training == plan.training
     if plan.training == Training():
         step = simulate_plan(plan, graph, default_costs()).step_time
         assert result.simulation.step_time <= step

@@ -42,6 +42,7 @@ def boxes(root: ET.Element) -> list[ET.Element]:
     return [each for each in root.iter() if each.tag.endswith("rect")]
 
 
+@pytest.mark.filterwarnings("ignore:tensor is 8.*left whole")
 class TestPlan:
     def test_every_device_is_there_with_its_stage(self):
         told = words(picture(plan_of(tensor=4, pipeline=2)))

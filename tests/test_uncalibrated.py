@@ -101,7 +101,7 @@ def test_the_habits_of_a_stack_are_in_a_preset_of_its_own() -> None:
         num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048, batch=384
     )
     setup = sg.TrainingSetup(
-        microbatch=1, tensor=8, pipeline=12, zero=1, sequence_parallel=True,
+        microbatch=1, tensor=8, pipeline=12, sequence_parallel=True,
         training=sg.Training("bfloat16", gradient_precision="float32", fused_elementwise=True),
     )  # fmt: skip
     flops = 6 * graph.num_parameters * 384 * 2048
