@@ -174,18 +174,17 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
     def run(inputs: list[Tensor], parameters: list[Tensor], tape: Tape) -> tuple[Tensor, ...]:
         dropped = [inputs[slot] for slot in instruction.remade]
         dropped += [parameters[slot] for slot in instruction.gathered]
-        places: dict[int, tuple[int, int]] = {}
+        places: dict[int, list[int]] = {}
         strides = [tensor.stride() for tensor in dropped]
         for number, tensor in enumerate(dropped):
-            place = number, int(tensor.storage_offset())
-            places.setdefault(tensor.untyped_storage().data_ptr(), place)
+            places.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
 
         def pack(tensor: Tensor) -> Any:
-            place = places.get(tensor.untyped_storage().data_ptr())
-            if place is None:
-                return tensor
-            number, start = place
-            return number, tensor.size(), tensor.stride(), tensor.storage_offset() - start
+            for number in places.get(tensor.untyped_storage().data_ptr(), ()):
+                offset = tensor.storage_offset() - dropped[number].storage_offset()
+                if begins_inside(dropped[number], int(offset)):
+                    return number, tensor.size(), tensor.stride(), offset
+            return tensor
 
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, Tensor):
@@ -208,6 +207,24 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
         return outputs
 
     return run
+
+
+def begins_inside(tensor: Tensor, offset: int) -> bool:
+    """Whether so far behind the first element of a tensor, in memory, is one of its elements.
+
+    Several tensors may be parts of one in turns, such as queries, keys and values.
+
+    Example:
+        >>> first, second = torch.zeros(4, 6).chunk(2, dim=1)
+        >>> [begins_inside(first, offset) for offset in (0, 2, 3, 6)]
+        [True, True, False, True]
+    """
+    if offset < 0:
+        return False
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True), reverse=True):
+        if stride:
+            offset -= min(offset // stride, size - 1) * stride
+    return offset == 0
 
 
 def backward(

@@ -325,16 +325,22 @@ class _Writer:
         )
 
     def _regathered(self, now: _Pass, i: int, gate: Sequence[int]) -> list[int]:
-        """Convert inputs again that were not kept as they were read, not before `gate`."""
+        """Convert inputs again that were not kept as they were read, not before `gate`.
+
+        Whoever reads the same result later in backward waits for that, be it for nothing: whether
+        one of them might convert it again must not change when the others run.
+        """
         draft, again = now.draft, now.again
         tasks: list[int] = []
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self.edge_row(k)
-            if row.may_regather:
+            other = self.chains[SharedBy.REGATHER].get(k)
+            ahead = [] if other is None else [now.regathered[other]]
+            if not row.may_regather:
+                tasks += ahead
+            else:
                 made = [again[edge.producer]] if edge.producer in again else []
-                waits = [*made, *gate[-1:], *now.host.converts(k, SharedBy.REGATHER)]
-                other = self.chains[SharedBy.REGATHER].get(k)
-                waits += [] if other is None else [now.regathered[other]]
+                waits = [*made, *gate[-1:], *now.host.converts(k, SharedBy.REGATHER), *ahead]
                 task = self._converted(draft, k, SharedBy.REGATHER, 0, row.regather, waits)
                 now.regathered[k] = task
                 tasks.append(task)

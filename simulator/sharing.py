@@ -231,6 +231,10 @@ def chains_of(table: CostTable, triggers: Triggers) -> dict[SharedBy, dict[int, 
             if trigger in again:
                 found[SharedBy.AGAIN][k] = again[trigger]
             again[trigger] = k
-        gathered = [k for k in backwards if table.edge_rows[table.edge_row_of[k]].may_regather]
-        found[SharedBy.REGATHER].update((b, a) for a, b in pairwise(gathered))
+        gathered: int | None = None
+        for k in backwards:
+            if gathered is not None:
+                found[SharedBy.REGATHER][k] = gathered
+            if table.edge_rows[table.edge_row_of[k]].may_regather:
+                gathered = k
     return found
