@@ -66,7 +66,11 @@ class Scratch:
             self._keeper.kill()
             self._keeper.wait()
         self._keeper.stdout.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        end = time.monotonic() + END_SECONDS
+        while self.folder.exists() and time.monotonic() < end:
+            # What the keeper did not end, as it was killed, may write for a moment still.
+            shutil.rmtree(self.folder, ignore_errors=True)
+            time.sleep(0.0 if not self.folder.exists() else LOOK_SECONDS)
 
     def run(
         self,
