@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
-from tests.plans import SHAPES, Case, drawing, make_plan, optional
+from tests.plans import SHAPES, Case, plan_on
 
 TOLERANCE = 1e-8
 """Of two steps in float64 with sums in another order."""
@@ -143,19 +143,10 @@ def _random_plan(case: Case, rng: random.Random, parts: int, training: Training)
     elif num_stages > 1 and parts >= num_stages and rng.random() < 0.4:
         schedule = "zb-h1"
     seed = rng.randrange(10**9)
-    plan = make_plan(
-        case,
-        optional(drawing(seed), seed),
-        *shapes,
-        num_microbatches=parts,
-        schedule=schedule,
-        cuts=tuple(sorted(rng.sample(range(1, size), len(shapes) - 1))),
-        training=training,
+    return plan_on(
+        case, shapes, rng, seed, num_microbatches=parts, schedule=schedule, training=training,
         crews=crews,
-    )
-    return replace(
-        plan, inputs_first=rng.random() < 0.3, bucket_bytes=rng.choice([0, 0, 500, 10**9])
-    )
+    )  # fmt: skip
 
 
 def _error(drawn: Drawing, plan: Plan, graph: OperatorGraph, result: ExecutionResult) -> float:

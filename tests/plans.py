@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -255,6 +255,24 @@ def random_plan(case: Case, seed: int, training: Training | None = None) -> Plan
         shapes += turned if rng.random() < 0.5 else shapes
     elif num_stages > 1 and rng.random() < 0.5:
         schedule, num_microbatches = "zb-h1", 2
+    return plan_on(
+        case, shapes, rng, seed, num_microbatches=num_microbatches, schedule=schedule,
+        training=training, crews=crews,
+    )  # fmt: skip
+
+
+def plan_on(
+    case: Case,
+    shapes: Sequence[tuple[int, ...]],
+    rng: random.Random,
+    seed: int,
+    *,
+    num_microbatches: int,
+    schedule: str,
+    training: Training | None,
+    crews: int | None,
+) -> Plan:
+    """Stages of some shapes, cut anywhere, with random configs (by `seed`) and options."""
     num_operators = sum(o.kind != "source" for o in case.graph.operators)
     plan = make_plan(
         case,
