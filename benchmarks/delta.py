@@ -37,9 +37,10 @@ from benchmarks.delta_pipeline import (
 )
 from stratagem.simulator._delta_index import REPLAYED, DeltaState
 from stratagem.simulator._delta_kernels import accept_changes, propose_changes, reject_changes
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.delta import DeltaEngine
 from stratagem.simulator.engine import simulate
-from stratagem.simulator.taskgraph import Ints, TaskGraph
+from stratagem.simulator.taskgraph import TaskGraph
 
 NUM_CHECKED = 40
 REPEATS = 9

@@ -28,6 +28,7 @@ from stratagem.simulator._delta_index import (
     DeltaState,
 )
 from stratagem.simulator._delta_kernels import play_in_full, propose_changes, reject_changes
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cluster import Cluster
@@ -39,7 +40,7 @@ from stratagem.simulator.models import gpt
 from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD, MacroGraph
 from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
-from stratagem.simulator.taskgraph import Ints, TaskGraph
+from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.training import Training
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_LAYERS = 8, 64, 96

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 from scipy.optimize import least_squares
 
@@ -35,6 +34,7 @@ from benchmarks.kernel_data import (
     vidur_traffic,
 )
 from stratagem.simulator._product_kernels import product_seconds
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.bytes_moved import Moved
 from stratagem.simulator.device import (
     DEVICE_FOLDER,
@@ -46,7 +46,6 @@ from stratagem.simulator.device import (
 from stratagem.simulator.files import encode, write_text
 from stratagem.simulator.kernel_costs import memory_seconds
 
-Floats = npt.NDArray[np.float64]
 Constants = TypeVar("Constants", ProductConstants, MemoryConstants, AttentionConstants)
 
 DEVICE_FILES = Path(__file__).parents[1] / "simulator" / DEVICE_FOLDER

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.collectives import Group, fit, preset_link, read_all
 from benchmarks.collectives import Measured as MeasuredCollective
@@ -46,11 +45,11 @@ from benchmarks.kernel_data import (
     vidur_products,
     vidur_traffic,
 )
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.mesh import AxisLink
 
-Floats = npt.NDArray[np.float64]
 Line = dict[str, object]
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from stratagem.profiler.keys import BETWEEN_NODES, IN_A_NODE, CollectiveEntry
-from stratagem.profiler.links import Array, CollectiveTiming, fit_link
+from stratagem.profiler.links import CollectiveTiming, fit_link
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.cluster import Cluster, GroupFigures, Link
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -193,7 +194,7 @@ def _figures(
     seconds = np.array([each.measurement.median_s for each in entries])
     given = cluster.inter_node
 
-    def off(logarithms: Array) -> Array:
+    def off(logarithms: Floats) -> Floats:
         bandwidth, latency = np.exp(logarithms).tolist()
         link = replace(given, bandwidth_gb_s=bandwidth, latency_us=latency, by_group_size=())
         here = replace(cluster, inter_node=link)

@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from stratagem.simulator.arrays import Floats
 
 SCALE = "scale"
 RIDGES = (0.01, 0.1, 1.0, 10.0)
@@ -122,7 +121,7 @@ def _fit(
     )
 
 
-def _features(model: str, samples: Sequence[Sample]) -> Array:
+def _features(model: str, samples: Sequence[Sample]) -> Floats:
     """A row of features for each sample."""
     if model == SCALE:
         return np.zeros((len(samples), 0))
@@ -141,5 +140,5 @@ def _grows(fit: Correction) -> bool:
     return min(fit.slopes) >= 0 if fit.model == "power law" else 1 + sum(fit.slopes) >= 0
 
 
-def _rms(values: Array) -> float:
+def _rms(values: Floats) -> float:
     return float(np.sqrt(np.mean(np.square(values))))

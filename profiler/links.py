@@ -12,18 +12,17 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.keys import IN_A_NODE, CollectiveKey, Measurement
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.cluster import GroupFigures, Link
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import AxisLink
 from stratagem.simulator.provenance import Environment
 
-Array = NDArray[np.float64]
 Group = tuple[int, ...]
 Shape = tuple[int, ...]
 
@@ -274,7 +273,7 @@ def _alpha_beta(timings: Sequence[CollectiveTiming], what: str) -> tuple[float, 
     scale = np.linalg.norm(relative, axis=0)
     start, _ = nnls(relative / scale, np.ones(len(timings)))
 
-    def off(logarithms: Array) -> Array:
+    def off(logarithms: Floats) -> Floats:
         link = _plain_link(*np.exp(logarithms).tolist())
         said = [collective_time(each.kind, each.nbytes, each.size, link) for each in timings]
         return np.asarray(np.log(said / seconds))
@@ -428,7 +427,7 @@ def _wait(peers: Peers, size: int, work: Callable[[], object]) -> float:
     return float(np.mean(_over_ranks(peers, mine, "max") / mean - 1))
 
 
-def _over_ranks(peers: Peers, values: Array, op: Literal["sum", "max"]) -> Array:
+def _over_ranks(peers: Peers, values: Floats, op: Literal["sum", "max"]) -> Floats:
     """Sum or maximum of every rank's values."""
     mine = torch.tensor(values, dtype=torch.float64, device=peers.device)
     everyone = tuple(range(peers.world_size))

@@ -17,13 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.search._kernels import (
-    OVER_MEMORY,
-    Floats,
-    Ints,
-    excess_of,
-    fill_crossings,
-)
+from stratagem.search._kernels import OVER_MEMORY, excess_of, fill_crossings
 from stratagem.search._memory_tree import Tensors, begin_memory, change_memory, restore_memory
 from stratagem.search._moves import Moves, propose_move
 from stratagem.search._pipeline import (
@@ -47,8 +41,9 @@ from stratagem.search._plays import (
     play_changes_of,
     settle_play,
 )
-from stratagem.search._random import Words, random_float
+from stratagem.search._random import random_float
 from stratagem.simulator._compiling import uncounted
+from stratagem.simulator.arrays import Floats, Ints, Words
 
 NOTED, PLAYED, SAME, PROPOSAL, NUM_ITEMS = range(5)
 """Entries of `Arrays.numbers`: tensors that the proposal resized; its step in ns; whether its

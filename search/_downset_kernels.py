@@ -6,15 +6,9 @@ Sets are rows of 64-bit words. None of these kernels calls another one, so each 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import kernel
-
-Floats = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Floats, Indices, Ints, Words
 
 ONE = np.uint64(1)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -183,7 +177,7 @@ def relax_stages(
     bound: float,
     alive: Flags,
     best: Floats,
-    origin: Longs,
+    origin: Ints,
     choice: Indices,
     reached: Flags,
 ) -> None:

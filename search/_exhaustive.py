@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from stratagem.search._kernels import REPLAY, excess_of, score
 from stratagem.simulator._compiling import kernel
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from stratagem.simulator.arrays import Floats, Ints
 
 
 @kernel()

@@ -10,16 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from stratagem.search._pipeline import play_in_queue
 from stratagem.simulator._compiling import kernel
 from stratagem.simulator._kernels import simulate_tasks
 from stratagem.simulator._sharing_kernels import is_shut
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from stratagem.simulator.arrays import Ints
 
 SEND = 11
 """The first row of the duration table (see `simulator.pipeline`) of what joins blocks."""

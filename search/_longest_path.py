@@ -8,9 +8,6 @@ that it changes. The path is found anew now and then, for it may be the longest 
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._delta_index import (
     FULL_END,
@@ -20,8 +17,7 @@ from stratagem.simulator._delta_index import (
     STACK,
     DeltaState,
 )
-
-Ints = npt.NDArray[np.int64]
+from stratagem.simulator.arrays import Ints
 
 
 @uncounted()

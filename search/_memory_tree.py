@@ -14,13 +14,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._sharing_kernels import is_shut
-
-Ints = npt.NDArray[np.int64]
+from stratagem.simulator.arrays import Ints
 
 FEW = 4
 """After changes of more operators trees are made anew instead of climbed."""

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from stratagem.search._random import Words, random_below, random_float
+from stratagem.search._random import random_below, random_float
 from stratagem.simulator._compiling import uncounted
-
-Ints = npt.NDArray[np.int64]
+from stratagem.simulator.arrays import Ints, Words
 
 TRIES = 32
 """Draws until one changes something."""

@@ -17,12 +17,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._kernels import simulate_tasks
-
-Ints = npt.NDArray[np.int64]
+from stratagem.simulator.arrays import Ints
 
 CLOSED, ORDERED, QUEUED = range(3)
 """How a pipeline is played: one sum, in a known order, or by the event engine."""

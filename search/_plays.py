@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from stratagem.search._longest_path import note_longest_path
 from stratagem.simulator._compiling import uncounted
 from stratagem.simulator._delta_index import (
@@ -33,8 +30,7 @@ from stratagem.simulator._delta_kernels import (
     reject,
 )
 from stratagem.simulator._sharing_kernels import is_shut
-
-Ints = npt.NDArray[np.int64]
+from stratagem.simulator.arrays import Ints
 
 CATCH_UP = 8
 """Proposals after which a block that was played in full is indexed for replays again."""

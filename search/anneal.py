@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search import _anneal, _kernels
 from stratagem.search._random import seeded
 from stratagem.search.chain_arrays import begin_plays, own_arrays
 from stratagem.search.problem import Problem
 from stratagem.search.workers import usable_cores
-from stratagem.simulator.resharding import IntArray
-
-Floats = npt.NDArray[np.float64]
+from stratagem.simulator.arrays import Floats, Ints
 
 WIDE_EVALUATIONS = 50_000
 """Each of the first two phases of a chain lasts at most so long, and at most half of it."""
@@ -69,13 +66,13 @@ class Chain:
     """
 
     problem: Problem
-    choice: IntArray
+    choice: Ints
     total: int
     seed: int
     done: int = field(init=False, default=0)
     accepted: int = field(init=False, default=0)
     scores: Floats = field(init=False)
-    best: IntArray = field(init=False)
+    best: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         self._rng = seeded(self.seed)
@@ -90,7 +87,7 @@ class Chain:
         """Sorts chains by their best choices: those that fit come before the others."""
         return not self.scores[_anneal.BEST_FITS], float(self.scores[_anneal.BEST])
 
-    def restart(self, choice: IntArray) -> None:
+    def restart(self, choice: Ints) -> None:
         """Go on from other choices; the best so far stays the best unless these are better."""
         self.choice = choice.copy()
         begin_plays(self._arrays.plays, self.choice)
@@ -200,7 +197,7 @@ def _exchange(chains: Sequence[Chain]) -> None:
         worst.restart(best.best)
 
 
-def peaks_of(p: Problem, profiles: IntArray) -> list[int]:
+def peaks_of(p: Problem, profiles: Ints) -> list[int]:
     """Bytes per device of each rank at its peak, from the `profiles` of its stages."""
     ranks = range(p.capacities.size)
     return [int(_kernels.rank_peak(rank, profiles, *p.ranks)) for rank in ranks]

@@ -54,9 +54,9 @@ from stratagem.search.lookups import (
     longest_path,
 )
 from stratagem.search.problem import Problem
+from stratagem.simulator.arrays import Floats, Ints
 from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.pipeline import SEND
-from stratagem.simulator.resharding import FloatArray, IntArray
 
 GATE = 11
 """The gates of tensors in `Problem.tensors`."""
@@ -78,7 +78,7 @@ class Bound:
     """
 
     seconds: float
-    choice: IntArray
+    choice: Ints
     score: float
     rounds: int
     binding: tuple[tuple[str, float], ...]
@@ -87,7 +87,7 @@ class Bound:
 
 def lower_bound(
     problem: Problem,
-    choice: IntArray,
+    choice: Ints,
     *,
     rounds: int = 20,
     tolerance: float = 0.005,
@@ -155,7 +155,7 @@ class _BlockMeasure:
     """What a block takes at least: the tasks of a path, or (no `rows`) the load of a resource."""
 
     ns: Measure
-    rows: IntArray | None
+    rows: Ints | None
 
     @property
     def resource(self) -> int:
@@ -165,7 +165,7 @@ class _BlockMeasure:
 
 def _block_measure(
     block: BlockLookups,
-    path: tuple[IntArray, FloatArray] | None = None,
+    path: tuple[Ints, Floats] | None = None,
     resource: int = PLAIN,
 ) -> _BlockMeasure:
     """Of a path its tasks as far as they count, of a resource what surely occupies it."""
@@ -181,7 +181,7 @@ class _Moment:
     """The share of a rank's memory that tensors (rows of look-ups) take in a situation."""
 
     name: tuple[int, int, int]
-    rows: IntArray
+    rows: Ints
     share: Measure
 
 
@@ -237,7 +237,7 @@ class _Relaxation:
         }
         self._paths: list[_MacroPath] = []
         self._moments: list[_Moment] = []
-        self._met: list[IntArray] = []
+        self._met: list[Ints] = []
         self._crossings = _sure_crossings(problem)
         self._tensors = _tensor_lookups(problem)
         self._rank_of = problem.ranks[0].argmax(axis=0).tolist()
@@ -254,7 +254,7 @@ class _Relaxation:
 
     # -- what a plan shows ---------------------------------------------------------------------
 
-    def learn(self, choice: IntArray, *, paths: bool = True) -> None:
+    def learn(self, choice: Ints, *, paths: bool = True) -> None:
         """Simulate a plan; remember the moments that bind under it and, if asked, the paths."""
         problem = self.problem
         score = float(
@@ -297,14 +297,14 @@ class _Relaxation:
         sends = Measure(lookups, joins[kinds, items])
         self._paths.append(_MacroPath(tasks.tobytes(), times, sends))
 
-    def _learn_path(self, key: tuple[int, int], choice: IntArray) -> None:
+    def _learn_path(self, key: tuple[int, int], choice: Ints) -> None:
         block, known = self._blocks[key], self._measures[key]
         path = block.longest_path(choice)
         paths = [measure.rows for measure in known if measure.rows is not None]
         if len(paths) < MAX_PATHS and not any(np.array_equal(path[0], p) for p in paths):
             known.append(_block_measure(block, path))
 
-    def _learn_moments(self, choice: IntArray) -> None:
+    def _learn_moments(self, choice: Ints) -> None:
         """The moments at which ranks are over their memory."""
         problem = self.problem
         _, starts, situations, held_starts, held = problem.ranks
@@ -331,7 +331,7 @@ class _Relaxation:
             shares = copies[rows] / sharers / float(problem.capacities[rank])
             self._moments.append(_Moment(name, rows, Measure(self._tensors.some(rows), shares)))
 
-    def _fullest_place(self, choice: IntArray, stage: int, which: int) -> int:
+    def _fullest_place(self, choice: Ints, stage: int, which: int) -> int:
         starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
         birth, death = self.problem.tensors[7], self.problem.tensors[8]
         rows = np.arange(starts[stage], starts[stage + 1])
@@ -344,7 +344,7 @@ class _Relaxation:
         alive = np.cumsum(change)[which * n : (which + 1) * n]
         return which * n + int(np.argmax(alive))
 
-    def _copies(self, rank: int, situation: int, place: int) -> FloatArray:
+    def _copies(self, rank: int, situation: int, place: int) -> Floats:
         """How many copies of each tensor a rank holds at a moment."""
         rank_stages, _, situations, held_starts, held = self.problem.ranks
         starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
@@ -480,9 +480,9 @@ class _Relaxation:
         ]
         return [*parts, self._crossings[0], self._tensors]
 
-    def _weights(self, at: _Multipliers) -> list[FloatArray]:
+    def _weights(self, at: _Multipliers) -> list[Floats]:
         """Weights of the rows of `_parts`."""
-        weights: list[FloatArray] = []
+        weights: list[Floats] = []
         for key, block in self._blocks.items():
             mine = [np.zeros(len(block.tasks)) for _ in range(NUM_RESOURCES + 1)]
             for q, measure in enumerate(self._measures[key]):
@@ -548,7 +548,7 @@ class _Relaxation:
 
 
 def _cuts(
-    values: Sequence[FloatArray], groups: Sequence[int], parts: Sequence[int], part: int
+    values: Sequence[Floats], groups: Sequence[int], parts: Sequence[int], part: int
 ) -> sparse.csr_array:
     """Rows by which what a part of the plan takes is at most what choices met make of it."""
     mine = [k for k, group in enumerate(groups) if group == part]
@@ -561,8 +561,8 @@ def _cuts(
 
 def _scaled(
     y: dict[tuple[int, int, int], float],
-    mu: FloatArray,
-    nu: FloatArray,
+    mu: Floats,
+    nu: Floats,
     paths: Sequence[_MacroPath],
 ) -> _Multipliers:
     """Multipliers that meet the conditions exactly, whatever a solver's tolerance left."""
@@ -581,7 +581,7 @@ def _scaled(
     return _Multipliers(block, mu.tolist(), nu.tolist())
 
 
-def _sure_crossings(problem: Problem) -> tuple[Lookups, IntArray, IntArray]:
+def _sure_crossings(problem: Problem) -> tuple[Lookups, Ints, Ints]:
     """What surely crosses between stages: each way, of tensors that may go together the first."""
     rows = problem.crossings
     _, first = np.unique(rows[:, [6, 0]], axis=0, return_index=True)

@@ -28,13 +28,12 @@ from stratagem.search._plays import (
 from stratagem.simulator._delta_index import DURATION, DURATIONS, SET, SETS
 from stratagem.simulator._delta_kernels import play_changes
 from stratagem.simulator._sharing_kernels import all_shut
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks
 from stratagem.simulator.contraction import contract
 from stratagem.simulator.delta import allocate_delta
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.pipeline import MacroGraph
-from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.sharing import OPEN, Sharing, joined_sharing
 from stratagem.simulator.taskgraph import TaskGraph
 
@@ -64,7 +63,7 @@ _OF_PIPELINE = ("bounds", "end", "because", "free", "holder", "now", "table", "p
 _OF_CHAIN = ("macro_work", "changed", "before", "numbers")
 
 
-def begin_plays(plays: Plays, choice: IntArray) -> None:
+def begin_plays(plays: Plays, choice: Ints) -> None:
     """Play every block under `choice` from nothing, and index it."""
     for k in range(plays.which.shape[0]):
         low, high = plays.touch_starts[k, [0, -1]]
@@ -130,7 +129,7 @@ def _plays(problem: Problem) -> Plays:
     stages, pools = problem.plays[:, 0].tolist(), pool_starts(problem.stage_blocks)
     num_operators = len(problem.choices)
     sharing, gates = joined_sharing([blocks.sharing for blocks in problem.stage_blocks])
-    contracted: dict[int, tuple[TaskGraph, IntArray]] = {}
+    contracted: dict[int, tuple[TaskGraph, Ints]] = {}
     states, touched = [], []
     for stage, (block, last) in zip(stages, blocks, strict=True):
         key = id(block.bases(last))  # equal stages share these
@@ -175,7 +174,7 @@ def _plays(problem: Problem) -> Plays:
     )
 
 
-def _contracted(blocks: StageBlocks, block: Block, last: bool) -> tuple[TaskGraph, IntArray]:
+def _contracted(blocks: StageBlocks, block: Block, last: bool) -> tuple[TaskGraph, Ints]:
     """A block without tasks that never have anything to do, and the ids of those that stay.
 
     Under the first choices; `begin_plays` looks everything up.
@@ -187,11 +186,11 @@ def _contracted(blocks: StageBlocks, block: Block, last: bool) -> tuple[TaskGrap
 def _touches(
     block: Block,
     last: bool,
-    kept: IntArray,
+    kept: Ints,
     begins: tuple[int, int],
     num_operators: int,
     sharing: Sharing,
-) -> tuple[IntArray, IntArray]:
+) -> tuple[Ints, Ints]:
     """By operator, the tasks whose look-up it takes part in: where they begin, and columns.
 
     The pool and the gates of the stage begin at `begins` among those of all.
@@ -221,7 +220,7 @@ def _touches(
     return starts.astype(np.int64), np.stack(columns, axis=1).astype(np.int64)
 
 
-def gate_owners(gate: IntArray, sharing: Sharing, busy: BoolArray) -> tuple[IntArray, IntArray]:
+def gate_owners(gate: Ints, sharing: Sharing, busy: Flags) -> tuple[Ints, Ints]:
     """Whose gates other readers decide about: (what is behind a gate, an operator) pairs."""
     rows: list[int] = []
     rivals: list[int] = []
@@ -281,8 +280,8 @@ class _Macro:
     """The macro graph as the builders below read it."""
 
     graph: TaskGraph
-    entry: IntArray
-    less: IntArray
+    entry: Ints
+    less: Ints
     held: tuple[tuple[int, ...], ...]
     before: tuple[tuple[int, ...], ...]
 
@@ -326,7 +325,7 @@ def _pipeline(macro: MacroGraph, shape: tuple[int, ...]) -> Pipeline:
     )
 
 
-def _fixed_order(macro: _Macro) -> IntArray | None:
+def _fixed_order(macro: _Macro) -> Ints | None:
     """An order in which every resource serves its tasks under all durations; None if unproven.
 
     Tasks are taken in the order of (ready time, id). Of two tasks on a resource, a goes first
@@ -357,7 +356,7 @@ def _fixed_order(macro: _Macro) -> IntArray | None:
     return order
 
 
-def _ancestors(macro: _Macro, order: IntArray) -> list[int]:
+def _ancestors(macro: _Macro, order: Ints) -> list[int]:
     """Per task all tasks before it in the graph, as the bits of a number."""
     above = [0] * macro.graph.num_tasks
     for task in order.tolist():
@@ -366,7 +365,7 @@ def _ancestors(macro: _Macro, order: IntArray) -> list[int]:
     return above
 
 
-def _bounds(macro: MacroGraph, read: _Macro, places: IntArray, num_columns: int) -> IntArray:
+def _bounds(macro: MacroGraph, read: _Macro, places: Ints, num_columns: int) -> Ints:
     """Coefficients of lower bounds, two a rank, and a last row for the longest path.
 
     Everything that holds the rank; and a path through the graph along all actions of the rank,
@@ -390,7 +389,7 @@ def _tasks_of(macro: MacroGraph, task: int) -> list[int]:
     return [task, macro.rests[task]] if task in macro.rests else [task]
 
 
-def _count(row: IntArray, tasks: Sequence[int], read: _Macro, places: IntArray) -> None:
+def _count(row: Ints, tasks: Sequence[int], read: _Macro, places: Ints) -> None:
     """Add the entries of tasks to a bound, and take off those that they are less."""
     less = read.less[list(tasks)]
     np.add.at(row, places[read.entry[list(tasks)]], 1)
@@ -427,9 +426,9 @@ def _before(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(each) for each in found)
 
 
-def _starts(sizes: Sequence[int]) -> IntArray:
+def _starts(sizes: Sequence[int]) -> Ints:
     return np.cumsum([0, *sizes]).astype(np.int64)
 
 
-def _flat(lists: Sequence[Sequence[int]]) -> IntArray:
+def _flat(lists: Sequence[Sequence[int]]) -> Ints:
     return np.array([each for found in lists for each in found], dtype=np.int64)

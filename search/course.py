@@ -37,8 +37,8 @@ from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.search.space_search import Entry, Space, choices_of
 from stratagem.search.windows import improve_by_windows
 from stratagem.search.workers import Part, Workers, worker_count
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.schedules import registered_schedules
 from stratagem.simulator.simulation import Simulation
 
@@ -419,7 +419,7 @@ class Course:
         entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
         self.space.share_bound(entry, known.shared_bound)
 
-    def _programmed(self, program: IntraProgram) -> list[IntArray]:
+    def _programmed(self, program: IntraProgram) -> list[Ints]:
         """The best choices under a sum of costs, as OptCNN and Alpa have it."""
         choices = program.problem.choices
         if len(choices) * max(map(len, choices)) > LARGE_PROGRAM or self._time_is_up():
@@ -434,9 +434,7 @@ class Course:
         )
         return [solution.choice] if solution.choice is not None else []
 
-    def _chains(
-        self, problem: Problem, starts: list[IntArray], evaluations: int, number: int
-    ) -> IntArray:
+    def _chains(self, problem: Problem, starts: list[Ints], evaluations: int, number: int) -> Ints:
         """The best choices that chains from the two best starts come to."""
         ranked = sorted(
             (Chain(problem, start, 1, 0) for start in starts),
@@ -559,7 +557,7 @@ class Course:
     def _time_is_up(self) -> bool:
         return self._past(1.0)()
 
-    def _simulate(self, problem: Problem, choice: IntArray) -> Simulation:
+    def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)
 
     def _problem(self, entry: Entry) -> Problem | None:

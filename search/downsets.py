@@ -16,15 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search._downset_kernels import enumerate_sets, pairs_above, relax_stages
-
-Floats = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Floats, Indices, Ints, Words
 
 PAIRS_AT_ONCE = 500_000
 """How many pairs of down-sets are held in memory at a time."""
@@ -457,7 +451,7 @@ class StageTable:
     """What was found for every set and number of devices taken, from one set on."""
 
     best: Floats
-    origin: Longs
+    origin: Ints
     choice: Indices
     exactly: bool
     start: int

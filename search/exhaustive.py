@@ -20,9 +20,9 @@ from stratagem.search.space import (
     operator_choices,
     skeletons,
 )
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.resharding import IntArray
 
 BATCH = 1 << 15
 """Plans between two looks at the keyboard."""
@@ -40,7 +40,7 @@ class Optimum:
         num_plans: how many plans were scored.
     """
 
-    choice: IntArray
+    choice: Ints
     score: float
     fits: bool
     num_plans: int
@@ -180,7 +180,7 @@ def count_plans(
     return total
 
 
-def _touches(problem: Problem) -> IntArray:
+def _touches(problem: Problem) -> Ints:
     """Per operator and stage what is to be done anew when its choice changes."""
     found = np.zeros((len(problem.choices), problem.num_stages), dtype=np.int64)
     for i in range(len(problem.choices)):

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from stratagem.simulator._compiling import kernel
-from stratagem.simulator.resharding import FloatArray, IntArray
+from stratagem.simulator.arrays import Floats, Ints
 
 Pair = tuple[int, int]
 
@@ -38,10 +38,10 @@ def spanning_forest(num_nodes: int, weights: Mapping[Pair, float]) -> tuple[Pair
 
 
 def minimise_forest(
-    nodes: Sequence[FloatArray],
-    pairs: Mapping[Pair, FloatArray],
+    nodes: Sequence[Floats],
+    pairs: Mapping[Pair, Floats],
     forest: Sequence[Pair],
-) -> tuple[float, IntArray]:
+) -> tuple[float, Ints]:
     """The least of Σ nodes + Σ pairs over one choice per node, where pairs off the forest count
     with the least that the lower node's choice leaves of them.
 
@@ -60,7 +60,7 @@ def minimise_forest(
     """
     total = list(nodes)
     inside = set(forest)
-    least: dict[int, FloatArray] = {}
+    least: dict[int, Floats] = {}
     for (i, j), matrix in pairs.items():
         if (i, j) not in inside:
             # Repeated layers share their matrices.
@@ -69,7 +69,7 @@ def minimise_forest(
             total[i] = total[i] + least[id(matrix)]
     order, parent = _from_roots(len(nodes), tuple(forest))
     begins: dict[int, int] = {}
-    matrices: list[FloatArray] = [np.zeros(0)]
+    matrices: list[Floats] = [np.zeros(0)]
     begin_of = np.full(len(nodes), -1, dtype=np.int64)
     size = 0
     for i, j in forest:
@@ -89,13 +89,13 @@ def minimise_forest(
 
 @kernel(cache=True)
 def _minimise(
-    order: IntArray,
-    parent: IntArray,
-    begin_of: IntArray,
-    matrices: FloatArray,
-    starts: IntArray,
-    total: FloatArray,
-) -> tuple[float, IntArray]:
+    order: Ints,
+    parent: Ints,
+    begin_of: Ints,
+    matrices: Floats,
+    starts: Ints,
+    total: Floats,
+) -> tuple[float, Ints]:
     """The dynamic program, from the leaves up and back down again; of equal choices the first.
 
     Args:
@@ -145,7 +145,7 @@ def _minimise(
 
 
 @lru_cache(maxsize=4)
-def _from_roots(num_nodes: int, forest: tuple[Pair, ...]) -> tuple[IntArray, IntArray]:
+def _from_roots(num_nodes: int, forest: tuple[Pair, ...]) -> tuple[Ints, Ints]:
     """Nodes, each after its parent; and the parents, −1 for roots."""
     near: list[list[int]] = [[] for _ in range(num_nodes)]
     for i, j in forest:

@@ -17,10 +17,10 @@ from stratagem.search.ilp.instance import Device, Edge, Instance, Use
 from stratagem.search.ilp.solve import Solution, solve
 from stratagem.search.lookups import BlockLookups, Tables, crossing_lookups
 from stratagem.search.problem import Problem
+from stratagem.simulator.arrays import Floats, Ints
 from stratagem.simulator.critical_path import critical_path
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.pipeline import NUM_KINDS
-from stratagem.simulator.resharding import FloatArray, IntArray
 
 OFF_PATH = 0.05
 """Weight in a window of a task that the step does not wait for, where one that it does has 1."""
@@ -30,7 +30,7 @@ MOST_PARTS = 8
 a limit that is the same on every machine."""
 
 
-_Combined = tuple[Sequence[FloatArray], list[FloatArray], dict[tuple[int, int], FloatArray]]
+_Combined = tuple[Sequence[Floats], list[Floats], dict[tuple[int, int], Floats]]
 """Weights, and the nodes and pairs under them."""
 
 
@@ -64,7 +64,7 @@ class IntraProgram:
             [*(block.lookups() for block in self.blocks), crossing_lookups(self.problem)],
         )
 
-    def sum_weights(self) -> list[FloatArray]:
+    def sum_weights(self) -> list[Floats]:
         """Every task as often as a step runs it: nothing overlaps, no stage waits.
 
         What several readers may share they pay for in equal parts.
@@ -80,7 +80,7 @@ class IntraProgram:
             times[rows[:, 0], rows[:, 1]],
         ]
 
-    def path_weights(self, choice: IntArray) -> list[FloatArray]:
+    def path_weights(self, choice: Ints) -> list[Floats]:
         """The same, tasks that blocks do not wait for under `choice` at `OFF_PATH`."""
         weights = self.sum_weights()
         for k, block in enumerate(self.blocks):
@@ -92,9 +92,9 @@ class IntraProgram:
 
     def solve(
         self,
-        weights: Sequence[FloatArray],
+        weights: Sequence[Floats],
         *,
-        fixed: IntArray | None = None,
+        fixed: Ints | None = None,
         window: Sequence[int] = (),
         memory: bool = False,
         alike: bool = False,
@@ -125,7 +125,7 @@ class IntraProgram:
             inside = set(window)
             kept = [k if i in inside else fixed[i : i + 1] for i, k in enumerate(kept)]
         costs = tuple(node[k] for node, k in zip(nodes, kept, strict=True))
-        cut: dict[tuple[int, bytes, bytes], FloatArray] = {}
+        cut: dict[tuple[int, bytes, bytes], Floats] = {}
         edges: list[Edge] = []
         for (i, j), matrix in pairs.items():
             if fixed is not None and len(kept[i]) * len(kept[j]) == 1:
@@ -150,8 +150,8 @@ class IntraProgram:
         return found
 
     def _combined(
-        self, weights: Sequence[FloatArray]
-    ) -> tuple[list[FloatArray], dict[tuple[int, int], FloatArray]]:
+        self, weights: Sequence[Floats]
+    ) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Nodes and pairs, kept for the next call: windows come under the same weights."""
         if self._last is None or self._last[0] is not weights:
             self._last = weights, *self._tables.combine(weights)
@@ -166,7 +166,7 @@ class IntraProgram:
             found.setdefault(key, []).append(i)
         return [group for group in found.values() if len(group) > 1]
 
-    def _memory(self, kept: Sequence[IntArray]) -> tuple[tuple[Use, ...], tuple[Device, ...]]:
+    def _memory(self, kept: Sequence[Ints]) -> tuple[tuple[Use, ...], tuple[Device, ...]]:
         """One row a rank: state, and what waits for backward in its fullest situation.
 
         Tensors that two operators decide count with the least that the first one's choice leaves.
@@ -190,7 +190,7 @@ class IntraProgram:
             n = sizes[stage_of]
             kept_rows = ~state & (birth < n) & (n <= death)
             copies[kept_rows] = waiting[stage_of[kept_rows]]
-            totals: dict[int, FloatArray] = {}
+            totals: dict[int, Floats] = {}
             for row in np.flatnonzero(copies).tolist():
                 i, j = int(first[row]), int(second[row])
                 mine = base[row] + kept[i] * stride[row]

@@ -21,9 +21,8 @@ import numpy as np
 
 from stratagem.search.problem import Problem
 from stratagem.simulator._compiling import kernel
+from stratagem.simulator.arrays import Flags, Floats, Ints
 from stratagem.simulator.block import NUM_RESOURCES, Role
-from stratagem.simulator.resharding import FloatArray, IntArray
-from stratagem.simulator.rows import BoolArray
 
 PLAIN = NUM_RESOURCES
 """Stands for a resource where values count whatever they occupy."""
@@ -36,16 +35,16 @@ class Lookups:
     `second_stride` is 0 where one operator alone decides.
     """
 
-    pool: IntArray
-    base: IntArray
-    first: IntArray
-    stride: IntArray
-    second: IntArray
-    second_stride: IntArray
-    mask: IntArray | None = None
+    pool: Ints
+    base: Ints
+    first: Ints
+    stride: Ints
+    second: Ints
+    second_stride: Ints
+    mask: Ints | None = None
     resource: int = PLAIN
 
-    def at(self, where: IntArray) -> FloatArray:
+    def at(self, where: Ints) -> Floats:
         """The values at places of the pool, 0 where they do not occupy the `resource`.
 
         Pools are large and shared, so nothing is copied that is not asked for.
@@ -55,12 +54,12 @@ class Lookups:
             found *= self.mask[where] >> self.resource & 1
         return found
 
-    def values(self, choice: IntArray) -> FloatArray:
+    def values(self, choice: Ints) -> Floats:
         """The values of all rows under `choice`, one number per operator of the graph."""
         where = self.base + choice[self.first] * self.stride
         return self.at(where + choice[self.second] * self.second_stride)
 
-    def some(self, rows: IntArray | BoolArray) -> Lookups:
+    def some(self, rows: Ints | Flags) -> Lookups:
         """The look-ups of some rows."""
         return Lookups(
             self.pool,
@@ -79,14 +78,14 @@ class Measure:
     """Look-ups with a weight each: a linear function of the choices."""
 
     lookups: Lookups
-    weights: FloatArray
+    weights: Floats
     _known: list[float] = field(init=False, default_factory=list)
 
-    def value(self, choice: IntArray) -> float:
+    def value(self, choice: Ints) -> float:
         """What the choices measure."""
         return float(self.weights @ self.lookups.values(choice))
 
-    def under(self, met: Sequence[IntArray]) -> FloatArray:
+    def under(self, met: Sequence[Ints]) -> Floats:
         """What each of some choices measures; the next call may only have more at the end."""
         self._known += [self.value(choice) for choice in met[len(self._known) :]]
         return np.array(self._known)
@@ -105,12 +104,12 @@ class BlockLookups:
         self.block, self.last = blocks.of_kind(self.kind)
 
     @cached_property
-    def tasks(self) -> IntArray:
+    def tasks(self) -> Ints:
         """The tasks that have anything to do under some choice."""
         return np.flatnonzero(self._base > 0)
 
     @cached_property
-    def _base(self) -> IntArray:
+    def _base(self) -> Ints:
         return self.block.bases(self.last)
 
     def lookups(self, resource: int = PLAIN) -> Lookups:
@@ -136,7 +135,7 @@ class BlockLookups:
         return bool((np.bitwise_or.reduce(masks) >> resource) & 1)
 
     @cached_property
-    def share(self) -> FloatArray:
+    def share(self) -> Floats:
         """What share of each of `tasks` surely counts: of edges that may share one has it all.
 
         Weighed so, what they take together is at most what the one takes that makes it.
@@ -144,7 +143,7 @@ class BlockLookups:
         sharing = self.problem.stage_blocks[self.stage].sharing
         return 1.0 / sharing.share_of(self.block.gate[self.tasks])
 
-    def longest_path(self, choice: IntArray) -> tuple[IntArray, FloatArray]:
+    def longest_path(self, choice: Ints) -> tuple[Ints, Floats]:
         """The path that takes longest under `choice`, resources apart.
 
         Returns:
@@ -189,7 +188,7 @@ def crossing_lookups(problem: Problem) -> Lookups:
 
 
 @kernel(cache=True)
-def longest_path(offsets: IntArray, successors: IntArray, durations: FloatArray) -> IntArray:
+def longest_path(offsets: Ints, successors: Ints, durations: Floats) -> Ints:
     """Tasks of a path of greatest length in a graph without cycles.
 
     Example:
@@ -237,8 +236,8 @@ class _Alike:
     """
 
     pairs: list[tuple[int, int]]
-    rows: IntArray
-    terms: IntArray
+    rows: Ints
+    terms: Ints
 
 
 class Tables:
@@ -275,8 +274,8 @@ class Tables:
         self.pairs = [pair for alike in self._alike for pair in alike.pairs if pair[0] != pair[1]]
 
     def combine(
-        self, weights: Sequence[FloatArray]
-    ) -> tuple[list[FloatArray], dict[tuple[int, int], FloatArray]]:
+        self, weights: Sequence[Floats]
+    ) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Node vectors by operator, and pair matrices, of Σ weight · look-up.
 
         Args:
@@ -284,12 +283,12 @@ class Tables:
         """
         every = np.concatenate(weights)
         nodes = [np.zeros(size) for size in self.sizes]
-        pairs: dict[tuple[int, int], FloatArray] = {}
-        made: dict[tuple[int, int, bool, bytes, bytes], FloatArray] = {}
+        pairs: dict[tuple[int, int], Floats] = {}
+        made: dict[tuple[int, int, bool, bytes, bytes], Floats] = {}
         for alike in self._alike:
             i, j = alike.pairs[0]
             weighed = every[alike.rows]
-            found: dict[bytes, FloatArray | None] = {}
+            found: dict[bytes, Floats | None] = {}
             for line, (low, high) in zip(weighed, alike.pairs, strict=True):
                 seen = line.tobytes()
                 if seen not in found:
@@ -309,9 +308,7 @@ class Tables:
                     pairs[low, high] = total
         return nodes, pairs
 
-    def _sum(
-        self, ours: int, theirs: int, one: bool, terms: IntArray, factors: FloatArray
-    ) -> FloatArray:
+    def _sum(self, ours: int, theirs: int, one: bool, terms: Ints, factors: Floats) -> Floats:
         total = np.zeros((ours, 1 if one else theirs))
         # Terms of one pool stand together, as those of one part do.
         begin = 0
@@ -324,16 +321,14 @@ class Tables:
         return total[:, 0] if one else total
 
 
-def _alike(
-    sizes: Sequence[int], low: IntArray, high: IntArray, terms: IntArray
-) -> tuple[_Alike, ...]:
+def _alike(sizes: Sequence[int], low: Ints, high: Ints, terms: Ints) -> tuple[_Alike, ...]:
     """The pairs with something to look up, those with equal terms together."""
     order = np.lexsort((high, low))
     low, high, terms = low[order], high[order], np.ascontiguousarray(terms[order])
     changes = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1
     begins, ends = [0, *changes.tolist()], [*changes.tolist(), len(low)]
-    pairs: dict[tuple[int, int, bool, bytes], list[tuple[tuple[int, int], IntArray]]] = {}
-    kept: dict[tuple[int, int, bool, bytes], IntArray] = {}
+    pairs: dict[tuple[int, int, bool, bytes], list[tuple[tuple[int, int], Ints]]] = {}
+    kept: dict[tuple[int, int, bool, bytes], Ints] = {}
     for begin, end in zip(begins, ends, strict=True):
         i, j = int(low[begin]), int(high[begin])
         mine = terms[begin:end]
@@ -348,12 +343,12 @@ def _alike(
 
 @kernel(cache=True)
 def _add(
-    total: FloatArray,
-    pool: IntArray,
-    mask: IntArray,
+    total: Floats,
+    pool: Ints,
+    mask: Ints,
     is_masked: bool,
-    terms: IntArray,
-    factors: FloatArray,
+    terms: Ints,
+    factors: Floats,
     one: bool,
 ) -> None:
     """Add tables of look-ups to `total`, one a line of `terms` (see `_Alike`), times its factor.

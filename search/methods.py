@@ -23,11 +23,11 @@ from stratagem.search.problem import Problem, make_problem
 from stratagem.search.rewriting import rewritings
 from stratagem.search.space import Options, Skeleton, stage_meshes
 from stratagem.search.strategies import data_parallel, known_strategies
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.chimera import CHIMERA
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import crossing_ties
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.stashing import check_stashing
 
 FLEXFLOW_EVALUATIONS = 20_000
@@ -216,7 +216,7 @@ def _problem(situation: Situation, skeleton: Skeleton, zero_stages: tuple[int, .
     )
 
 
-def _plan(name: str, situation: Situation, problem: Problem, choice: IntArray) -> Plan:
+def _plan(name: str, situation: Situation, problem: Problem, choice: Ints) -> Plan:
     return problem.plan(choice, name=name, seed=0, fingerprint=situation.graph.fingerprint)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from stratagem.search._moves import Moves
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import OperatorRow
 
 
@@ -51,7 +51,7 @@ def make_moves(tables: Sequence[CostTable], choices: Sequence[Sequence[Choice]])
 
 def _by_choice(
     choices: Sequence[Sequence[Choice]],
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+) -> tuple[Ints, Ints, Ints, Ints]:
     """Rows of the operators' first choices; per row, choices one part apart; and variants."""
     base: dict[int, int] = {}
     distinct: list[Sequence[Choice]] = []
@@ -97,7 +97,7 @@ def _one_apart(options: Sequence[Choice]) -> list[list[int]]:
     ]
 
 
-def _variants(distinct: Sequence[Sequence[Choice]], num_rows: int) -> IntArray:
+def _variants(distinct: Sequence[Sequence[Choice]], num_rows: int) -> Ints:
     """Per (part, value) beside placements, the choice of each row with that value in that part."""
     values: dict[tuple[int, object], None] = {}
     for options in distinct:
@@ -118,7 +118,7 @@ def _variants(distinct: Sequence[Sequence[Choice]], num_rows: int) -> IntArray:
     return found
 
 
-def _pairs(tables: Sequence[CostTable], counts: IntArray) -> IntArray:
+def _pairs(tables: Sequence[CostTable], counts: Ints) -> Ints:
     """Who asks, who answers, and the best answers, of those who have several; in rows."""
     answers = [a for table in tables for a in _answers(table) if counts[a[1]] > 1]
     width = max((len(answer) for answer in answers), default=2)
@@ -150,7 +150,7 @@ def _answers(table: CostTable) -> list[list[int]]:
     return found
 
 
-def _own_ns(row: OperatorRow) -> IntArray:
+def _own_ns(row: OperatorRow) -> Ints:
     """An operator's own passes, repeated ones too."""
-    own: IntArray = row.passes_ns + row.recompute.ns
+    own: Ints = row.passes_ns + row.recompute.ns
     return own

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.boundary import transfer_seconds
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
@@ -16,7 +17,6 @@ from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import REPLICATE
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
 
@@ -71,7 +71,7 @@ class StageCutter:
         self._until = np.concatenate([[0.0], np.cumsum(seconds)])
         self._tails = np.array([0.0, *sends[: count - 1], 0.0])
         self._best = self._until + np.where(np.arange(count + 1) > 0, self._tails, 0.0)
-        self._origins: list[IntArray] = []
+        self._origins: list[Ints] = []
 
     @property
     def num_layers(self) -> int:

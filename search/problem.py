@@ -15,6 +15,7 @@ from stratagem.search.chain_arrays import pool_starts, shared_arrays
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.move_lists import make_moves
 from stratagem.search.space import Options, Skeleton, distinct_stages, operator_choices
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import (
     NUM_RESOURCES,
     RIVALS,
@@ -47,7 +48,6 @@ from stratagem.simulator.pipeline import (
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice, Plan
 from stratagem.simulator.plan_model import crossing_edges, crossing_ties, stage_pairs
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedules import schedule_by_name
@@ -74,23 +74,23 @@ class Problem:
     cluster: Cluster
     training: Training
     choices: tuple[tuple[Choice, ...], ...]
-    stage_of: IntArray
+    stage_of: Ints
     tables: tuple[CostTable, ...]
-    capacities: IntArray
-    blocks: tuple[IntArray, ...]
+    capacities: Ints
+    blocks: tuple[Ints, ...]
     bucket_bytes: int
     inputs_first: bool
-    tensors: tuple[IntArray, ...]
+    tensors: tuple[Ints, ...]
     tensor_sharing: Sharing
-    ranks: tuple[IntArray, ...]
-    crossings: IntArray
-    arrivals: IntArray
-    macro: tuple[IntArray, ...]
+    ranks: tuple[Ints, ...]
+    crossings: Ints
+    arrivals: Ints
+    macro: tuple[Ints, ...]
     macro_graph: MacroGraph
-    plays: IntArray
+    plays: Ints
     stage_blocks: tuple[StageBlocks, ...]
-    macro_work: IntArray
-    table: IntArray
+    macro_work: Ints
+    table: Ints
 
     @cached_property
     def moves(self) -> Moves:
@@ -121,7 +121,7 @@ class Problem:
         """Number of plans in the space (as a float: it is astronomic)."""
         return math.prod(float(len(options)) for options in self.choices)
 
-    def encode(self, choices: Mapping[str, Choice]) -> IntArray:
+    def encode(self, choices: Mapping[str, Choice]) -> Ints:
         """A strategy as positions in `choices`; what the space lacks becomes its first choice."""
         number = np.zeros(len(self.choices), dtype=np.int64)
         for i, operator in enumerate(self.graph.operators):
@@ -130,7 +130,7 @@ class Problem:
                 number[i] = self.choices[i].index(wanted)
         return number
 
-    def plan(self, number: IntArray, *, name: str, seed: int, fingerprint: str) -> Plan:
+    def plan(self, number: Ints, *, name: str, seed: int, fingerprint: str) -> Plan:
         """The plan that makes the choices `number`."""
         operators = self.graph.operators
         chosen = {
@@ -371,9 +371,9 @@ def _price(
 def _flat_blocks(
     blocks: Sequence[StageBlocks],
     crossing: Sequence[_Crossing],
-) -> tuple[tuple[IntArray, ...], IntArray, IntArray]:
+) -> tuple[tuple[Ints, ...], Ints, Ints]:
     """All blocks in one set of arrays, all pools in one pool; and what crosses between stages."""
-    shifted: list[tuple[IntArray, IntArray]] = []
+    shifted: list[tuple[Ints, Ints]] = []
     flat = [block for stage in blocks for block in stage.all]
     for stage, start in zip(blocks, pool_starts(blocks), strict=True):
         for block in stage.all:
@@ -404,7 +404,7 @@ def _flat_blocks(
     tasks = np.cumsum([0, *(b.base.size for b in flat)])
     starts = np.cumsum([0, *(b.successors.size for b in flat)])
 
-    def joined(pick: Callable[[int], IntArray]) -> IntArray:
+    def joined(pick: Callable[[int], Ints]) -> Ints:
         return np.concatenate([pick(k) for k in range(len(flat))])
 
     arrays = (
@@ -433,12 +433,12 @@ def _flat_blocks(
     return arrays, flat_crossings, np.array(arrivals, dtype=np.int64)
 
 
-def _joined(parts: Sequence[IntArray]) -> IntArray:
+def _joined(parts: Sequence[Ints]) -> Ints:
     """One array of all; a single one as it is, because pools are large."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _plays(blocks: Sequence[StageBlocks], kinds: IntArray) -> IntArray:
+def _plays(blocks: Sequence[StageBlocks], kinds: Ints) -> Ints:
     """(stage, kind of macro task, block, whether it is an inner one) of all that a step plays."""
     used = set(kinds.tolist())
     plays: list[tuple[int, int, int, int]] = []
@@ -458,11 +458,11 @@ def _flat_tensors(
     stage_of: Mapping[str, int],
     graph: OperatorGraph,
     shapes: StageShapes,
-) -> tuple[tuple[IntArray, ...], Sharing]:
+) -> tuple[tuple[Ints, ...], Sharing]:
     """The tensors of all stages as the kernels take them, and their gates."""
-    columns: list[tuple[IntArray, ...]] = []
-    pool: list[IntArray] = []
-    gates: list[IntArray] = []
+    columns: list[tuple[Ints, ...]] = []
+    pool: list[Ints] = []
+    gates: list[Ints] = []
     shared: list[Sharing] = []
     size = 0
     for s, table in enumerate(tables):
@@ -495,7 +495,7 @@ def _flat_tensors(
 
 def _flat_situations(
     schedule: Schedule, skeleton: Skeleton, cluster: Cluster
-) -> tuple[IntArray, tuple[IntArray, ...]]:
+) -> tuple[Ints, tuple[Ints, ...]]:
     """Per rank the bytes of its device; and which stages it has and its situations, flat."""
     split = schedule.splits_backward
     ranks = [

@@ -21,8 +21,8 @@ from stratagem.search import _kernels
 from stratagem.search.baselines import Situation
 from stratagem.search.problem import Problem
 from stratagem.search.space import Options, Skeleton
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.graph import shape_of
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.sharing import OPEN
 
 LEFT_OUT = "gathering inputs again: every plan fits without"
@@ -105,7 +105,7 @@ def always_fits(problem: Problem) -> bool:
     )
 
 
-def _largest(problem: Problem) -> IntArray:
+def _largest(problem: Problem) -> Ints:
     """The most bytes of each tensor under any choices of the operators that decide it."""
     counts = np.array([len(listed) for listed in problem.choices])
     _, _, base, first, stride, second, second_stride, _, _, pool, *_ = problem.tensors
@@ -117,5 +117,5 @@ def _largest(problem: Problem) -> IntArray:
         pool[at + np.arange(n)[:, None] * step + np.arange(m)[None, :] * other].max()
         for at, n, step, m, other in distinct.tolist()
     ]
-    found: IntArray = np.array(most, dtype=np.int64)[number.ravel()]
+    found: Ints = np.array(most, dtype=np.int64)[number.ravel()]
     return found

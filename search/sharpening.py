@@ -25,9 +25,9 @@ from stratagem.search.result import Fate
 from stratagem.search.room import roomy_problem
 from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import Choices
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedules import Sizes, register_schedule
 
@@ -357,7 +357,7 @@ class Sharpener:
                 return settled
             skeleton, choices = more
 
-    def plan(self, problem: Problem, choice: IntArray) -> Plan:
+    def plan(self, problem: Problem, choice: Ints) -> Plan:
         """The plan that makes some choices of a skeleton."""
         return problem.plan(
             choice,

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
@@ -27,8 +27,6 @@ from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.token_slices import num_positions, token_dims
-
-FloatArray = NDArray[np.float64]
 
 MOST_UNITS = 32
 """Into how many units positions are cut at most; slices are whole numbers of units."""
@@ -88,7 +86,7 @@ def slice_times(
     total: int,
     unit: int,
     memory: RowMemory | None = None,
-) -> FloatArray:
+) -> Floats:
     """What slices take on the slowest stage: [l, c] in ns, of l + 1 units behind c others.
 
     Cutting the positions in two gives the first slice of every length without others before it,
@@ -108,7 +106,7 @@ def slice_times(
     return times
 
 
-def best_lengths(times: FloatArray, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+def best_lengths(times: Floats, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
     """The lengths in units that make M · Σ t + (S − 1) · max t least; the first among equals.
 
     Example:
@@ -136,7 +134,7 @@ def best_lengths(times: FloatArray, num_stages: int, num_microbatches: int) -> t
     return found
 
 
-def _least_sum(times: FloatArray) -> tuple[float, tuple[int, ...]]:
+def _least_sum(times: Floats) -> tuple[float, tuple[int, ...]]:
     """The least sum over all positions, and its lengths; none where there is no way."""
     num = len(times)
     least, taken = np.full(num + 1, np.inf), np.zeros(num + 1, dtype=np.int64)

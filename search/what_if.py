@@ -16,6 +16,7 @@ from stratagem.search import _kernels
 from stratagem.search.anneal import arguments_of, peaks_of
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import ZERO_STAGES, Options, Skeleton
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import Block
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.delta import DeltaEngine
@@ -24,7 +25,6 @@ from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.names import unknown
 from stratagem.simulator.placement import Pin
 from stratagem.simulator.plan import CUSTOM, Choice, Plan
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.sharing import Sharing
 from stratagem.simulator.taskgraph import TaskGraph
 
@@ -92,7 +92,7 @@ class WhatIf:
         self._profiles = np.zeros((stages, 6), dtype=np.int64)
         self._engines = [DeltaEngine(self._task_graph(k)) for k in range(self._num_plays)]
         self.now = self._outcome(np.full(stages, _kernels.REPLAY))
-        self._pending: tuple[IntArray, IntArray, IntArray, Outcome, list[DeltaEngine]] | None
+        self._pending: tuple[Ints, Ints, Ints, Outcome, list[DeltaEngine]] | None
         self._pending = None
 
     @property
@@ -163,7 +163,7 @@ class WhatIf:
         """How many tasks of blocks the last proposal had to play again."""
         return sum(e.replayed for e in self._pending[4]) if self._pending is not None else 0
 
-    def _play(self, places: Mapping[int, Choice], dirty: IntArray) -> list[DeltaEngine]:
+    def _play(self, places: Mapping[int, Choice], dirty: Ints) -> list[DeltaEngine]:
         """Play the blocks of changed stages by delta; the engines with a proposal pending."""
         played: list[DeltaEngine] = []
         for k in range(self._num_plays):
@@ -180,7 +180,7 @@ class WhatIf:
                 played.append(self._engines[k])
         return played
 
-    def _outcome(self, dirty: IntArray) -> Outcome:
+    def _outcome(self, dirty: Ints) -> Outcome:
         """Play the pipeline of blocks, and measure memory."""
         problem = self._problem
         score = float(

@@ -13,7 +13,7 @@ import numpy as np
 from stratagem.search.anneal import Chain
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.problem import Problem
-from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.arrays import Ints
 
 SIZES = (24, 8)
 """Operators in a window, pass after pass."""
@@ -21,11 +21,11 @@ SIZES = (24, 8)
 
 def improve_by_windows(
     program: IntraProgram,
-    choice: IntArray,
+    choice: Ints,
     *,
     max_windows: int = 40,
     stop: Callable[[], bool] = lambda: False,
-) -> IntArray:
+) -> Ints:
     """Solve windows of operators one after the other and keep what the simulator likes better.
 
     The solution of a window is tried for all stretches of equal operators too: layers repeat.
@@ -67,7 +67,7 @@ def _windows(problem: Problem, size: int) -> Iterator[list[int]]:
         yield open_ones[begin : begin + size]
 
 
-def _everywhere(problem: Problem, best: IntArray, found: IntArray, window: list[int]) -> IntArray:
+def _everywhere(problem: Problem, best: Ints, found: Ints, window: list[int]) -> Ints:
     """What changed in a window, done to all operators of the same class too."""
     classes = problem.moves.class_of
     changed = {int(classes[i]): int(found[i]) for i in window if found[i] != best[i]}

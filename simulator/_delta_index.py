@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stratagem.simulator._compiling import uncounted
-from stratagem.simulator._kernels import Ints, pop_task, push_task, slowed_by
+from stratagem.simulator._kernels import pop_task, push_task, slowed_by
+from stratagem.simulator.arrays import Ints
 
 CHUNK_BITS = 5
 """Positions of the played order are kept in chunks of 32; so many bits fit a word of `held`."""

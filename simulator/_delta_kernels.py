@@ -71,7 +71,8 @@ from stratagem.simulator._delta_index import (
     rewrite_window,
     shift_from,
 )
-from stratagem.simulator._kernels import Ints, pop_task, push_task, simulate_tasks, slowed_by
+from stratagem.simulator._kernels import pop_task, push_task, simulate_tasks, slowed_by
+from stratagem.simulator.arrays import Ints
 
 
 @uncounted(forceinline=True)

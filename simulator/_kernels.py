@@ -11,11 +11,9 @@ to 1.9 times as fast again, but would limit a timeline of a million tasks to 2.4
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stratagem.simulator._compiling import kernel
-
-Ints = NDArray[np.int64]
+from stratagem.simulator.arrays import Ints
 
 
 @kernel(cache=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stratagem.simulator._compiling import kernel
-
-Floats = NDArray[np.float64]
+from stratagem.simulator.arrays import Floats
 
 TILE_ROWS = (256, 128, 128, 128, 64, 64, 64, 32)
 TILE_COLUMNS = (128, 256, 128, 64, 128, 64, 32, 64)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import kernel
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Ints
 
 
 @kernel()
@@ -35,7 +32,7 @@ def is_shut(
 def all_shut(
     gates: Ints, choice: Ints, starts: Ints, operators: Ints, offsets: Ints,
     ids: Ints,
-) -> Bools:  # fmt: skip
+) -> Flags:  # fmt: skip
     found = np.zeros(gates.size, dtype=np.bool_)
     for k in range(gates.size):
         found[k] = is_shut(gates[k], choice, starts, operators, offsets, ids)

@@ -20,13 +20,8 @@ from functools import cached_property
 
 import numpy as np
 
-from stratagem.simulator.timeline import (
-    Ints,
-    TaskKind,
-    Timeline,
-    lane_group,
-    lane_name,
-)
+from stratagem.simulator.arrays import Ints
+from stratagem.simulator.timeline import TaskKind, Timeline, lane_group, lane_name
 
 IDLE_BEFORE, IDLE_BETWEEN, IDLE_AFTER = (
     "idle before the first task",

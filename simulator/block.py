@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.pipeline import (
     BACKWARD,
@@ -30,8 +31,8 @@ from stratagem.simulator.pipeline import (
     WEIGHT_GRADIENT,
 )
 from stratagem.simulator.repeats import extrapolated
-from stratagem.simulator.resharding import COMPUTE, HOST, INTER_NODE, INTRA_NODE, IntArray
-from stratagem.simulator.rows import BoolArray, Timed
+from stratagem.simulator.resharding import COMPUTE, HOST, INTER_NODE, INTRA_NODE
+from stratagem.simulator.rows import Timed
 from stratagem.simulator.sharing import OPEN, Sharing
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.timeline import TaskKind
@@ -109,7 +110,7 @@ PAIRED = frozenset(
 """Roles of tasks whose subject is an edge or a tied parameter."""
 
 
-def _mask_sets() -> tuple[IntArray, IntArray]:
+def _mask_sets() -> tuple[Ints, Ints]:
     """Resource sets in which set number = bit mask."""
     bits = range(NUM_RESOURCES)
     members = [[bit for bit in bits if mask >> bit & 1] for mask in range(1 << NUM_RESOURCES)]
@@ -141,19 +142,19 @@ class Block:
     of an edge or a tied parameter in the cost table. `gate` is that of a conversion, −1 elsewhere.
     """
 
-    successor_offsets: IntArray
-    successors: IntArray
-    num_predecessors: IntArray
-    base: IntArray
-    inner_base: IntArray
-    first: IntArray
-    stride: IntArray
-    second: IntArray
-    second_stride: IntArray
-    gate: IntArray
+    successor_offsets: Ints
+    successors: Ints
+    num_predecessors: Ints
+    base: Ints
+    inner_base: Ints
+    first: Ints
+    stride: Ints
+    second: Ints
+    second_stride: Ints
+    gate: Ints
     labels: tuple[str, ...]
     roles: tuple[Role, ...]
-    subjects: IntArray
+    subjects: Ints
     operators: tuple[str, ...]
 
     @cached_property
@@ -168,7 +169,7 @@ class Block:
         operators = self.operators
         return tuple(label.format(operators[i], operators[j]) for label, i, j in ends)
 
-    def bases(self, last: bool) -> IntArray:
+    def bases(self, last: bool) -> Ints:
         """Where the look-up of each task begins, with the updates of a step or without; or 0."""
         return self.base if last else self.inner_base
 
@@ -184,7 +185,7 @@ class Block:
         )
 
     @cached_property
-    def _is_paired(self) -> BoolArray:
+    def _is_paired(self) -> Flags:
         return np.array([role in PAIRED for role in self.roles], dtype=np.bool_)
 
 
@@ -203,8 +204,8 @@ class StageBlocks:
     backward: Block
     input_backward: Block | None
     weight_backward: Block | None
-    pool_ns: IntArray
-    pool_mask: IntArray
+    pool_ns: Ints
+    pool_mask: Ints
     sharing: Sharing
     slowdown: int = 0
     apart: Mapping[int, Block] = field(default_factory=dict)
@@ -261,8 +262,8 @@ class StageBlocks:
         )
 
     def look_up(
-        self, block: Block, choices: IntArray, tasks: IntArray | slice, *, last: bool
-    ) -> tuple[IntArray, IntArray]:
+        self, block: Block, choices: Ints, tasks: Ints | slice, *, last: bool
+    ) -> tuple[Ints, Ints]:
         """Durations in ns and resource sets of some tasks of a block under `choices`."""
         base = block.bases(last)[tasks]
         where = base + choices[block.first[tasks]] * block.stride[tasks]
@@ -270,7 +271,7 @@ class StageBlocks:
         where[(base == 0) | self.sharing.shut(block.gate[tasks], choices)] = 0
         return self.pool_ns[where], self.pool_mask[where]
 
-    def task_graph(self, block: Block, choices: IntArray, *, last: bool) -> TaskGraph:
+    def task_graph(self, block: Block, choices: Ints, *, last: bool) -> TaskGraph:
         """The block as a task graph, under `choices` (per operator of the graph)."""
         durations, sets = self.look_up(block, choices, slice(None), last=last)
         return TaskGraph(
@@ -291,8 +292,8 @@ class Pool:
     """Concatenated durations and masks; entry 0 is idle."""
 
     def __init__(self) -> None:
-        self._ns: list[IntArray] = [np.zeros(1, dtype=np.int64)]
-        self._mask: list[IntArray] = [np.zeros(1, dtype=np.int64)]
+        self._ns: list[Ints] = [np.zeros(1, dtype=np.int64)]
+        self._mask: list[Ints] = [np.zeros(1, dtype=np.int64)]
         self._size = 1
         self._seen: dict[int, tuple[Timed, int]] = {}
 
@@ -309,7 +310,7 @@ class Pool:
         self._size += timed.ns.size
         return base
 
-    def arrays(self) -> tuple[IntArray, IntArray]:
+    def arrays(self) -> tuple[Ints, Ints]:
         """Durations in ns and masks."""
         return np.concatenate(self._ns), np.concatenate(self._mask)
 
@@ -426,9 +427,9 @@ class _Columns(NamedTuple):
 
     labels: tuple[str, ...]
     roles: tuple[Role, ...]
-    numbers: IntArray
-    counts: IntArray
-    sources: IntArray
+    numbers: Ints
+    counts: Ints
+    sources: Ints
 
     def repeated(self, times: int) -> _Columns | None:
         """What follows three copies, `times` copies long; None where they do not differ alike."""

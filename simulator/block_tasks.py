@@ -31,13 +31,13 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.block import PREFETCH, Block, Draft, Pool, Role, StageBlocks
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.parameters import gradient_buckets
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.repeats import copy_length, sparing
-from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray, EdgeRow, OperatorRow, SharedBy, Timed
+from stratagem.simulator.rows import EdgeRow, OperatorRow, SharedBy, Timed
 from stratagem.simulator.sharing import NUM_GATES, OPEN, chains_of, sharing_of
 
 
@@ -245,7 +245,7 @@ class _Writer:
         k: int,
         by: SharedBy,
         timed: Timed,
-        pieces: tuple[IntArray, IntArray],
+        pieces: tuple[Ints, Ints],
         made: Sequence[int],
         launch: Sequence[int],
     ) -> tuple[list[int], list[int]]:
@@ -441,14 +441,14 @@ class _Writer:
     def _num_pieces(self, i: int) -> int:
         return self._row(i).most_pieces
 
-    def _part(self, timed: Timed, j: int, active: BoolArray) -> Timed:
+    def _part(self, timed: Timed, j: int, active: Flags) -> Timed:
         """One piece of a row: `timed` where it is `active`."""
         key = (id(timed), j, "part")
         if key not in self._parts:
             self._parts[key] = timed.where(active)
         return self._parts[key]
 
-    def _whole(self, timed: Timed, pieces: IntArray) -> Timed:
+    def _whole(self, timed: Timed, pieces: Ints) -> Timed:
         key = (id(timed), 0, "whole")
         if key not in self._parts:
             self._parts[key] = Timed(timed.ns * pieces, timed.mask)
@@ -583,7 +583,7 @@ def _arrive(
         arrived.append(task)
 
 
-def _shared_latency(before: OperatorRow | None, row: OperatorRow) -> IntArray:
+def _shared_latency(before: OperatorRow | None, row: OperatorRow) -> Ints:
     """ns that a sync saves behind that of `before` (rows; one if None) in the same bucket."""
     ours = [None] if before is None else list(before.sync_latency)
     saved = [
@@ -599,6 +599,6 @@ def _shared_latency(before: OperatorRow | None, row: OperatorRow) -> IntArray:
     return np.rint(np.array(saved) * 1e9).astype(np.int64)
 
 
-def _shortened(timed: Timed, saved: IntArray) -> Timed:
+def _shortened(timed: Timed, saved: Ints) -> Timed:
     ns = np.where(timed.ns > 0, np.maximum(timed.ns[None, :] - saved, 1), 0)
     return Timed(ns, np.broadcast_to(timed.mask, ns.shape))

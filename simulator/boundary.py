@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.graph import Edge, Weight, factor_sizes
@@ -29,7 +30,7 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE, FloatArray, Resharder
+from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE, Resharder
 from stratagem.simulator.rows import Timed, to_ns
 
 
@@ -274,7 +275,7 @@ def _moving_seconds(
     before: Sequence[Placements],
     after: Sequence[Placements],
     cluster: Cluster,
-) -> FloatArray:
+) -> Floats:
     """Seconds until a tensor of one stage lies as another wants it, `before` × `after`."""
     if source.mesh == target.mesh:
         return np.array(
@@ -289,7 +290,7 @@ def _moving_seconds(
         b: _cheapest_landing(sizes, itemsize, ends, b, target.resharder, cluster)[0]
         for b in dict.fromkeys(after)
     }
-    seconds: FloatArray = np.add.outer(
+    seconds: Floats = np.add.outer(
         np.array([pending[a] for a in before]), np.array([moved[b] for b in after])
     )
     return seconds

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.block import Role
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.cost_table import CostTable, TableBuilder
@@ -41,11 +41,9 @@ from stratagem.simulator.placement import (
     weight_placements,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rules import InnerReduction, rule_of
 
-BoolArray = npt.NDArray[np.bool_]
-Join = tuple[int, BoolArray]
+Join = tuple[int, Flags]
 """A mesh axis, and the cells that a collective along it holds."""
 
 _PASSES = frozenset(
@@ -105,16 +103,16 @@ class Cells:
         return int(np.prod(self.ways, dtype=np.int64))
 
     @cached_property
-    def everywhere(self) -> BoolArray:
+    def everywhere(self) -> Flags:
         """All cells."""
         return np.ones(self.count, dtype=np.bool_)
 
-    def index(self, axis: int) -> IntArray:
+    def index(self, axis: int) -> Ints:
         """The coordinate of each cell along a split axis."""
-        coordinates: IntArray = np.indices(self.ways)[self.split.index(axis)].ravel()
+        coordinates: Ints = np.indices(self.ways)[self.split.index(axis)].ravel()
         return coordinates
 
-    def holding(self, placements: Sequence[object]) -> BoolArray:
+    def holding(self, placements: Sequence[object]) -> Flags:
         """The cells on which a tensor or an operator lies: pins on split axes leave some out."""
         held = self.everywhere
         for axis in self.split:
@@ -123,11 +121,11 @@ class Cells:
                 held = held & (self.index(axis) == placement.index)
         return held
 
-    def own(self, held: BoolArray) -> IntArray:
+    def own(self, held: Flags) -> Ints:
         """The layout of a task that each of the cells `held` does for itself."""
         return np.where(held, np.cumsum(held) - 1, -1)
 
-    def joined(self, joins: Sequence[Join]) -> IntArray:
+    def joined(self, joins: Sequence[Join]) -> Ints:
         """The layout of collectives that are one task: cells that any of them joins share a copy.
 
         Copies are numbered by their first cell. A collective along an axis that is not split stays
@@ -148,7 +146,7 @@ class Cells:
         layout[taking_part] = np.unique(labels[taking_part], return_inverse=True)[1]
         return layout
 
-    def _lowest_along(self, axis: int, held: BoolArray, labels: IntArray) -> IntArray:
+    def _lowest_along(self, axis: int, held: Flags, labels: Ints) -> Ints:
         lines, mask = labels.reshape(self.ways), held.reshape(self.ways)
         lowest = np.where(mask, lines, self.count).min(self.split.index(axis), keepdims=True)
         return np.where(mask, np.minimum(lines, lowest), lines).ravel()
@@ -171,10 +169,10 @@ class Layouts:
     """
 
     def __init__(
-        self, builder: TableBuilder, table: CostTable, choices: IntArray, cells: Cells
+        self, builder: TableBuilder, table: CostTable, choices: Ints, cells: Cells
     ) -> None:
         self.cells = cells
-        self.distinct: list[IntArray] = []
+        self.distinct: list[Ints] = []
         self._builder, self._table, self._choices = builder, table, choices
         self._numbers: dict[bytes, int] = {}
         self._by_row: dict[Hashable, int] = {}
@@ -201,7 +199,7 @@ class Layouts:
             return (table.edge_row_of[subject], *ends)
         return table.row_of[subject], int(choices[subject])
 
-    def _layout(self, role: Role, subject: int, idle: bool) -> IntArray:
+    def _layout(self, role: Role, subject: int, idle: bool) -> Ints:
         if role in (Role.BUCKET, Role.OVER, Role.LAUNCH_CONVERSION):
             return self.cells.own(self.cells.everywhere)
         if role in _CONVERSIONS:

@@ -32,11 +32,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import NUM_RESOURCES, RIVALS, Block, Role, StageBlocks
 from stratagem.simulator.cell_layouts import Cells, Layouts
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.placement import Pin
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.taskgraph import TaskGraph
 
 _RELEASED = (Role.GATHER, Role.RECOMPUTE, Role.CONVERT_AGAIN)
@@ -56,13 +56,13 @@ class CellBlock:
     block: Block
     graph: TaskGraph
     num_cells: int
-    task: IntArray
-    cell_offsets: IntArray
-    cells: IntArray
+    task: Ints
+    cell_offsets: Ints
+    cells: Ints
 
-    def cells_of(self, copy: int) -> IntArray:
+    def cells_of(self, copy: int) -> Ints:
         """The cells whose resources a copy holds."""
-        found: IntArray = self.cells[self.cell_offsets[copy] : self.cell_offsets[copy + 1]]
+        found: Ints = self.cells[self.cell_offsets[copy] : self.cell_offsets[copy + 1]]
         return found
 
 
@@ -75,7 +75,7 @@ def cell_rivals(num_cells: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def pinned_axes(table: CostTable, choices: IntArray) -> tuple[int, ...]:
+def pinned_axes(table: CostTable, choices: Ints) -> tuple[int, ...]:
     """The axes of the mesh along which some operator is pinned: those that must be split."""
     configs = [table.row(i).choices[int(choices[i])].config for i in table.operators]
     return tuple(
@@ -90,7 +90,7 @@ def cell_block(
     table: CostTable,
     blocks: StageBlocks,
     block: Block,
-    choices: IntArray,
+    choices: Ints,
     cells: Cells,
     *,
     last: bool,
@@ -155,7 +155,7 @@ class _Expansion:
             cells=np.concatenate([members[n] for n in self.number]),
         )
 
-    def _edges(self) -> tuple[IntArray, IntArray]:
+    def _edges(self) -> tuple[Ints, Ints]:
         """Every edge between tasks as edges between those of their copies that share a cell."""
         folded = self.folded
         before = np.repeat(np.arange(folded.num_tasks), np.diff(folded.successor_offsets))
@@ -174,7 +174,7 @@ class _Expansion:
             )
         return np.concatenate([u for u, _ in found]), np.concatenate([v for _, v in found])
 
-    def _late_releases(self) -> Iterator[tuple[IntArray, IntArray]]:
+    def _late_releases(self) -> Iterator[tuple[Ints, Ints]]:
         """Gathers and recomputed tasks on cells without the pass that releases them.
 
         The last pass before that one which the cell has, if any, releases them in its place: they
@@ -207,10 +207,10 @@ class _Expansion:
                         release.setdefault(task, []).append(before)
         return release
 
-    def _layout(self, task: int) -> IntArray:
+    def _layout(self, task: int) -> Ints:
         return self.layouts[int(self.number[task])]
 
-    def _resource_sets(self) -> tuple[IntArray, IntArray, IntArray]:
+    def _resource_sets(self) -> tuple[Ints, Ints, Ints]:
         """The resource set of each copy: one per layout, mask and copy within it; 0 is empty."""
         masks = self.folded.resource_sets
         kinds = np.where(masks > 0, self.number * (1 << NUM_RESOURCES) + masks, -1)
@@ -231,18 +231,18 @@ class _Expansion:
         return sets, _offsets(np.concatenate(sizes)), np.concatenate(members)
 
 
-def _members(layout: IntArray) -> IntArray:
+def _members(layout: Ints) -> Ints:
     """The cells of each copy, copy after copy."""
-    ordered: IntArray = np.argsort(layout, kind="stable")
+    ordered: Ints = np.argsort(layout, kind="stable")
     return ordered[int((layout < 0).sum()) :]
 
 
-def _sharing(ours: IntArray, theirs: IntArray) -> tuple[IntArray, IntArray]:
+def _sharing(ours: Ints, theirs: Ints) -> tuple[Ints, Ints]:
     """The pairs of copies that share a cell."""
     both = (ours >= 0) & (theirs >= 0)
     pairs = np.unique(np.stack([ours[both], theirs[both]]), axis=1)
     return pairs[0], pairs[1]
 
 
-def _offsets(lengths: IntArray) -> IntArray:
+def _offsets(lengths: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

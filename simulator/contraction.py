@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.simulator.taskgraph import Ints, TaskGraph
+from stratagem.simulator.arrays import Ints
+from stratagem.simulator.taskgraph import TaskGraph
 
 
 def contract(graph: TaskGraph, idle: npt.NDArray[np.bool_]) -> tuple[TaskGraph, Ints]:

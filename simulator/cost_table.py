@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.device import DeviceType
@@ -53,12 +54,7 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Choice
 from stratagem.simulator.repeats import Repeat, find_repeat
-from stratagem.simulator.resharding import (
-    COMPUTE,
-    HOST,
-    IntArray,
-    shared_resharder,
-)
+from stratagem.simulator.resharding import COMPUTE, HOST, shared_resharder
 from stratagem.simulator.rows import (
     EdgeLaunches,
     EdgeRow,
@@ -451,7 +447,7 @@ class TableBuilder:
         grads: Sequence[Placements] | None,
         kept: bool,
         runs_again: bool,
-    ) -> tuple[IntArray, ...]:
+    ) -> tuple[Ints, ...]:
         """Numbers of what each choice of a reader needs, by `SharedBy`."""
         consumer, number = self.graph.operators[edge.consumer], self._memory.number
         alone = np.array([not shares_conversion(consumer, c, edge.slot) for c in theirs])
@@ -468,7 +464,7 @@ class TableBuilder:
             np.where(alone | again | gathers | (not kept), none, there),
         )
 
-    def _pieces(self, operator: Operator, choices: Sequence[Choice], layout: Layout) -> IntArray:
+    def _pieces(self, operator: Operator, choices: Sequence[Choice], layout: Layout) -> Ints:
         """In how many pieces a tensor of an operator is converted, by choice."""
         there = set(factors(layout))
         pieces = []
@@ -483,7 +479,7 @@ class TableBuilder:
     def _in_pieces(
         self,
         whole: Timed,
-        pieces: IntArray,
+        pieces: Ints,
         sizes: tuple[int, ...],
         itemsize: int,
         ends: tuple[Sequence[Placements], Sequence[Placements]],

@@ -15,12 +15,10 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.engine import Times
 from stratagem.simulator.taskgraph import TaskGraph
-
-Ints = NDArray[np.int64]
 
 
 class Wait(Enum):

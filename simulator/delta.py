@@ -60,7 +60,7 @@ without it. After an accepted full simulation the index is made anew.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from stratagem.simulator._delta_index import (
     CONTENTION,
@@ -94,10 +94,9 @@ from stratagem.simulator._delta_kernels import (
     propose_changes,
     reject_changes,
 )
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.engine import Times
 from stratagem.simulator.taskgraph import TaskGraph, check_total
-
-Ints = NDArray[np.int64]
 
 
 class DeltaEngine:

@@ -27,12 +27,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stratagem.simulator._kernels import simulate_tasks
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.taskgraph import TaskGraph
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,12 +30,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.cells import cell_rivals
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.pipeline import SEND, TIE
 from stratagem.simulator.plan_model import PlanModel, macro_durations
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
 
 
@@ -49,8 +49,8 @@ class FlatGraph:
     """
 
     graph: TaskGraph
-    macro_task: IntArray
-    block_task: IntArray
+    macro_task: Ints
+    block_task: Ints
 
 
 def flat_graph(model: PlanModel) -> FlatGraph:

@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.block import PREFETCH
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.graph import Edge
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.repeats import Repeat, copy_length, extrapolated, sparing
-from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray, SharedBy
+from stratagem.simulator.rows import SharedBy
 from stratagem.simulator.sharing import NUM_GATES, OPEN, Sharing, sharing_of
 
 
@@ -69,23 +69,23 @@ class Lifetimes:
     """
 
     num_operators: int
-    base: IntArray
-    first: IntArray
-    stride: IntArray
-    second: IntArray
-    second_stride: IntArray
-    birth: IntArray
-    death: IntArray
-    owner: IntArray
-    gate: IntArray
+    base: Ints
+    first: Ints
+    stride: Ints
+    second: Ints
+    second_stride: Ints
+    birth: Ints
+    death: Ints
+    owner: Ints
+    gate: Ints
     uses: tuple[Purpose, ...]
-    pool: IntArray
+    pool: Ints
     sharing: Sharing
 
-    def bytes_under(self, choices: IntArray) -> IntArray:
+    def bytes_under(self, choices: Ints) -> Ints:
         """Bytes of each tensor under `choices` (per operator of the graph)."""
         where = self.base + choices[self.first] * self.stride
-        found: IntArray = self.pool[where + choices[self.second] * self.second_stride]
+        found: Ints = self.pool[where + choices[self.second] * self.second_stride]
         return np.where(self.sharing.shut(self.gate, choices), 0, found)
 
     def moved(self, by: int) -> Lifetimes:
@@ -98,7 +98,7 @@ class Lifetimes:
             sharing=self.sharing.moved(by),
         )
 
-    def with_tensors(self, more: Sequence[Tensor], *, of: BoolArray) -> Lifetimes:
+    def with_tensors(self, more: Sequence[Tensor], *, of: Flags) -> Lifetimes:
         """Those of these tensors that `of` marks, and `more`."""
         kept = np.flatnonzero(of)
         rows = np.array([each[1:] for each in more], dtype=np.int64).reshape(-1, 4).T
@@ -120,7 +120,7 @@ class Lifetimes:
             sharing=self.sharing,
         )
 
-    def columns(self) -> tuple[IntArray, ...]:
+    def columns(self) -> tuple[Ints, ...]:
         """The arrays in the order in which the kernels of the search take them."""
         return (
             self.base,
@@ -136,7 +136,7 @@ class Lifetimes:
 
 def stage_lifetimes(
     table: CostTable,
-    arriving: Mapping[Edge, IntArray],
+    arriving: Mapping[Edge, Ints],
     *,
     split: bool = False,
     num_versions: int | None = None,
@@ -170,9 +170,9 @@ class _Divided(NamedTuple):
     live as long.
     """
 
-    nbytes: IntArray
-    keeps: BoolArray
-    parts: tuple[IntArray, IntArray]
+    nbytes: Ints
+    keeps: Flags
+    parts: tuple[Ints, Ints]
 
 
 @dataclass(eq=False)
@@ -184,15 +184,15 @@ class _Writer:
     num_versions: int | None
     rows: list[tuple[int, ...]] = field(default_factory=list)
     uses: list[Purpose] = field(default_factory=list)
-    columns: list[IntArray] = field(default_factory=list)
-    pool: list[IntArray] = field(default_factory=list)
+    columns: list[Ints] = field(default_factory=list)
+    pool: list[Ints] = field(default_factory=list)
     _size: int = 0
     _seen: dict[bytes, int] = field(default_factory=dict)
-    _split: dict[tuple[int, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    _split: dict[tuple[int, int], tuple[Ints, Ints]] = field(default_factory=dict)
     _divided: dict[tuple[int, int, bool], _Divided] = field(default_factory=dict)
-    _checkpoints: dict[tuple[int, ...], IntArray] = field(default_factory=dict)
+    _checkpoints: dict[tuple[int, ...], Ints] = field(default_factory=dict)
     _needs: dict[Edge, int | None] = field(default_factory=dict)
-    _known: dict[int, tuple[IntArray, int]] = field(default_factory=dict)
+    _known: dict[int, tuple[Ints, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         table = self.table
@@ -261,7 +261,7 @@ class _Writer:
             late = self._weight_place(i)
             self._add(Purpose.GRADIENTS, i, row.whole_gradient_bytes, late, late)
 
-    def copy(self, edge: Edge, nbytes: IntArray) -> None:
+    def copy(self, edge: Edge, nbytes: Ints) -> None:
         """The converted copy of an input."""
         place, back = self.place[edge.consumer], self._needed_until(edge)
         if back is None:
@@ -291,13 +291,13 @@ class _Writer:
         place, back = self.place[edge.producer], self._trigger(edge.consumer)
         self._add_pair(Purpose.ACTIVATIONS, edge, self._checkpoint(edge, is_kept), place, back)
 
-    def _checkpoint(self, edge: Edge, is_kept: bool) -> IntArray:
+    def _checkpoint(self, edge: Edge, is_kept: bool) -> Ints:
         """Its bytes, less those that the reader takes from what is kept anyway."""
         is_dropped = self._is_dropped(edge.producer, edge.output)
         rows = (self.table.row_of[i] for i in (edge.producer, edge.consumer))
         key = (*rows, self._row_of[edge], edge.output, is_dropped, is_kept)
         if key not in self._checkpoints:
-            keeps: BoolArray = np.ones(1, dtype=np.bool_)
+            keeps: Flags = np.ones(1, dtype=np.bool_)
             if is_dropped:
                 keeps = self.table.row(edge.producer).keeps
             again = ~self.table.row(edge.consumer).keeps
@@ -308,7 +308,7 @@ class _Writer:
             self._checkpoints[key] = held
         return self._checkpoints[key]
 
-    def arrival(self, edge: Edge, nbytes: IntArray) -> None:
+    def arrival(self, edge: Edge, nbytes: Ints) -> None:
         """What another stage sends: kept for backward or for running again, else used at once."""
         place, back = self.place[edge.consumer], self._needed_until(edge)
         if back is None and edge.consumer in self.triggers and self._is_read_again(edge):
@@ -346,7 +346,7 @@ class _Writer:
 
     # -- one result -----------------------------------------------------------------------------
 
-    def _output(self, i: int, output: int, nbytes: IntArray) -> None:
+    def _output(self, i: int, output: int, nbytes: Ints) -> None:
         place, back = self.place[i], self._back(i)
         reads = [e for e in self.readers.get(i, ()) if e.output == output]
         inside = len(reads) == len(self._all_reads(i, output))
@@ -376,7 +376,7 @@ class _Writer:
         self,
         i: int,
         edge: Edge | None,
-        nbytes: IntArray,
+        nbytes: Ints,
         when: tuple[int, int, int],
         dropped: bool,
     ) -> None:
@@ -405,7 +405,7 @@ class _Writer:
         needs = [e for e in reads if self._needed_until(e) is not None]
         return needs[0] if len(needs) == 1 else None
 
-    def _by_reader(self, edge: Edge, nbytes: IntArray) -> tuple[IntArray, IntArray]:
+    def _by_reader(self, edge: Edge, nbytes: Ints) -> tuple[Ints, Ints]:
         """Bytes that only forward needs, as the reader keeps a copy; and that backward needs."""
         row = self.table.edge_rows[self._row_of[edge]]
         key = id(nbytes), id(row)
@@ -416,8 +416,8 @@ class _Writer:
         return self._split[key]
 
     def _divide(
-        self, nbytes: IntArray, keeps: BoolArray, *, by_producer: bool = False
-    ) -> tuple[IntArray, IntArray]:
+        self, nbytes: Ints, keeps: Flags, *, by_producer: bool = False
+    ) -> tuple[Ints, Ints]:
         """Bytes where choices keep a tensor, and where they do not; equal layers share them.
 
         Of pairs of choices those of the reader decide, or of the producer.
@@ -488,7 +488,7 @@ class _Writer:
 
     # -- columns --------------------------------------------------------------------------------
 
-    def _add(self, use: Purpose, i: int, nbytes: IntArray, birth: int, death: int) -> None:
+    def _add(self, use: Purpose, i: int, nbytes: Ints, birth: int, death: int) -> None:
         base = self._base(nbytes)
         if base >= 0:
             self.uses.append(use)
@@ -498,7 +498,7 @@ class _Writer:
         self,
         use: Purpose,
         edge: Edge,
-        nbytes: IntArray,
+        nbytes: Ints,
         birth: int,
         death: int,
         *,
@@ -513,7 +513,7 @@ class _Writer:
                 gate = NUM_GATES * self.number[edge] + SharedBy.KEPT
             self.rows.append((base, *ends, birth, death, edge.consumer, gate))
 
-    def _base(self, nbytes: IntArray) -> int:
+    def _base(self, nbytes: Ints) -> int:
         """Where a row of bytes begins in the pool; −1 for one without any."""
         if id(nbytes) not in self._known:
             base = -1
@@ -528,5 +528,5 @@ class _Writer:
         return self._known[id(nbytes)][1]
 
 
-def _columns(rows: Sequence[tuple[int, ...]]) -> IntArray:
+def _columns(rows: Sequence[tuple[int, ...]]) -> Ints:
     return np.array(rows, dtype=np.int64).reshape(-1, 9).T.copy()

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.lifetimes import Lifetimes, Purpose
-from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray
 from stratagem.simulator.schedule import ActionKind, Held, Situation
 from stratagem.simulator.table import Table, Unit, format_bytes
 
@@ -62,11 +61,11 @@ class StageTensors:
 
     stage: int
     lifetimes: Lifetimes
-    nbytes: IntArray
+    nbytes: Ints
     names: tuple[str, ...]
 
     @cached_property
-    def is_state(self) -> BoolArray:
+    def is_state(self) -> Flags:
         """Which tensors live through the whole step."""
         return self.lifetimes.birth < 0
 
@@ -75,7 +74,7 @@ class StageTensors:
         """Bytes of parameters, gradients and optimizer state."""
         return int(self.nbytes[self.is_state].sum())
 
-    def crosses(self, which: int) -> BoolArray:
+    def crosses(self, which: int) -> Flags:
         """Which tensors wait between pass `which` − 1 and pass `which`."""
         edge = which * self.lifetimes.num_operators
         lives = (self.lifetimes.birth < edge) & (edge <= self.lifetimes.death)
@@ -88,14 +87,14 @@ class StageTensors:
         return first, second
 
     @cached_property
-    def at_place(self) -> IntArray:
+    def at_place(self) -> Ints:
         """Bytes alive at each place of the three passes, without what lives all the time."""
         n = self.lifetimes.num_operators
         change = np.zeros(3 * n + 1, dtype=np.int64)
         moving = ~self.is_state
         np.add.at(change, self.lifetimes.birth[moving], self.nbytes[moving])
         np.add.at(change, self.lifetimes.death[moving] + 1, -self.nbytes[moving])
-        alive: IntArray = np.cumsum(change)[: 3 * n]
+        alive: Ints = np.cumsum(change)[: 3 * n]
         return alive
 
     def peak(self, which: int) -> int:
@@ -209,7 +208,7 @@ def _alive(
     """What is in memory at the place of the peak, by operator and use, largest first."""
     total: dict[tuple[Purpose, int, str, int], int] = {}
 
-    def add(stage: StageTensors, chosen: BoolArray, copies: int) -> None:
+    def add(stage: StageTensors, chosen: Flags, copies: int) -> None:
         for k in np.flatnonzero(chosen & (stage.nbytes > 0)) if copies else ():
             name = stage.names[stage.lifetimes.owner[k]]
             key = (stage.lifetimes.uses[k], stage.stage, name, copies)
@@ -235,8 +234,8 @@ class BlockRun(NamedTuple):
 
     stage: int
     which: int
-    start: IntArray
-    end: IntArray
+    start: Ints
+    end: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,14 +250,14 @@ class MemoryTimeline:
     """
 
     label: str
-    times: IntArray
-    nbytes: IntArray
+    times: Ints
+    nbytes: Ints
     capacity: int
 
     @property
-    def total(self) -> IntArray:
+    def total(self) -> Ints:
         """[N], bytes of all uses."""
-        summed: IntArray = self.nbytes.sum(axis=0)
+        summed: Ints = self.nbytes.sum(axis=0)
         return summed
 
     @property

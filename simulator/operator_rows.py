@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.bytes_moved import num_kernels
 from stratagem.simulator.cluster import Calibration
 from stratagem.simulator.collectives import Collective, collective_time
@@ -31,7 +32,7 @@ from stratagem.simulator.placement import (
     local_sizes,
 )
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import COMPUTE, HOST, IntArray, Resharder, link_mask
+from stratagem.simulator.resharding import COMPUTE, HOST, Resharder, link_mask
 from stratagem.simulator.rows import OperatorRow, timed_rows, to_ns
 from stratagem.simulator.rules import Inner, InnerReduction, rule_of
 from stratagem.simulator.saved import saved_slots, saves_output
@@ -399,5 +400,5 @@ def _add(total: Priced, more: Priced) -> Priced:
     return total[0] + more[0], total[1] | more[1]
 
 
-def _column(footprints: Sequence[Footprint], field: str) -> IntArray:
+def _column(footprints: Sequence[Footprint], field: str) -> Ints:
     return np.array([getattr(f, field) for f in footprints], dtype=np.int64)

@@ -33,8 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.schedule import (
     Action,
     ActionKind,
@@ -107,11 +106,11 @@ class MacroGraph:
 
     schedule: Schedule
     graph: TaskGraph
-    kind: IntArray
-    less: IntArray
-    item: IntArray
-    microbatch: IntArray
-    rank: IntArray
+    kind: Ints
+    less: Ints
+    item: Ints
+    microbatch: Ints
+    rank: Ints
     number: dict[Action, int]
     rests: dict[int, int]
     syncs: dict[int, tuple[int, ...]]
@@ -140,13 +139,13 @@ class MacroGraph:
         """The task with which the block ends that begins with `task`."""
         return self.rests.get(task, task)
 
-    def task_ns(self, durations: IntArray) -> IntArray:
+    def task_ns(self, durations: Ints) -> Ints:
         """[tasks], ns of each under a table of durations in ns, [NUM_KINDS, num_items]."""
         before = np.where(self.less >= 0, durations[self.less, self.item], 0)
-        found: IntArray = np.maximum(0, durations[self.kind, self.item] - before)
+        found: Ints = np.maximum(0, durations[self.kind, self.item] - before)
         return found
 
-    def with_durations(self, durations: IntArray) -> TaskGraph:
+    def with_durations(self, durations: Ints) -> TaskGraph:
         """The graph under a table of durations in ns, [NUM_KINDS, num_items]."""
         ns = self.task_ns(durations)
         return TaskGraph(
@@ -230,9 +229,9 @@ def check_priced(schedule: Schedule) -> None:
         )
 
 
-def are_blocks(kinds: IntArray) -> BoolArray:
+def are_blocks(kinds: Ints) -> Flags:
     """Which kinds of macro tasks are blocks in plans; the others have a duration only."""
-    found: BoolArray = kinds < SEND
+    found: Flags = kinds < SEND
     return found
 
 
@@ -289,13 +288,13 @@ class _Draft:
         """Tasks so far."""
         return len(self.sets)
 
-    def _chains(self) -> IntArray:
+    def _chains(self) -> Ints:
         """Each action after the one before it on its rank."""
         rank = self.rank[0]
         before = np.flatnonzero(rank[:-1] == rank[1:])
         return np.stack([before, before + 1], axis=1)
 
-    def _own_needs(self) -> Iterator[IntArray]:
+    def _own_needs(self) -> Iterator[Ints]:
         """What actions need of their own stage (see `Schedule.requirements`)."""
         forward, _, split, weight = self._at
         gradient = self._gradient
@@ -305,7 +304,7 @@ class _Draft:
         yield _pairs(split, weight)
 
     @property
-    def _gradient(self) -> IntArray:
+    def _gradient(self) -> Ints:
         """The tasks that make gradients of inputs: B, or I where backward is split."""
         _, whole, split, _ = self._at
         return np.where(split >= 0, split, whole)
@@ -407,7 +406,7 @@ class _Draft:
         for ours, theirs, held in np.stack([sender, receiver, busy], axis=1).tolist():
             self.sets.append(self._held(ours, theirs, bool(held)))
 
-    def _before_next(self, senders: IntArray, transfers: IntArray) -> IntArray:
+    def _before_next(self, senders: Ints, transfers: Ints) -> Ints:
         """Each transfer before what its rank does next behind the block that sends it."""
         rank = np.append(self.rank[0], -1)
         follows = np.where(rank[1:] == rank[:-1], np.arange(1, rank.size), -1)
@@ -507,7 +506,7 @@ class _Draft:
         )
 
 
-def _pairs(before: IntArray, after: IntArray) -> IntArray:
+def _pairs(before: Ints, after: Ints) -> Ints:
     """The edges between tasks at the same places of two arrays, where both are there."""
     both = (before >= 0) & (after >= 0)
     return np.stack([before[both], after[both]], axis=1)

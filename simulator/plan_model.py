@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stratagem.simulator.apart import with_parts_apart
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import StageBlocks, slowdown_of
 from stratagem.simulator.boundary import (
     BoundaryRow,
@@ -46,7 +47,6 @@ from stratagem.simulator.pipeline import (
 )
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.rows import Timed
 from stratagem.simulator.sliced_plan import pass_graphs
 from stratagem.simulator.stage_shapes import StageShapes
@@ -332,7 +332,7 @@ def block_times(stage: StageModel) -> dict[int, Times]:
     return {kind: simulate(block.graph) for kind, block in stage.cell_blocks.items()}
 
 
-def macro_durations(model: PlanModel) -> IntArray:
+def macro_durations(model: PlanModel) -> Ints:
     """The duration table of the macro graph: blocks by simulation, transfers by their rows."""
     durations = np.zeros((NUM_KINDS, model.macro.num_items), dtype=np.int64)
     for s, times in enumerate(model.block_times):

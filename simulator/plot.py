@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from stratagem.simulator.step_path import StepPath
 
-    Floats = NDArray[np.floating[Any]]
+    Reals = NDArray[np.floating[Any]]
 
 COLOURS = {
     TaskKind.FORWARD: "#7fb2dd",
@@ -143,7 +143,7 @@ class _Rows:
         height: of all lanes.
     """
 
-    position: Floats
+    position: Reals
     labels: tuple[str, ...]
     height: float
 
@@ -295,7 +295,7 @@ def _draw_path(timeline: Timeline, path: StepPath, ax: Axes, length: float) -> N
     )
 
 
-def _draw_bars(ax: Axes, left: Floats, right: Floats, middle: Floats, **style: Any) -> None:
+def _draw_bars(ax: Axes, left: Reals, right: Reals, middle: Reals, **style: Any) -> None:
     from matplotlib.collections import PolyCollection
 
     top, bottom = middle - BAR_HEIGHT / 2, middle + BAR_HEIGHT / 2
@@ -305,7 +305,7 @@ def _draw_bars(ax: Axes, left: Floats, right: Floats, middle: Floats, **style: A
 
 
 def _draw_names(
-    timeline: Timeline, ax: Axes, pixels: Floats, centre: Floats, middle: Floats
+    timeline: Timeline, ax: Axes, pixels: Reals, centre: Reals, middle: Reals
 ) -> None:
     letter_height = NAME_POINTS * ax.figure.dpi / 72
     letter = LETTER_WIDTH * letter_height

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from stratagem.simulator.apart import SYNCS
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import NUM_RESOURCES, RESOURCE_NAMES, Role
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.engine import Times
@@ -38,7 +39,7 @@ from stratagem.simulator.pipeline import (
     transfer_name,
 )
 from stratagem.simulator.plan_model import PlanModel, StageModel
-from stratagem.simulator.resharding import COMPUTE, IntArray
+from stratagem.simulator.resharding import COMPUTE
 from stratagem.simulator.slice_memory import sliced_memory, sliced_tensors, with_waiting
 from stratagem.simulator.step_path import Played, StepPath, step_path
 from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
@@ -271,7 +272,7 @@ def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline
     """The memory of one device of a rank over a step."""
     schedule = model.macro.schedule
     order = schedule.orders[rank]
-    places: dict[tuple[int, int, int], tuple[IntArray, IntArray]] = {}
+    places: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
     runs: list[BlockRun] = []
     for action in order:
         task = model.macro.number[action]
@@ -294,9 +295,7 @@ def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline
     return memory_over_time(f"rank {rank}", tensors, runs, macro.makespan, capacity)
 
 
-def _place_times(
-    stage: StageModel, kind: int, times: Times, which: int
-) -> tuple[IntArray, IntArray]:
+def _place_times(stage: StageModel, kind: int, times: Times, which: int) -> tuple[Ints, Ints]:
     """When each place of a pass starts and ends, ns from the start of its block.
 
     A whole backward in a schedule that splits others makes both passes; the gradients of

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from stratagem.simulator.resharding import IntArray
+from stratagem.simulator.arrays import Ints
 
 Item = TypeVar("Item")
 
@@ -70,7 +70,7 @@ def find_repeat(kinds: Sequence[int]) -> Repeat | None:
     return best
 
 
-def _periods(numbers: IntArray) -> list[int]:
+def _periods(numbers: Ints) -> list[int]:
     """How far apart items of one kind stand, where that is often enough."""
     order = np.argsort(numbers, kind="stable")
     apart, alike = np.diff(order), np.diff(numbers[order]) == 0
@@ -82,7 +82,7 @@ def _spared(repeat: Repeat) -> int:
     return repeat.period * repeat.extrapolated
 
 
-def extrapolated(columns: IntArray, times: int) -> IntArray | None:
+def extrapolated(columns: Ints, times: int) -> Ints | None:
     """What follows three copies, `times` copies long; None where they do not differ alike.
 
     Example:
@@ -98,7 +98,7 @@ def extrapolated(columns: IntArray, times: int) -> IntArray | None:
     if not np.array_equal(second - first, step):
         return None
     by = np.arange(1, times + 1)[:, None]
-    found: IntArray = (third[:, None, :] + step[:, None, :] * by).reshape(len(columns), -1)
+    found: Ints = (third[:, None, :] + step[:, None, :] * by).reshape(len(columns), -1)
     return found
 
 

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._paths import shortest_paths
+from stratagem.simulator.arrays import Floats, Ints
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.mesh import AxisLink
 from stratagem.simulator.placement import (
@@ -50,8 +50,6 @@ STEP_OVERHEAD = 2e-6
 COMPUTE, INTRA_NODE, INTER_NODE, HOST = 1, 2, 4, 8
 """Bits of the resources of one cell of devices: compute stream, link in the node, link between."""
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 TRANSITIONS: dict[tuple[type[Placement], type[Placement]], Collective] = {
     (Partial, Replicate): Collective.ALL_REDUCE,
@@ -169,7 +167,7 @@ class Resharder:
         itemsize: int,
         sources: Sequence[Placements],
         targets: Sequence[Placements],
-    ) -> tuple[FloatArray, IntArray]:
+    ) -> tuple[Floats, Ints]:
         """Seconds and link masks of every conversion, `sources` × `targets`, without pins.
 
         Raises:
@@ -271,7 +269,7 @@ class _StateGraph:
             state = before
         return tuple(reversed(steps))
 
-    def _links(self, mesh: Resharder) -> IntArray:
+    def _links(self, mesh: Resharder) -> Ints:
         """Per step a bit mask of the link classes it occupies (a slice occupies none)."""
         links = np.zeros((len(self.states), len(self.states)), dtype=np.int64)
         for (i, j), step in self.steps.items():

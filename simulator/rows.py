@@ -9,11 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from stratagem.simulator.arrays import Flags, Floats, Ints
 from stratagem.simulator.placement import Pin
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import FloatArray, IntArray
-
-BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 MANY = 1000
 """Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
@@ -23,15 +21,15 @@ MANY = 1000
 class Timed:
     """Times in ns and the resources they occupy (bit masks), by choice or pair of choices."""
 
-    ns: IntArray
-    mask: IntArray
+    ns: Ints
+    mask: Ints
 
-    def where(self, keep: BoolArray) -> Timed:
+    def where(self, keep: Flags) -> Timed:
         """The same where `keep` is true, nothing elsewhere."""
         return Timed(masked(self.ns, keep), masked(self.mask, keep))
 
 
-def masked(values: IntArray, keep: BoolArray) -> IntArray:
+def masked(values: Ints, keep: Flags) -> Ints:
     """The values where `keep` is true, 0 elsewhere.
 
     Where all or nothing of many is kept this takes no memory: most edges are never converted in
@@ -71,7 +69,7 @@ class OperatorRow:
     """
 
     choices: tuple[Choice, ...]
-    pieces: IntArray
+    pieces: Ints
     forward: Timed
     backward: Timed
     input_gradient: Timed
@@ -87,27 +85,27 @@ class OperatorRow:
     publish: Timed
     stash: Timed
     sync_latency: tuple[Mapping[str, tuple[int, float]], ...]
-    relative_error: FloatArray
+    relative_error: Floats
     sources: tuple[str, ...]
-    parameter_bytes: IntArray
-    stash_bytes: IntArray
-    gradient_bytes: IntArray
-    optimizer_bytes: IntArray
-    output_bytes: tuple[IntArray, ...]
-    own_bytes: IntArray
-    input_gradient_bytes: IntArray
-    gathered_bytes: IntArray
-    whole_gradient_bytes: IntArray
-    inner_forward: IntArray
-    inner_backward: IntArray
+    parameter_bytes: Ints
+    stash_bytes: Ints
+    gradient_bytes: Ints
+    optimizer_bytes: Ints
+    output_bytes: tuple[Ints, ...]
+    own_bytes: Ints
+    input_gradient_bytes: Ints
+    gathered_bytes: Ints
+    whole_gradient_bytes: Ints
+    inner_forward: Ints
+    inner_backward: Ints
     saved_slots: frozenset[int]
     saves_output: bool
     runs_again: bool
 
     @property
-    def passes_ns(self) -> IntArray:
+    def passes_ns(self) -> Ints:
         """Whole forward and backward pass, all pieces."""
-        both: IntArray = (self.forward.ns + self.backward.ns) * self.pieces
+        both: Ints = (self.forward.ns + self.backward.ns) * self.pieces
         return both
 
     @cached_property
@@ -136,17 +134,17 @@ class OperatorRow:
         return any(isinstance(p, Pin) for choice in self.choices for p in choice.config)
 
     @cached_property
-    def keeps(self) -> BoolArray:
+    def keeps(self) -> Flags:
         """Which choices do not recompute the operator."""
         return np.array([not choice.recompute for choice in self.choices])
 
     @cached_property
-    def regathers(self) -> BoolArray:
+    def regathers(self) -> Flags:
         """Which choices convert inputs again that backward needs, and nothing else."""
         return np.array([c.regather and not c.recompute for c in self.choices])
 
     @cached_property
-    def keeps_copies(self) -> BoolArray:
+    def keeps_copies(self) -> Flags:
         """Which choices keep converted inputs that backward needs."""
         return self.keeps & ~self.regathers
 
@@ -196,15 +194,15 @@ class EdgeRow:
 
     forward: Timed
     backward: Timed
-    made_forward: IntArray
-    read_forward: IntArray
-    made_backward: IntArray
-    read_backward: IntArray
+    made_forward: Ints
+    read_forward: Ints
+    made_backward: Ints
+    read_backward: Ints
     recompute: Timed
     regather: Timed
-    copy_bytes: IntArray
+    copy_bytes: Ints
     launches: EdgeLaunches | None = None
-    shares: tuple[IntArray, ...] | None = None
+    shares: tuple[Ints, ...] | None = None
 
     @cached_property
     def may_regather(self) -> bool:
@@ -218,11 +216,11 @@ class EdgeRow:
         return all(int(count.max()) <= 1 for count in pieces)
 
     @property
-    def both_ns(self) -> IntArray:
+    def both_ns(self) -> Ints:
         """Forward and backward conversion, all pieces, and the one that is repeated."""
         there = self.forward.ns * np.maximum(self.made_forward, self.read_forward)
         back = self.backward.ns * np.maximum(self.made_backward, self.read_backward)
-        both: IntArray = there + back + self.regather.ns
+        both: Ints = there + back + self.regather.ns
         return both
 
 
@@ -238,7 +236,7 @@ LONGEST_SECONDS = 1e6
 """Of one task: sums of many are counted in ns by 64 bits."""
 
 
-def to_ns(seconds: FloatArray) -> IntArray:
+def to_ns(seconds: Floats) -> Ints:
     """Whole nanoseconds; whatever takes time takes at least one."""
     if seconds.size and not np.max(seconds) <= LONGEST_SECONDS:
         raise ValueError(

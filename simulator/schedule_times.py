@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.pipeline import (
     BACKWARD,
@@ -29,7 +30,6 @@ from stratagem.simulator.pipeline import (
     MacroGraph,
     macro_graph,
 )
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.schedule import (
     Action,
     ActionKind,
@@ -79,7 +79,7 @@ class StageTimes:
     update: PerStage = 0
     replica_sync: PerStage = 0
 
-    def numbers(self, name: str, count: int, slices: int = 1) -> IntArray:
+    def numbers(self, name: str, count: int, slices: int = 1) -> Ints:
         """The times in the field `name`, [count · slices], ns.
 
         Raises:
@@ -121,8 +121,8 @@ class Play:
     makespan: int
     _macro: MacroGraph
     _times: Times
-    _table: IntArray
-    _update: IntArray
+    _table: Ints
+    _update: Ints
 
     def span(self, action: Action) -> tuple[int, int]:
         """Start and end of an action in ns; an update right after it is part of it.
@@ -250,7 +250,7 @@ def play_schedule(schedule: Schedule, times: StageTimes) -> Play:
     return Play(schedule, played.makespan, macro, played, table, update)
 
 
-def duration_table(macro: MacroGraph, times: StageTimes) -> tuple[IntArray, IntArray]:
+def duration_table(macro: MacroGraph, times: StageTimes) -> tuple[Ints, Ints]:
     """The duration table of a macro graph under `times`, in ns, and each stage's update.
 
     The updates of a stage that is there twice come behind the sum over its copies.

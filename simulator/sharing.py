@@ -24,10 +24,10 @@ from itertools import pairwise
 import numpy as np
 
 from stratagem.simulator._sharing_kernels import all_shut
+from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.recompute import Triggers
-from stratagem.simulator.resharding import IntArray
-from stratagem.simulator.rows import BoolArray, SharedBy
+from stratagem.simulator.rows import SharedBy
 
 NUM_GATES = len(SharedBy)
 """Gates of an edge, one for each of `SharedBy`: edge k has those from NUM_GATES · k on."""
@@ -45,14 +45,14 @@ class Sharing:
     `sharers` is, per gate, of how many edges at most one makes what they share.
     """
 
-    starts: IntArray
-    operators: IntArray
-    offsets: IntArray
-    ids: IntArray
-    sharers: IntArray
+    starts: Ints
+    operators: Ints
+    offsets: Ints
+    ids: Ints
+    sharers: Ints
 
     @property
-    def arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
         """What kernels take (see `_sharing_kernels.is_shut`)."""
         return self.starts, self.operators, self.offsets, self.ids
 
@@ -61,23 +61,23 @@ class Sharing:
         """Whether all gates are always open."""
         return bool((np.diff(self.starts) <= 1).all())
 
-    def shut(self, gates: IntArray, choices: IntArray) -> BoolArray:
+    def shut(self, gates: Ints, choices: Ints) -> Flags:
         """Which of some gates are shut under `choices` (per operator of the graph)."""
         if self.is_empty:
             return np.zeros(len(gates), dtype=np.bool_)
-        found: BoolArray = all_shut(gates, choices, *self.arrays)
+        found: Flags = all_shut(gates, choices, *self.arrays)
         return found
 
     def moved(self, by: int) -> Sharing:
         """The gates of a stage of equal operators, `by` places further on in the graph."""
         return self if by == 0 else replace(self, operators=self.operators + by)
 
-    def rivals(self, gate: int) -> IntArray:
+    def rivals(self, gate: int) -> Ints:
         """The operators, beside its own reader, whose choices decide about a gate."""
-        found: IntArray = self.operators[self.starts[gate] + 1 : self.starts[gate + 1]]
+        found: Ints = self.operators[self.starts[gate] + 1 : self.starts[gate + 1]]
         return found
 
-    def share_of(self, gates: IntArray) -> IntArray:
+    def share_of(self, gates: Ints) -> Ints:
         """Of how many edges at most one makes what is behind each gate; 1 where it is open."""
         if not len(self.sharers):
             return np.ones(len(gates), dtype=np.int64)
@@ -129,7 +129,7 @@ class _Gates:
 
     def __init__(self, table: CostTable, triggers: Triggers) -> None:
         self._table, self._triggers = table, triggers
-        self._pool: list[IntArray] = []
+        self._pool: list[Ints] = []
         self._size = 0
         self._begin: dict[int, int] = {}
         self._alike: dict[tuple[int, int], bool] = {}
@@ -177,11 +177,11 @@ class _Gates:
         late = [row(e.consumer).weighs and e.slot == 0 for e in (edges[j], edges[k])]
         return late[0] or not late[1]
 
-    def _ids(self, k: int, by: SharedBy) -> IntArray | None:
+    def _ids(self, k: int, by: SharedBy) -> Ints | None:
         shares = self._table.edge_rows[self._table.edge_row_of[k]].shares
         return None if shares is None else shares[by]
 
-    def _may_share(self, ours: IntArray, theirs: IntArray) -> bool:
+    def _may_share(self, ours: Ints, theirs: Ints) -> bool:
         key = id(ours), id(theirs)
         if key not in self._alike:
             common = np.intersect1d(ours, theirs)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stratagem.simulator.apart import with_bare_backward, with_parts_apart
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.graph import Edge
 from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
-from stratagem.simulator.resharding import IntArray
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class StageShapes:
         return blocks.moved(table.operators[0] - first.operators[0])
 
     def lifetimes(
-        self, table: CostTable, arriving: Mapping[Edge, IntArray], num_versions: int | None = None
+        self, table: CostTable, arriving: Mapping[Edge, Ints], num_versions: int | None = None
     ) -> Lifetimes:
         """The tensors of a stage to which `arriving` bytes come from other stages.
 

@@ -8,11 +8,10 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from stratagem.simulator._kernels import find_cycle_task
-
-Ints = NDArray[np.int64]
+from stratagem.simulator.arrays import Ints
 
 MAX_TOTAL_DURATION = 2**62
 """Longest sum of durations in ns (146 years): every time of a timeline then fits an int64."""

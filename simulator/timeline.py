@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from stratagem.simulator.arrays import Ints
 
 SEPARATOR = " · "
 """Stands between a lane's group and what it is."""

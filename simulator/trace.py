@@ -9,15 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.files import atomic_path
-from stratagem.simulator.timeline import (
-    SEPARATOR,
-    Ints,
-    Timeline,
-    lane_group,
-    lane_name,
-    shift,
-)
+from stratagem.simulator.timeline import SEPARATOR, Timeline, lane_group, lane_name, shift
 
 Event = dict[str, Any]
 

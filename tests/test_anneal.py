@@ -20,13 +20,13 @@ from stratagem.search.exhaustive import exhaustive
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import Options, Skeleton, skeletons
 from stratagem.simulator import _delta_index
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.training import Training
 
@@ -71,7 +71,7 @@ class Case:
         parts = self.graph, self.skeleton, self.cluster, Training(), COSTS, (0, 2, 3)
         return make_problem(*parts, options=self.options)
 
-    def simulate(self, p: Problem, choice: IntArray) -> Simulation:
+    def simulate(self, p: Problem, choice: Ints) -> Simulation:
         plan = p.plan(choice, name="x", seed=0, fingerprint=self.graph.fingerprint)
         return Situation(self.graph, self.cluster, Training(), COSTS).simulate(plan)
 
@@ -100,7 +100,7 @@ CASES = {
 }
 
 
-def random_choice(p: Problem, seed: int) -> IntArray:
+def random_choice(p: Problem, seed: int) -> Ints:
     counts = [len(options) for options in p.choices]
     return np.random.default_rng(seed).integers(0, counts)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stratagem.search.space import operator_choices
 from stratagem.simulator._delta_index import DRIFT, LIMIT, MAX_DRIFT, WINDOWS
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
@@ -25,7 +26,7 @@ from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.oracle import simulate_plain, simulate_simpy
-from stratagem.simulator.taskgraph import Ints, TaskGraph, build_task_graph
+from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
 from stratagem.simulator.training import Training
 
 NUM_PROPOSALS = int(os.environ.get("STRATAGEM_DELTA_PROPOSALS", "24000"))

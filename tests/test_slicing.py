@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem.search.slicing import FloatArray, best_lengths, slice_times, slice_tokens
+from stratagem.search.slicing import best_lengths, slice_times, slice_tokens
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt
@@ -32,7 +33,7 @@ def compositions(total: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def value_of(times: FloatArray, lengths: tuple[int, ...], stages: int, parts: int) -> float:
+def value_of(times: Floats, lengths: tuple[int, ...], stages: int, parts: int) -> float:
     each = [times[n - 1, sum(lengths[:k])] for k, n in enumerate(lengths)]
     return float(parts * sum(each) + (stages - 1) * max(each))
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import kernel
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Floats, Ints
 
 MOST = 1e300
 """Beyond all finite costs."""
@@ -26,7 +22,7 @@ def implied_rows(
     start: Ints,
     num_strategies: Ints,
     pool: Ints,
-) -> Bools:
+) -> Flags:
     """Which rows another one implies.
 
     Row r is implied by s if Σ over nodes of max over k of (u_r[k] − u_s[k]) ≤ limit_r − limit_s.
@@ -93,7 +89,7 @@ def worst_differences(table: Floats) -> Floats:
 
 
 @kernel(cache=True)
-def dominated(worst: Floats, nbytes: Ints) -> Bools:
+def dominated(worst: Floats, nbytes: Ints) -> Flags:
     """Strategies that another one replaces at no more cost and with no more bytes in any row.
 
     Of equal ones the first stays.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import kernel
+from stratagem.simulator.arrays import Flags, Floats, Ints
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 Graph = tuple[Ints, Ints, Ints, Ints, Ints, Floats]
 """Starts of the nodes' strategies, adjacency, neighbours, reverse, tables, pool (`flat.Flat`)."""
 Held = tuple[Ints, Ints, Ints, Ints]
@@ -43,8 +40,8 @@ def grow_tree(
     size: int,
     adjacency: Ints,
     neighbours: Ints,
-    inside: Bools,
-    seen: Bools,
+    inside: Flags,
+    seen: Flags,
     above: Ints,
     order: Ints,
     queue: Ints,
@@ -84,7 +81,7 @@ def grow_tree(
 
 @kernel(cache=True)
 def edge_costs_of(
-    node: int, k: int, graph: Graph, inside: Bools, above: Ints, choice: Ints
+    node: int, k: int, graph: Graph, inside: Flags, above: Ints, choice: Ints
 ) -> float:
     """Costs of the edges of a node in a tree to nodes outside it, and to the node above it."""
     starts, adjacency, neighbours, _, tables, pool = graph
@@ -97,7 +94,7 @@ def edge_costs_of(
 
 
 @kernel(cache=True)
-def cost_of(costs: Floats, graph: Graph, inside: Bools, above: Ints, choice: Ints) -> float:
+def cost_of(costs: Floats, graph: Graph, inside: Flags, above: Ints, choice: Ints) -> float:
     """Costs of all nodes and edges under a choice; no node is inside a tree."""
     starts, total = graph[0], 0.0
     for node in range(len(starts) - 1):
@@ -112,7 +109,7 @@ def tree_cost(
     order: Ints,
     costs: Floats,
     graph: Graph,
-    inside: Bools,
+    inside: Flags,
     above: Ints,
     choice: Ints,
 ) -> float:
@@ -162,7 +159,7 @@ def fill_values(
     count: int,
     order: Ints,
     graph: Graph,
-    inside: Bools,
+    inside: Flags,
     above: Ints,
     choice: Ints,
     value: Floats,

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.search.ilp.instance import Floats, Ints
 from stratagem.search.ilp.reduce import Problem, keep
+from stratagem.simulator.arrays import Floats, Ints
 
 
 class Dual:

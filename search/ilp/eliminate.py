@@ -15,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 
 from stratagem.search.ilp._kernels import dominated, min_plus, worst_differences
-from stratagem.search.ilp.instance import Floats, Ints
 from stratagem.search.ilp.memory import Memory
 from stratagem.search.ilp.reduce import (
     Decided,
@@ -26,6 +25,7 @@ from stratagem.search.ilp.reduce import (
     keep,
     merge,
 )
+from stratagem.simulator.arrays import Floats, Ints
 
 MAX_DOMINANCE_WORK = 50_000_000
 """Comparisons of entries for one node beyond which domination is not looked for."""

@@ -9,11 +9,12 @@ import numpy as np
 import scipy.sparse as sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from stratagem.search.ilp.instance import Device, Instance, Ints, limits
+from stratagem.search.ilp.instance import Device, Instance, limits
 from stratagem.search.ilp.memory import gather
 from stratagem.search.ilp.reduce import ContradictionError, Problem, Propagation, make_problem
 from stratagem.search.ilp.relax import Program
 from stratagem.search.ilp.solve import Solution, Status, solve
+from stratagem.simulator.arrays import Ints
 
 NUM_HOLDERS = 5
 """Nodes that a shortage names."""

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stratagem.search.ilp.instance import Device, Edge, Floats, Instance, Ints, Use
+from stratagem.search.ilp.instance import Device, Edge, Instance, Use
+from stratagem.simulator.arrays import Floats, Ints
 
 FORBIDDEN = 10**18
 """Costs from here on forbid a choice."""

@@ -14,16 +14,13 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search.ilp.ascent import Ascent
 from stratagem.search.ilp.branch import Part, row_keys
 from stratagem.search.ilp.flat import FORBIDDEN_FACTOR
 from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Floats, Ints
 from stratagem.search.ilp.reduce import copy, keep
-
-Bools = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Floats, Ints
 
 MAX_PARTS = 400
 """Parts that are bounded, at the most."""
@@ -45,7 +42,7 @@ class Split:
 class Level:
     """A part of the search: the strategies that it has, its duals and bound, and its split."""
 
-    left: Bools
+    left: Flags
     messages: Floats
     prices: Floats
     bound: float
@@ -133,7 +130,7 @@ class LevelBranching:
         done += [level for _, _, level in heap]
         return [self._as_part(each) for each in done if each.bound <= self.incumbent.cutoff]
 
-    def _sides(self, left: Bools, split: Split) -> list[Bools]:
+    def _sides(self, left: Flags, split: Split) -> list[Flags]:
         """The strategies of both sides, less those that do not fit; not those of empty ones."""
         holder = self.holders[split.holder]
         low = holder.levels < split.level
@@ -145,7 +142,7 @@ class LevelBranching:
                 sides.append(side)
         return sides
 
-    def _drop_oversized(self, left: Bools) -> bool:
+    def _drop_oversized(self, left: Flags) -> bool:
         """Drop what does not fit with the least of all others; whether all can still choose."""
         changed = True
         while changed:
@@ -167,7 +164,7 @@ class LevelBranching:
         return True
 
     def _bounded(
-        self, left: Bools, messages: Floats, prices: Floats, least: float = -np.inf
+        self, left: Flags, messages: Floats, prices: Floats, least: float = -np.inf
     ) -> Level:
         """Bound a part from the duals of the one above, and choose how to split it."""
         self.num_parts += 1
@@ -180,7 +177,7 @@ class LevelBranching:
         split = self._split(left, bound) if bound <= self.incumbent.cutoff else None
         return Level(left, ascent.messages.copy(), ascent.prices.copy(), bound, split)
 
-    def _split(self, left: Bools, bound: float) -> Split | None:
+    def _split(self, left: Flags, bound: float) -> Split | None:
         """Two neighbouring levels far apart in price that the bound hardly tells apart."""
         prices, theta = self.ascent.all_prices(), self.ascent.theta
         best, found = -np.inf, None

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.search.ilp._kernels import implied_rows
-from stratagem.search.ilp.instance import Floats, Instance, Ints, Use, limits
+from stratagem.search.ilp.instance import Instance, Use, limits
+from stratagem.simulator.arrays import Floats, Ints
 
 
 class OverLimitError(Exception):

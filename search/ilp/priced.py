@@ -14,10 +14,10 @@ import numpy as np
 from stratagem.search.ilp._tree_kernels import search_priced
 from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Floats
 from stratagem.search.ilp.memory import Spans
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
+from stratagem.simulator.arrays import Floats
 
 MOVES = 4
 """Moves of a round per node."""

@@ -13,9 +13,9 @@ import scipy.sparse as sparse
 from scipy.optimize import linprog
 
 from stratagem.search.ilp.dual import Dual
-from stratagem.search.ilp.instance import Floats
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
+from stratagem.simulator.arrays import Floats
 
 FIRST_ROWS = 32
 """Rows of memory that come in at a time."""

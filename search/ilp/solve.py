@@ -12,7 +12,7 @@ import numpy as np
 from stratagem.search.ilp.branch import Branching, Part, dive, num_entries, tighten
 from stratagem.search.ilp.improve import Improver
 from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Instance, Ints
+from stratagem.search.ilp.instance import Instance
 from stratagem.search.ilp.levels import LevelBranching
 from stratagem.search.ilp.memory import OverLimitError, make_memory
 from stratagem.search.ilp.priced import PricedSearch
@@ -25,6 +25,7 @@ from stratagem.search.ilp.reduce import (
     make_problem,
 )
 from stratagem.search.ilp.trees import TreeSearch
+from stratagem.simulator.arrays import Ints
 
 
 class Status(Enum):

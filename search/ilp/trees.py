@@ -13,10 +13,10 @@ import numpy as np
 from stratagem.search.ilp._tree_kernels import search_trees
 from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Floats, Ints
 from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
+from stratagem.simulator.arrays import Floats, Ints
 
 MAX_ROWS, MORE_ROWS = 64, 16
 """Rows that a search knows at first, and learns at a time."""

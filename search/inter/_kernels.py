@@ -7,12 +7,9 @@ are floats, because they weigh times.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import kernel
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from stratagem.simulator.arrays import Floats, Ints
 
 NUM_COLUMNS = 14
 (

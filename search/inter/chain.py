@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.search.inter.compact import CompactGraph, compact_graph
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import IntArray
 
 ALL_CUTS = 40
 """Graphs of up to so many operators are cut between any two."""
@@ -37,13 +37,13 @@ class Chain:
     """
 
     compact: CompactGraph
-    operators: IntArray
-    cuts: IntArray
-    edge_offsets: IntArray
-    edge_starts: IntArray
-    edge_ends: IntArray
-    edge_numbers: IntArray
-    ties: IntArray
+    operators: Ints
+    cuts: Ints
+    edge_offsets: Ints
+    edge_starts: Ints
+    edge_ends: Ints
+    edge_numbers: Ints
+    ties: Ints
     tied: tuple[str, ...]
 
     @property
@@ -52,7 +52,7 @@ class Chain:
         return self.compact.whole
 
     @cached_property
-    def representatives(self) -> IntArray:
+    def representatives(self) -> Ints:
         """[N], the operator of the compact graph that stands for each."""
         return self.compact.stands_for[self.operators]
 
@@ -61,7 +61,7 @@ class Chain:
         return choices[self.compact.graph.names[self.representatives[place]]]
 
     @cached_property
-    def by_consumer(self) -> tuple[IntArray, IntArray, IntArray]:
+    def by_consumer(self) -> tuple[Ints, Ints, Ints]:
         """The edges by consumer: which they are, offsets by consumer, places of producers."""
         order = np.argsort(self.edge_ends, kind="stable")
         counts = np.bincount(self.edge_ends, minlength=len(self.operators))
@@ -127,7 +127,7 @@ def chain_of(graph: OperatorGraph) -> Chain:
     )
 
 
-def _cuts(graph: OperatorGraph, operators: list[int]) -> IntArray:
+def _cuts(graph: OperatorGraph, operators: list[int]) -> Ints:
     count = len(operators)
     if count <= ALL_CUTS:
         return np.arange(count + 1, dtype=np.int64)

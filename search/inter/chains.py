@@ -10,7 +10,7 @@ import numpy as np
 
 from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.tables import StageTable, Ways
-from stratagem.simulator.resharding import FloatArray, IntArray
+from stratagem.simulator.arrays import Floats, Ints
 
 LABELS = 1 << 14
 """Labels for which there is room at first; it grows."""
@@ -34,7 +34,7 @@ class StageDraft:
     last: int
     devices: range
     ways: Ways
-    costs: IntArray
+    costs: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,8 @@ class Devices:
     """
 
     tables: tuple[StageTable, ...]
-    table_of: IntArray
-    sizes: IntArray
+    table_of: Ints
+    sizes: Ints
     unit: int
 
 
@@ -103,12 +103,12 @@ class _Search:
     """The arrays of one dynamic program."""
 
     devices: Devices
-    options: IntArray
-    counts: IntArray
-    need: IntArray
-    weights: FloatArray
-    least_sum: FloatArray
-    least_work: FloatArray
+    options: Ints
+    counts: Ints
+    need: Ints
+    weights: Floats
+    least_sum: Floats
+    least_work: Floats
 
     def run(self, bound: float, *, only_best: bool, num_stages: Sequence[int]) -> list[Solution]:
         """The best solution of each number of stages, best first."""
@@ -147,7 +147,7 @@ class _Search:
                 found.append(Solution(float(values.min()), self._trace(best, links)))
         return sorted(found, key=lambda s: (s.value, len(s.stages)))
 
-    def _trace(self, label: int, links: IntArray) -> tuple[StageDraft, ...]:
+    def _trace(self, label: int, links: Ints) -> tuple[StageDraft, ...]:
         rows, num_cuts = self.options.shape[3], self.counts.shape[1]
         stages: list[StageDraft] = []
         begin = 0
@@ -164,7 +164,7 @@ class _Search:
         return tuple(stages)
 
 
-def _stacked(tables: Sequence[StageTable]) -> tuple[IntArray, IntArray]:
+def _stacked(tables: Sequence[StageTable]) -> tuple[Ints, Ints]:
     rows = max(table.options.shape[2] for table in tables)
     size = tables[0].counts.shape[0]
     options = np.zeros((len(tables), size, size, rows, kernels.NUM_OPTION), dtype=np.int64)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.graph import Operator, OperatorGraph, RepeatedBlock, repeated_blocks
-from stratagem.simulator.resharding import IntArray
 
 ENDS = 2
 """Repeats of a block that stay at each end of a run."""
@@ -33,7 +33,7 @@ class CompactGraph:
 
     whole: OperatorGraph
     graph: OperatorGraph
-    stands_for: IntArray
+    stands_for: Ints
 
 
 def compact_graph(graph: OperatorGraph) -> CompactGraph:

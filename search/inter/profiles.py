@@ -18,13 +18,14 @@ from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.ties import TiePricer
 from stratagem.search.inter.variants import Variant
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.boundary import price_boundary
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import COMPUTE, IntArray
+from stratagem.simulator.resharding import COMPUTE
 from stratagem.simulator.rows import EdgeRow, OperatorRow
 
 
@@ -45,13 +46,13 @@ class Profile:
     """
 
     variant: Variant
-    columns: IntArray
-    there: IntArray
-    back: IntArray
-    ties: IntArray
+    columns: Ints
+    there: Ints
+    back: Ints
+    ties: Ints
     shares_link: bool
 
-    def range_costs(self, chain: Chain, *, limit: float = np.inf, whole: bool = False) -> IntArray:
+    def range_costs(self, chain: Chain, *, limit: float = np.inf, whole: bool = False) -> Ints:
         """[NUM_COSTS, cuts, cuts], see `kernels.range_costs`."""
         size = chain.cuts.size
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
@@ -115,9 +116,9 @@ class MeshPricer:
         self,
         variant: Variant,
         life: Lifetimes,
-        number: IntArray,
+        number: Ints,
         prices: _Prices,
-        apart: Mapping[int, IntArray],
+        apart: Mapping[int, Ints],
     ) -> Profile:
         columns = prices.columns(number)
         columns[kernels.HELD], columns[kernels.WORKING] = _memory(life, life.bytes_under(number))
@@ -157,7 +158,7 @@ class MeshPricer:
         choices = variant.choices, variant.choices
         return self._tie_pricer.ns(number, (self.mesh, self._far_mesh), choices)
 
-    def sends(self, variant: Variant) -> IntArray:
+    def sends(self, variant: Variant) -> Ints:
         """[cuts], ns to send on what crosses each cut to the far mesh, and back."""
         found = np.zeros(len(self.chain.cuts), dtype=np.int64)
         if self.mesh.num_devices < self.situation.cluster.num_devices:
@@ -229,7 +230,7 @@ class _Prices:
         """Pairs of choices of all edges; those that are not priced take no time."""
         place = {(e.consumer, e.slot): k for k, e in enumerate(table.graph.edges)}
         self._ends = np.zeros((3, len(place)), dtype=np.int64)
-        flat: list[IntArray] = [np.zeros((4, 1), dtype=np.int64)]
+        flat: list[Ints] = [np.zeros((4, 1), dtype=np.int64)]
         known: dict[int, int] = {}
         size = 1
         self._bases = np.zeros(len(place), dtype=np.int64)
@@ -244,29 +245,29 @@ class _Prices:
             self._ends[:, k] = edge.producer, edge.consumer, row.copy_bytes.shape[1]
         self._flat = np.concatenate(flat, axis=1)
 
-    def columns(self, number: IntArray) -> IntArray:
+    def columns(self, number: Ints) -> Ints:
         """[NUM_COLUMNS, operators] under a choice each; memory while it runs follows later."""
-        found: IntArray = self._columns[:, self._starts + number]
+        found: Ints = self._columns[:, self._starts + number]
         found[kernels.LINKED] = self._pass_masks[self._starts + number] & self._links(number) > 0
         return found
 
-    def edges(self, number: IntArray) -> IntArray:
+    def edges(self, number: Ints) -> Ints:
         """[4, edges]: forward, backward with recompute, gathered again (ns); link masks."""
         producer, consumer, width = self._ends
         at = number[producer] * width + number[consumer]
-        found: IntArray = self._flat[:, np.where(self._bases > 0, self._bases + at, 0)]
+        found: Ints = self._flat[:, np.where(self._bases > 0, self._bases + at, 0)]
         return found
 
-    def shares_link(self, number: IntArray) -> bool:
+    def shares_link(self, number: Ints) -> bool:
         """Whether conversions use a link class that gathers and syncs use."""
         return bool(self._links(number) & np.bitwise_or.reduce(self.edges(number)[3]))
 
-    def _links(self, number: IntArray) -> int:
+    def _links(self, number: Ints) -> int:
         """The link classes of gathers and syncs, as a mask."""
         return int(np.bitwise_or.reduce(self._masks[self._starts + number]))
 
 
-def _columns(row: OperatorRow) -> IntArray:
+def _columns(row: OperatorRow) -> Ints:
     """One operator, by choice; held and working memory follow later."""
     columns = np.zeros((kernels.NUM_COLUMNS, len(row.choices)), dtype=np.int64)
     columns[kernels.FORWARD] = row.forward.ns * row.pieces
@@ -282,13 +283,13 @@ def _columns(row: OperatorRow) -> IntArray:
     return columns
 
 
-def _states(row: OperatorRow) -> IntArray:
+def _states(row: OperatorRow) -> Ints:
     """Bytes of parameters, gradients and optimizer state, by choice."""
-    found: IntArray = row.parameter_bytes + row.gradient_bytes + row.optimizer_bytes
+    found: Ints = row.parameter_bytes + row.gradient_bytes + row.optimizer_bytes
     return found
 
 
-def _edge_columns(row: EdgeRow) -> IntArray:
+def _edge_columns(row: EdgeRow) -> Ints:
     """[4, pairs of choices]: forward, backward with recompute, gathered again, link mask."""
     there = row.forward.ns * np.maximum(np.maximum(row.made_forward, row.read_forward), 1)
     back = row.backward.ns * np.maximum(np.maximum(row.made_backward, row.read_backward), 1)
@@ -297,7 +298,7 @@ def _edge_columns(row: EdgeRow) -> IntArray:
     return np.stack([part.ravel() for part in parts]).astype(np.int64)
 
 
-def _memory(life: Lifetimes, nbytes: IntArray) -> tuple[IntArray, IntArray]:
+def _memory(life: Lifetimes, nbytes: Ints) -> tuple[Ints, Ints]:
     """Per operator the bytes that wait for its backward, and those beside while it runs."""
     n = life.num_operators
     waits = (life.birth >= 0) & (life.birth < n) & (life.death >= n)
@@ -309,5 +310,5 @@ def _memory(life: Lifetimes, nbytes: IntArray) -> tuple[IntArray, IntArray]:
     np.add.at(change, life.death[moving] + 1, -nbytes[moving])
     alive = np.cumsum(change)
     most = np.maximum(alive[:n], alive[n : 2 * n][::-1])
-    working: IntArray = np.maximum(0, most - np.cumsum(held))
+    working: Ints = np.maximum(0, most - np.cumsum(held))
     return held, working

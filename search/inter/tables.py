@@ -15,9 +15,9 @@ from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.profiles import MeshPricer, stage_mesh
 from stratagem.search.inter.variants import Layout, Variant, variants
 from stratagem.search.space import MAX_IMBALANCE, distinct_stages
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.resharding import IntArray
 
 ROOM = 16
 """Rows an option table has at first; it grows."""
@@ -62,10 +62,10 @@ class StageTable:
 
     num_devices: int
     ways: tuple[Ways, ...]
-    options: IntArray
-    costs: IntArray
-    counts: IntArray
-    over: IntArray
+    options: Ints
+    costs: Ints
+    counts: Ints
+    over: Ints
 
 
 @dataclass(eq=False)
@@ -179,7 +179,7 @@ class _Draft:
         self._counts = np.zeros((self.size, self.size), dtype=np.int64)
         self._over = np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64)
 
-    def offer(self, costs: IntArray, sends: IntArray, capacity: int, number: int) -> None:
+    def offer(self, costs: Ints, sends: Ints, capacity: int, number: int) -> None:
         """Offer variant `number` for every range; twice is the same as once."""
         while not kernels.offer(
             costs,

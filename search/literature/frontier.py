@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from stratagem.simulator.arrays import Floats
 
 MAX_TABLE = 10**7
 """Combinations of the frontier's options that are held at most."""
 
 
 def least_sum(
-    costs: Sequence[FloatArray], pairs: Mapping[tuple[int, int], FloatArray]
+    costs: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]
 ) -> tuple[list[int], float]:
     """The option of each item that makes the sum least; of equals the first found.
 

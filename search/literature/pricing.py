@@ -15,6 +15,7 @@ import numpy as np
 
 from stratagem.search.baselines import Situation
 from stratagem.search.space import Skeleton
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import slowdown_of
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.engine import simulate
@@ -23,7 +24,6 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD
 from stratagem.simulator.placement import smallest_shard
 from stratagem.simulator.plan import Choice, Plan
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.stage_shapes import StageShapes
 
 
@@ -123,7 +123,7 @@ class StagePrices:
         peak = tensors.state + max(tensors.peak(0), tensors.peak(1))
         return Price(seconds * 1e-9, peak, self._capacity)
 
-    def _play(self, number: IntArray, kind: int) -> int:
+    def _play(self, number: Ints, kind: int) -> int:
         block, last = self._blocks.of_kind(kind)
         return simulate(self._blocks.task_graph(block, number, last=last)).makespan
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search.baselines import Situation
 from stratagem.search.literature.pricing import one_stage_plan
+from stratagem.simulator.arrays import Floats, Ints
 from stratagem.simulator.block import slowdown_of
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import cell_block
@@ -25,10 +25,7 @@ from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.pipeline import FORWARD, LAST_BACKWARD
 from stratagem.simulator.placement import REPLICATE, Pin
 from stratagem.simulator.plan import Choice, Plan
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.stage_shapes import StageShapes
-
-FloatArray = npt.NDArray[np.float64]
 
 OVER_MEMORY = 10.0
 """How many times worse the reward of a placement is that some device cannot hold."""
@@ -118,7 +115,7 @@ def reinforce(
     placements = Placements(situation, group_of)
     policy = _Policy(int(group_of.max()) + 1, situation.cluster.num_devices, learning_rate)
     rng = np.random.default_rng(seed)
-    best: tuple[bool, float, IntArray] | None = None
+    best: tuple[bool, float, Ints] | None = None
     baseline, mean_times = 0.0, list[float]()
     for start in range(0, num_samples, samples_per_update):
         drawn = policy.draw(rng, min(samples_per_update, num_samples - start))
@@ -141,7 +138,7 @@ def reinforce(
     )
 
 
-def operator_groups(graph: OperatorGraph, max_groups: int) -> IntArray:
+def operator_groups(graph: OperatorGraph, max_groups: int) -> Ints:
     """The group of each operator: its segment, neighbours merged until there are `max_groups`.
 
     Sources, which every device computes, belong to the group of what follows them.
@@ -155,7 +152,7 @@ def operator_groups(graph: OperatorGraph, max_groups: int) -> IntArray:
     segments = np.array(graph.segments)
     first = next(i for i, op in enumerate(graph.operators) if op.kind != "source")
     segments[:first] = segments[first]
-    number: IntArray = np.unique(segments, return_inverse=True)[1].astype(np.int64)
+    number: Ints = np.unique(segments, return_inverse=True)[1].astype(np.int64)
     count = int(number.max()) + 1
     if count > max_groups:
         number = number * max_groups // count
@@ -172,13 +169,13 @@ class _Policy:
         self.updates = 0
 
     @property
-    def shares(self) -> FloatArray:
+    def shares(self) -> Floats:
         """[groups, devices], the probability of each device."""
         powers = np.exp(self.logits - self.logits.max(axis=1, keepdims=True))
-        shares: FloatArray = powers / powers.sum(axis=1, keepdims=True)
+        shares: Floats = powers / powers.sum(axis=1, keepdims=True)
         return shares
 
-    def draw(self, rng: np.random.Generator, count: int) -> list[IntArray]:
+    def draw(self, rng: np.random.Generator, count: int) -> list[Ints]:
         """Placements: per group a device."""
         below = np.cumsum(self.shares, axis=1)
         return [
@@ -186,7 +183,7 @@ class _Policy:
             for _ in range(count)
         ]
 
-    def learn(self, drawn: Sequence[IntArray], advantages: FloatArray) -> None:
+    def learn(self, drawn: Sequence[Ints], advantages: Floats) -> None:
         """One step along E[advantage · ∇ log p(placement)] and the gradient of the entropy."""
         shares = self.shares
         spread = float(advantages.std())
@@ -228,7 +225,7 @@ class Placements:
         group_of: per operator its group.
     """
 
-    def __init__(self, situation: Situation, group_of: IntArray) -> None:
+    def __init__(self, situation: Situation, group_of: Ints) -> None:
         graph, cluster = situation.graph, situation.cluster
         devices = cluster.num_devices
         self._situation, self._group_of = situation, group_of
@@ -260,7 +257,7 @@ class Placements:
         """Number of different placements that were priced."""
         return len(self._known)
 
-    def price(self, placement: IntArray) -> tuple[float, bool]:
+    def price(self, placement: Ints) -> tuple[float, bool]:
         """Seconds of a step, and whether every device holds its part."""
         key = self._key(placement)
         if key not in self._known:
@@ -269,7 +266,7 @@ class Placements:
             self._known[key] = ns * 1e-9, self._fits(number)
         return self._known[key]
 
-    def plan(self, placement: IntArray) -> Plan:
+    def plan(self, placement: Ints) -> Plan:
         """The plan of a placement."""
         number = np.where(self._is_source, 0, placement[self._group_of]).tolist()
         names = self._situation.graph.names
@@ -278,21 +275,21 @@ class Placements:
         }
         return one_stage_plan("REINFORCE device placement", self._situation, self._mesh, chosen)
 
-    def _key(self, placement: IntArray) -> tuple[int, ...]:
+    def _key(self, placement: Ints) -> tuple[int, ...]:
         """Equal for placements that cost the same: devices numbered as they come up."""
         if not self._devices_are_alike:
             return tuple(placement.tolist())
         numbers: dict[int, int] = {}
         return tuple(numbers.setdefault(k, len(numbers)) for k in placement.tolist())
 
-    def _play(self, number: IntArray, kind: int) -> int:
+    def _play(self, number: Ints, kind: int) -> int:
         block, last = self._blocks.of_kind(kind)
         on_cells = cell_block(
             self._builder, self._table, self._blocks, block, number, self._cells, last=last
         )
         return simulate(on_cells.graph).makespan
 
-    def _fits(self, number: IntArray) -> bool:
+    def _fits(self, number: Ints) -> bool:
         """Whether what is pinned to each device fits it."""
         life = self._lifetimes
         nbytes = life.bytes_under(number)

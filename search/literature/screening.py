@@ -16,25 +16,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search.baselines import Situation, rank
 from stratagem.search.literature.shortened import Shortened, shortened
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import Choices, with_recompute
+from stratagem.simulator.arrays import Flags, Floats, Ints
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.memory import StageTensors
 from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.resharding import IntArray
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.stage_shapes import StageShapes
-
-FloatArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
-
 
 _EACH_SYNC = (0.0, 0.0, 0.5, 1.5)
 """By ZeRO stage, how many all-reduces of gradients a microbatch's gathers and syncs are worth."""
@@ -141,12 +136,12 @@ def screen(
 class _Layers:
     """Per operator of the whole model what a microbatch of it costs on one device: s and bytes."""
 
-    compute: FloatArray
-    between: FloatArray
-    held: FloatArray
-    parameters: FloatArray
-    gradients: FloatArray
-    optimizer: FloatArray
+    compute: Floats
+    between: Floats
+    held: Floats
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
 
 
 @dataclass(eq=False)
@@ -155,7 +150,7 @@ class Rates:
 
     situation: Situation
     _layers: dict[tuple[object, ...], _Layers] = field(default_factory=dict)
-    _cuts: dict[tuple[int, str], tuple[IntArray, BoolArray]] = field(default_factory=dict)
+    _cuts: dict[tuple[int, str], tuple[Ints, Flags]] = field(default_factory=dict)
     _links: dict[tuple[int, int], AxisLink] = field(default_factory=dict)
     _strategies: dict[tuple[object, ...], Choices] = field(default_factory=dict)
 
@@ -185,7 +180,7 @@ class Rates:
         need = _need(setup, data, layers, _sums(held, stage_of, count), stage_of, parts)
         return Outlook(setup, _bound(compute, setup, parts), estimate, need)
 
-    def _stages(self, setup: TrainingSetup) -> tuple[IntArray, BoolArray]:
+    def _stages(self, setup: TrainingSetup) -> tuple[Ints, Flags]:
         """The stage of each operator, and whether another stage reads it."""
         graph = self.situation.graph
         key = setup.pipeline * setup.virtual_stages, setup.partition
@@ -264,7 +259,7 @@ class Rates:
             self._strategies[key] = replace(setup, recompute="none").strategy(graph, shape)
         return self._strategies[key]
 
-    def _sync(self, setup: TrainingSetup, data: int, nbytes: FloatArray) -> FloatArray:
+    def _sync(self, setup: TrainingSetup, data: int, nbytes: Floats) -> Floats:
         """Seconds of an all-reduce of each stage's gradients over the data-parallel ranks."""
         if data == 1:
             return np.zeros_like(nbytes)
@@ -289,7 +284,7 @@ def _capacity(situation: Situation) -> int:
     return max(mesh.memory_bytes(cluster) for mesh in alone.values())
 
 
-def _held_bytes(table: CostTable) -> FloatArray:
+def _held_bytes(table: CostTable) -> Floats:
     """Bytes that wait between forward and backward pass, by the operator that they belong to."""
     lifetimes = StageShapes().lifetimes(table, {})
     none = np.zeros(len(table.graph.operators), dtype=np.int64)
@@ -300,12 +295,12 @@ def _held_bytes(table: CostTable) -> FloatArray:
     return held
 
 
-def _sums(values: FloatArray, stage_of: IntArray, count: int) -> FloatArray:
-    summed: FloatArray = np.bincount(stage_of, weights=values, minlength=count).astype(np.float64)
+def _sums(values: Floats, stage_of: Ints, count: int) -> Floats:
+    summed: Floats = np.bincount(stage_of, weights=values, minlength=count).astype(np.float64)
     return summed
 
 
-def _bound(compute: FloatArray, setup: TrainingSetup, parts: int) -> float:
+def _bound(compute: Floats, setup: TrainingSetup, parts: int) -> float:
     """Computing of the busiest rank.
 
     Under 1F1B and GPipe nothing of a stage begins before the first microbatch has come through
@@ -317,7 +312,7 @@ def _bound(compute: FloatArray, setup: TrainingSetup, parts: int) -> float:
     return float(parts * ranks.max())
 
 
-def _estimate(spent: FloatArray, setup: TrainingSetup, parts: int) -> float:
+def _estimate(spent: Floats, setup: TrainingSetup, parts: int) -> float:
     """The busiest rank, and the filling of the pipeline, which virtual stages divide."""
     ranks = spent.reshape(setup.virtual_stages, setup.pipeline).sum(axis=0)
     filling = (ranks.sum() - ranks.max()) / setup.virtual_stages
@@ -328,8 +323,8 @@ def _need(
     setup: TrainingSetup,
     data: int,
     layers: _Layers,
-    held: FloatArray,
-    stage_of: IntArray,
+    held: Floats,
+    stage_of: Ints,
     parts: int,
 ) -> float:
     """Bytes that the fullest rank needs at least: state, and the microbatches in flight.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.graph import Operator, OperatorGraph, repeated_blocks
-from stratagem.simulator.resharding import IntArray
 
 KEPT = 3
 """Repeats that are kept of a block: its first and its last, whose neighbours differ, and one."""
@@ -23,7 +23,7 @@ class Shortened:
     """
 
     graph: OperatorGraph
-    stands_for: IntArray
+    stands_for: Ints
 
 
 def shortened(graph: OperatorGraph) -> Shortened:
@@ -59,9 +59,7 @@ def shortened(graph: OperatorGraph) -> Shortened:
     return Shortened(short, np.array([place[int(i)] for i in twin], dtype=np.int64))
 
 
-def _reconnected(
-    graph: OperatorGraph, operator: Operator, twin: IntArray, kept: set[str]
-) -> Operator:
+def _reconnected(graph: OperatorGraph, operator: Operator, twin: Ints, kept: set[str]) -> Operator:
     """The operator reading from the twins of what is gone."""
     inputs = tuple(
         read

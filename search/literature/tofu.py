@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stratagem.search.literature.frontier import FloatArray, least_sum
+from stratagem.search.literature.frontier import least_sum
 from stratagem.search.strategies import Choices
+from stratagem.simulator.arrays import Floats
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import Dim, Edge, Operator, OperatorGraph, Weight, factor_sizes
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
@@ -180,13 +181,13 @@ class _Level:
 
     def costs(
         self, options: Sequence[Sequence[Placement]]
-    ) -> tuple[list[FloatArray], dict[tuple[int, int], FloatArray]]:
+    ) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """What `least_sum` takes: bytes of each operator's options, and of pairs of them."""
         own = [
             np.array([self._own_bytes(op, option) for option in found])
             for op, found in zip(self.operators, options, strict=True)
         ]
-        pairs: dict[tuple[int, int], FloatArray] = {}
+        pairs: dict[tuple[int, int], Floats] = {}
         for edge in self.graph.edges:
             if self.operators[edge.producer].kind != "source":
                 key = edge.producer, edge.consumer
@@ -220,7 +221,7 @@ class _Level:
 
     def _edge_bytes(
         self, edge: Edge, ours: Sequence[Placement], theirs: Sequence[Placement]
-    ) -> FloatArray:
+    ) -> Floats:
         producer, consumer = self.operators[edge.producer], self.operators[edge.consumer]
         made, read = producer.outputs[edge.output], consumer.inputs[edge.slot]
         size = math.prod(factor_sizes(made.layout, producer.sizes))
@@ -253,7 +254,7 @@ class _Level:
 
     def _tie_bytes(
         self, own: Weight, weight: Weight, ours: Sequence[Placement], theirs: Sequence[Placement]
-    ) -> FloatArray:
+    ) -> Floats:
         """The gradient to the owner and the value back, where both cut the parameter otherwise."""
         owner = self.operators[self.graph.index[self.graph.owners[weight.parameter]]]
         size = math.prod(factor_sizes(own.layout, owner.sizes))

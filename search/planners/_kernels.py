@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import kernel
-
-Floats = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
+from stratagem.simulator.arrays import Floats, Indices, Words
 
 ZERO, ONE = np.uint64(0), np.uint64(1)
 

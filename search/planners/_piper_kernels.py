@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.simulator._compiling import kernel
-
-Floats = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Floats, Indices, Ints, Words
 
 ONE = np.uint64(1)
 NEAR = 1e-12
@@ -401,7 +395,7 @@ def relax_replicas(
     bound: float,
     alive: Flags,
     best: Floats,
-    origin: Longs,
+    origin: Ints,
     choice: Indices,
     reached: Flags,
 ) -> None:

@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from stratagem.search.planners.dnn_partitioning import PartitionInput, PartitionNode
-
-Floats = npt.NDArray[np.float64]
+from stratagem.simulator.arrays import Floats
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search.downsets import DownSets
 from stratagem.search.planners.reading import check_numbers
 from stratagem.search.planners.result import PlannedStage
+from stratagem.simulator.arrays import Flags, Floats
 from stratagem.simulator.files import read_text, write_text
-
-Flags = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search.downsets import (
     Cut,
@@ -27,9 +26,7 @@ from stratagem.search.downsets import (
 from stratagem.search.planners._kernels import replica_seconds
 from stratagem.search.planners.pipedream import PipeDreamGraph, read_pipedream_graph
 from stratagem.search.planners.result import PlannedStage, PlannerResult
-
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Floats
 
 MAX_NESTED_SETS = 800
 """With more down-sets than this a hierarchy is cut along linear orders: its table is quadratic."""

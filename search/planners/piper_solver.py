@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from stratagem.search.downsets import (
     DownSets,
@@ -25,11 +24,7 @@ from stratagem.search.planners.piper import (
     with_seconds,
 )
 from stratagem.search.planners.result import PlannedStage, PlannerResult
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from stratagem.simulator.arrays import Flags, Floats, Indices, Ints
 
 EFFORT = 200_000
 """Branches that the choice of ways of one stage may take."""
@@ -388,7 +383,7 @@ class _Along:
         )
         return table, proved, pick
 
-    def _plan(self, best: Floats, origin: Longs, choice: Indices) -> tuple[PlannedStage, ...]:
+    def _plan(self, best: Floats, origin: Ints, choice: Indices) -> tuple[PlannedStage, ...]:
         """Stages first to last: the table was filled from the last one on."""
         _, num_devices, num_replicas = best.shape
         place = len(self.sets) - 1

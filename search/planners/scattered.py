@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
@@ -24,9 +23,7 @@ from stratagem.search.planners.max_load import (
     with_loads,
 )
 from stratagem.search.planners.result import PlannedStage, PlannerResult
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int32]
+from stratagem.simulator.arrays import Floats, Indices
 
 SCATTERED = "max-load, any nodes on a device"
 HOT, COLD = 0.01, 1e-5

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from stratagem.search.result import SearchResult
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.describe import choice_phrase, operator_seconds, plan_words
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.lifetimes import Purpose
@@ -22,14 +23,7 @@ from stratagem.simulator.plot import COLOURS, DARK
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.step_path import StepPath
 from stratagem.simulator.table import Table, Unit, Value, format_bytes
-from stratagem.simulator.timeline import (
-    SEPARATOR,
-    Ints,
-    TaskKind,
-    Timeline,
-    format_duration,
-    lane_group,
-)
+from stratagem.simulator.timeline import SEPARATOR, TaskKind, Timeline, format_duration, lane_group
 
 MAX_TASKS = 60_000
 """Tasks that the page holds one by one; of more, those that follow each other without a gap are
