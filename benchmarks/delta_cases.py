@@ -13,7 +13,7 @@ import numpy as np
 from stratagem.search.space import operator_choices, stage_meshes
 from stratagem.search.strategies import data_parallel
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks
+from stratagem.simulator.block import Block, StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
@@ -22,8 +22,9 @@ from stratagem.simulator.draft import Tensor
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
+from stratagem.simulator.resources import NUM_RESOURCES
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
-from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
 
 NUM_PROPOSALS = 300

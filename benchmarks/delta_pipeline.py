@@ -37,11 +37,12 @@ from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
-from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD, MacroGraph
+from stratagem.simulator.pipeline import MacroGraph
 from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
 from stratagem.simulator.taskgraph import TaskGraph
 from stratagem.simulator.training import Training
+from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_LAYERS = 8, 64, 96
 KINDS = (FORWARD, BACKWARD, LAST_BACKWARD)

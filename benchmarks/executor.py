@@ -47,13 +47,15 @@ from stratagem.executor.held import held_bytes
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.live import peak_bytes
-from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
+from stratagem.search.choices import Choices
+from stratagem.search.strategies import data_parallel, tensor_parallel
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training

@@ -35,10 +35,11 @@ import torch
 from examples.models import MLP
 from stratagem.executor.checkpoint_folder import checkpoint_path, complete_checkpoints
 from stratagem.executor.checkpoint_index import CheckpointIndex
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stratagem.search.baselines import Situation, rank
 from stratagem.search.literature import (
     LITERATURE,
     StagePrices,
@@ -31,6 +30,7 @@ from stratagem.search.literature import (
     screen,
 )
 from stratagem.search.literature.reinforce import Placements
+from stratagem.search.situation import Situation, rank
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs

@@ -59,8 +59,9 @@ from stratagem.profiler import (
     profile_updates,
     time_collectives,
 )
+from stratagem.search.choices import Choices
 from stratagem.search.partition import balanced_stages
-from stratagem.search.strategies import Choices, data_parallel, tensor_parallel
+from stratagem.search.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.files import decode, encode
 from stratagem.simulator.graph import OperatorGraph

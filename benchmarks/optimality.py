@@ -24,10 +24,10 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.small_problems import SmallProblem, draw_problem
-from stratagem.search.baselines import Situation, rank
 from stratagem.search.exhaustive import exhaustive_plans
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
+from stratagem.search.situation import Situation, rank
 from stratagem.search.space import Options
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.simulation import Simulation

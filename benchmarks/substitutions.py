@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from stratagem.search.choices import Choices
 from stratagem.search.rewriting import Rewriting, rewritings
-from stratagem.search.strategies import Choices, data_parallel, tensor_dims, tensor_parallel
+from stratagem.search.strategies import data_parallel, tensor_dims, tensor_parallel
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory

@@ -3,9 +3,10 @@
 Plan ──lower──▶ Program ──verify──▶ ──execute──▶ losses, parameters, measured timeline
 """
 
+from stratagem.executor.grid import grid
 from stratagem.executor.launch import launch
 from stratagem.executor.lowering import lower
-from stratagem.executor.program import Program, grid
+from stratagem.executor.program import Program
 from stratagem.executor.report import Report
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.run import execute

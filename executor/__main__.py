@@ -31,17 +31,13 @@ from stratagem.executor.models import make_data, make_model, make_rate
 from stratagem.executor.origin import provenance_of
 from stratagem.executor.reference import reference_of
 from stratagem.executor.report import report_of
-from stratagem.executor.run import (
-    check_world,
-    default_backend,
-    prepare,
-    process_rank,
-)
+from stratagem.executor.run import check_world, prepare
 from stratagem.executor.states import model_state
-from stratagem.executor.training_loop import RunOptions, Show, check_equal, first_step, train
+from stratagem.executor.training_loop import RunOptions, check_equal, first_step, train
 from stratagem.executor.verdict import Verdict
 from stratagem.executor.watch import Watch
-from stratagem.progress import progress_bar, status_file
+from stratagem.executor.world import default_backend, process_rank
+from stratagem.progress import Show, progress_bar, status_file
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.provenance import PROCESS_BACKENDS
 from stratagem.simulator.torch_ops.capture import capture

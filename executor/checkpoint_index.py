@@ -22,7 +22,7 @@ import msgspec
 from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.program import Home, Program
 from stratagem.simulator.files import decode, encode, read_text
-from stratagem.simulator.graph import Parameter
+from stratagem.simulator.operators import Parameter
 from stratagem.simulator.parts import Box, Part, part_of
 from stratagem.simulator.substitutions.parameter_map import ParameterMap
 

@@ -27,7 +27,7 @@ from stratagem.executor.checkpoint_index import (
     SavedTensor,
     key_of,
 )
-from stratagem.executor.movement import part_shape
+from stratagem.executor.program import part_shape
 from stratagem.executor.reshard import put_together
 from stratagem.executor.seats import box_shape, cut, cut_part
 from stratagem.executor.substituted import to_model, to_rewritten

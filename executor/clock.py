@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-from stratagem.executor.backends.base import Ending
+from stratagem.executor.endings import Ending
 
 Mark = Any
 Spans = list[tuple[int, int]]

@@ -21,7 +21,7 @@ from stratagem.executor.instructions import Backward, Forward, Part
 from stratagem.executor.memory import Memory
 from stratagem.executor.seats import Seat
 from stratagem.executor.views import Reader, Select, joined, portion_of, reader, select_of
-from stratagem.simulator.graph import Operator, factors, shape_of
+from stratagem.simulator.operators import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels import run_kernel
 from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.torch_ops.shards import Shards

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from stratagem.executor.homes import meshes_of, numbers_of
 from stratagem.executor.precision import executed_dtype
-from stratagem.executor.program import ranks_of
 from stratagem.simulator.boundary import landing, summed
-from stratagem.simulator.graph import DimKind, Edge, OperatorGraph, factor_sizes
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.operators import DimKind, Edge, factor_sizes
 from stratagem.simulator.overlap import shares_conversion
 from stratagem.simulator.parameters import weight_share
 from stratagem.simulator.pipeline import transfer_name
@@ -25,7 +25,7 @@ from stratagem.simulator.placement import (
     output_gradient_placements,
     output_placements,
 )
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan import Plan, ranks_of
 from stratagem.simulator.recompute import Triggers, triggers
 from stratagem.simulator.resharding import Resharder, Step
 from stratagem.simulator.schedule import Action

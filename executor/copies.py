@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stratagem.executor.context import Context
 from stratagem.executor.instructions import Operand
-from stratagem.simulator.graph import Edge
+from stratagem.simulator.operators import Edge
 from stratagem.simulator.recompute import Triggers
 
 

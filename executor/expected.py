@@ -22,9 +22,9 @@ from stratagem.executor.instructions import (
 from stratagem.executor.program import Program
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Direction
+from stratagem.simulator.dtypes import DTYPE_BYTES
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.placement import local_sizes
-from stratagem.simulator.rules import DTYPE_BYTES
 
 ROUNDS = 2
 """How often an all-reduce, the longest of the collectives, sends what it reduces."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stratagem.simulator.chimera import joint_mesh
+from stratagem.simulator.joint_mesh import joint_mesh
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.plan import Plan
 

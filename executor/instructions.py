@@ -13,10 +13,10 @@ import enum
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from stratagem.simulator.graph import Layout
+from stratagem.simulator.operators import Layout
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.resharding import Step
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.transfers import Transfer
 
 EVERYONE = -1

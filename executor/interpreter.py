@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from stratagem.executor import compute, movement, prefixes
-from stratagem.executor.backends.base import Communicator, Ending
+from stratagem.executor.backends.base import Communicator
 from stratagem.executor.clock import Mark
+from stratagem.executor.endings import Ending
 from stratagem.executor.gpu.random_words import words_on
 from stratagem.executor.homes import all_meshes, numbers_of
 from stratagem.executor.instructions import (
@@ -32,14 +33,15 @@ from stratagem.executor.instructions import (
 )
 from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.memory import Memory
-from stratagem.executor.movement import Ports, part_shape
+from stratagem.executor.movement import Ports
 from stratagem.executor.optimizers import clipped, make_optimizer
-from stratagem.executor.program import LOSS, Program, Stored
+from stratagem.executor.program import LOSS, Program, Stored, part_shape
 from stratagem.executor.seats import Seat, mesh_groups
 from stratagem.executor.shards import operator_shards
 from stratagem.executor.states import check_state, collect, local_part, stored_part
 from stratagem.executor.substituted import to_model, to_rewritten
-from stratagem.simulator.graph import Operator, OperatorGraph, factor_sizes
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operator, factor_sizes
 from stratagem.simulator.parts import Part
 from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.token_slices import PREFIX

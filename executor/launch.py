@@ -17,11 +17,11 @@ from stratagem.executor.failures import failure_of, keep_logs
 from stratagem.executor.gpu.own_gpu import check_gpus
 from stratagem.executor.judging import Limits
 from stratagem.executor.report import Report
-from stratagem.executor.run import default_backend
 from stratagem.executor.scratch import Scratch
 from stratagem.executor.stores import STORE_FOLDER
-from stratagem.executor.training_loop import Show, warn_not_finite
-from stratagem.progress import show_status
+from stratagem.executor.training_loop import warn_not_finite
+from stratagem.executor.world import default_backend
+from stratagem.progress import Show, show_status
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.provenance import ProcessBackend
 

@@ -27,7 +27,8 @@ from stratagem.executor.instructions import (
 )
 from stratagem.executor.program import Program, RankProgram
 from stratagem.simulator.collectives import Collective
-from stratagem.simulator.graph import Operator, factor_sizes, factors
+from stratagem.simulator.dtypes import DTYPE_BYTES
+from stratagem.simulator.operators import Operator, factor_sizes, factors
 from stratagem.simulator.placement import (
     Pin,
     Placements,
@@ -36,7 +37,6 @@ from stratagem.simulator.placement import (
     local_sizes,
     output_placements,
 )
-from stratagem.simulator.rules import DTYPE_BYTES
 from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
 
 

@@ -9,9 +9,9 @@ from stratagem.executor.instructions import Forward, Free, Instruction, Norm, So
 from stratagem.executor.passes import PassWriter
 from stratagem.executor.program import LOSS, Program, RankProgram, Stored
 from stratagem.executor.weights import Weights
+from stratagem.simulator.boundary import crossing_ties
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import crossing_ties
 from stratagem.simulator.sliced_plan import sliced_plan
 from stratagem.simulator.stashing import check_stashing
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stratagem.executor.backends.base import Ending
+from stratagem.executor.endings import Ending
 
 
 class Values(dict[str, Any]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,33 +14,15 @@ from stratagem.executor.backends.base import Communicator, Shape, Untagged
 from stratagem.executor.instructions import Bundle, Convert, Join, Receive, Send, Stash
 from stratagem.executor.memory import Memory
 from stratagem.executor.postings import Posting, postings
-from stratagem.executor.program import Program
+from stratagem.executor.program import Program, part_shape, stored_shape
 from stratagem.executor.reshard import Route, put_together, start_together
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut_part
 from stratagem.executor.views import portion_of
-from stratagem.simulator.graph import Layout
-from stratagem.simulator.parts import Part
 from stratagem.simulator.placement import FLAT
 from stratagem.simulator.torch_ops.programs import torch_dtype
 from stratagem.simulator.transfers import Move
 
 Action = Callable[[], None]
-
-
-def stored_shape(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a parameter's part whose factors have local `sizes`.
-
-    Example:
-        >>> stored_shape((("qkv", "head"), ("in",)), (3, 2, 8))
-        (6, 8)
-    """
-    left = iter(sizes)
-    return tuple(math.prod(next(left) for _ in group) for group in layout)
-
-
-def part_shape(layout: Layout, part: Part) -> tuple[int, ...]:
-    """The shape in which a part of a parameter is stored: what is flat is in a row."""
-    return part.shape if part.span is not None else stored_shape(layout, part.shape)
 
 
 def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory) -> Action:

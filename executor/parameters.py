@@ -26,11 +26,11 @@ from stratagem.executor.stashes import Stashes
 from stratagem.executor.weights import Weights, WeightUse
 from stratagem.executor.writer import Writer
 from stratagem.simulator.boundary import summed
-from stratagem.simulator.chimera import after_sum, before_sum
 from stratagem.simulator.collectives import Collective
+from stratagem.simulator.joint_mesh import after_sum, before_sum
 from stratagem.simulator.parameters import Use, gradient_buckets
 from stratagem.simulator.placement import Pin, Placements
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.transfers import Transfer
 from stratagem.simulator.weight_versions import versions_seen
 

@@ -25,12 +25,12 @@ from stratagem.executor.prefix_values import PrefixValues
 from stratagem.executor.program import LOSS
 from stratagem.executor.weights import Weights
 from stratagem.executor.writer import Writer
-from stratagem.simulator.chimera import after_sum, before_sum
-from stratagem.simulator.graph import Edge, factors
+from stratagem.simulator.joint_mesh import after_sum, before_sum
+from stratagem.simulator.operators import Edge, factors
 from stratagem.simulator.placement import REPLICATE, Placements, output_placements
 from stratagem.simulator.saved import saved_slots
 from stratagem.simulator.schedule import Action, ActionKind
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 
 
 class PassWriter:

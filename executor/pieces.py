@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from stratagem.executor.context import Context
 from stratagem.executor.instructions import Piece, Portion
 from stratagem.executor.writer import Writer
-from stratagem.simulator.graph import Edge, Input, Operator, factors
+from stratagem.simulator.operators import Edge, Input, Operator, factors
 from stratagem.simulator.overlap import piece_dim
 from stratagem.simulator.placement import Pin, Placements, Shard, local_sizes, splits_of
 

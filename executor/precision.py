@@ -7,7 +7,7 @@ parameter (Micikevicius et al. 2018, arXiv 1710.03740).
 
 from __future__ import annotations
 
-from stratagem.simulator.graph import Layout
+from stratagem.simulator.operators import Layout
 from stratagem.simulator.training import Training
 
 

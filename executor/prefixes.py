@@ -17,7 +17,7 @@ from stratagem.executor.instructions import Backward, Forward
 from stratagem.executor.memory import Memory
 from stratagem.executor.seats import Seat
 from stratagem.executor.views import joined, reader, select_of
-from stratagem.simulator.graph import Operator, factor_sizes, shape_of
+from stratagem.simulator.operators import Operator, factor_sizes, shape_of
 from stratagem.simulator.token_slices import TokenSlice
 from stratagem.simulator.torch_ops.kernels import run_kernel
 from stratagem.simulator.torch_ops.programs import torch_dtype

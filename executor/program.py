@@ -13,16 +13,19 @@ Nothing here imports torch: programs are made, printed and verified on any machi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.executor.homes import meshes_of
-from stratagem.executor.instructions import EVERYONE, Free, Instruction, Meeting, Receive, Send
-from stratagem.simulator.graph import Layout, Operator, OperatorGraph, Parameter
+from stratagem.executor.instructions import EVERYONE, Instruction, Meeting, Receive, Send
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.operators import Layout, Operator, Parameter
+from stratagem.simulator.parts import Part
 from stratagem.simulator.placement import Placements
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan import Plan, ranks_of
 from stratagem.simulator.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.token_slices import TokenSlice
 
@@ -162,33 +165,17 @@ class Program:
         return tuple(self.rank_of[each] for each in group)
 
 
-def ranks_of(plan: Plan) -> dict[int, int]:
-    """Ranks count the devices that a plan uses in ascending order."""
-    devices = sorted({device for stage in plan.stages for device in stage.mesh.devices})
-    return {device: rank for rank, device in enumerate(devices)}
+def stored_shape(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a parameter's part whose factors have local `sizes`.
 
-
-def grid(program: Program) -> str:
-    """Draw one row a rank and one column a step; `Free` is left out.
-
-    All ranks of a collective stand in one column, and a receive comes after its send.
+    Example:
+        >>> stored_shape((("qkv", "head"), ("in",)), (3, 2, 8))
+        (6, 8)
     """
-    from stratagem.executor.replay import replay
-
-    columns: list[dict[int, str]] = []
-    for step, rank, instruction in replay(program):
-        if not isinstance(instruction, Free):
-            columns += [{} for _ in range(step + 1 - len(columns))]
-            columns[step][rank] = str(instruction)
-    columns = [column for column in columns if column]
-    widths = [max(map(len, column.values())) for column in columns]
-    label = len(str(program.world_size - 1))
-    return "\n".join(
-        f"rank {rank:<{label}}  {'  '.join(_cells(columns, widths, rank)).rstrip()}"
-        for rank in range(program.world_size)
-    )
+    left = iter(sizes)
+    return tuple(math.prod(next(left) for _ in group) for group in layout)
 
 
-def _cells(columns: list[dict[int, str]], widths: list[int], rank: int) -> Iterator[str]:
-    for column, width in zip(columns, widths, strict=True):
-        yield column.get(rank, "").ljust(width)
+def part_shape(layout: Layout, part: Part) -> tuple[int, ...]:
+    """The shape in which a part of a parameter is stored: what is flat is in a row."""
+    return part.shape if part.span is not None else stored_shape(layout, part.shape)

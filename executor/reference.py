@@ -22,12 +22,13 @@ from torch.utils import _pytree as pytree
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
 from stratagem.executor.verdict import BUFFER, LOSS_NAME
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
-from stratagem.simulator.local_statistics import LOCAL
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.microbatches import takes_statistics
-from stratagem.simulator.placement import REPLICATE, shard_bounds, splits_of
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.operators import DimKind, Operator
+from stratagem.simulator.placement import LOCAL, REPLICATE, shard_bounds, splits_of
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.substitutions import rewrite
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training

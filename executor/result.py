@@ -51,3 +51,8 @@ class ExecutionResult:
 def median_index(values: tuple[float, ...]) -> int:
     """Where the (lower) median is."""
     return sorted(range(len(values)), key=lambda i: (values[i], i))[(len(values) - 1) // 2]
+
+
+def not_graphed(reason: str) -> str:
+    """That steps are run one by one though a graph was asked for, in words."""
+    return f"steps are not run as a CUDA graph: {reason}"

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.local import run_local
-from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches, Data
 from stratagem.executor.checkpoint_folder import KEEP, find_checkpoint
-from stratagem.executor.gpu.kernels import check_gpu
-from stratagem.executor.gpu.own_gpu import ON_CPUS
 from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.judging import BACKEND_SECONDS, Limits
+from stratagem.executor.judging import Limits
 from stratagem.executor.lowering import lower
 from stratagem.executor.program import Program
 from stratagem.executor.rates import Rate, RateSchedule
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.states import check_state
-from stratagem.executor.training_loop import RunOptions, Show, train, warn_not_finite
+from stratagem.executor.training_loop import RunOptions, train, warn_not_finite
 from stratagem.executor.verify import verify
 from stratagem.executor.watch import Watch
 from stratagem.executor.where import Place
+from stratagem.executor.world import process_rank
+from stratagem.progress import Show
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import PROCESS_BACKENDS, ProcessBackend
+from stratagem.simulator.provenance import PROCESS_BACKENDS
 
 
 def execute(
@@ -135,86 +130,6 @@ def execute(
 
 LOCAL_SECONDS = 120.0
 """That a rank of this process may wait for another one unless told."""
-
-
-def default_backend(plan: Plan | None = None) -> ProcessBackend:
-    """NCCL where torch sees GPUs, unless the plan is one of CPUs; else gloo.
-
-    Example:
-        >>> default_backend()  # doctest: +SKIP
-        'nccl'
-
-    A rank that sees one GPU has it for itself (`own_gpu`), however many ranks there are.
-
-    Raises:
-        RuntimeError: when there are GPUs, but CuPy or NCCL is missing, or there are fewer than
-            ranks of this machine: nothing is trained on CPUs instead that nobody asked for.
-    """
-    of_cpus = plan is not None and {kind.name for kind in plan.device_types} == {"cpu"}
-    if of_cpus or not torch.cuda.is_available():
-        return "gloo"
-    check_gpu("training on the GPUs that torch sees here")
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if 1 < gpus < local:
-        raise RuntimeError(
-            f"{local} ranks of this machine need a GPU each, and torch sees {gpus}: start as many "
-            f"ranks, or {ON_CPUS}"
-        )
-    return "nccl"
-
-
-@contextmanager
-def process_rank(
-    limits: Limits, *, backend: ProcessBackend = "gloo"
-) -> Iterator[tuple[GlooCommunicator | NcclCommunicator, Watch]]:
-    """This process as a rank of the world that torchrun started, watched by the other ranks.
-
-    Args:
-        limits: how long ranks wait for one another, before they have joined the world too.
-        backend: what the ranks talk by.
-
-    Raises:
-        ValueError: when RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not in the environment.
-        RankError: when another rank died, stopped answering or failed.
-    """
-    rank, world_size = _environment()
-    comm: GlooCommunicator | NcclCommunicator | None = None
-    with Watch(rank, world_size, limits) as watch:
-        try:
-            with watch.guard():
-                watch.place.enter(-1, "joining the other ranks", waits=True, slow=True, idle=True)
-                comm = join(backend)
-                watch.place.enter(-1, "starting", slow=True)
-                with comm.working():
-                    yield comm, watch
-                    comm.close()
-        except BaseException:
-            if comm is not None:
-                comm.leave()
-            raise
-
-
-def _environment() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as torchrun says them."""
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} is not in the environment: start the ranks by torchrun, which "
-            f"sets {', '.join(needed)}"
-        )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def join(backend: ProcessBackend) -> GlooCommunicator | NcclCommunicator:
-    """This process's rank of the world that torchrun started.
-
-    Raises:
-        RuntimeError, ValueError: see `join_nccl` and `GlooCommunicator`.
-    """
-    if backend == "nccl":
-        return join_nccl(timeout=BACKEND_SECONDS)
-    return GlooCommunicator(timeout=BACKEND_SECONDS)
 
 
 def prepare(plan: Plan, graph: OperatorGraph) -> Program:

@@ -10,7 +10,7 @@ from torch import Tensor
 from stratagem.executor.backends.base import Communicator, Group
 from stratagem.executor.halos import Routes, fetched
 from stratagem.executor.seats import Seat
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import Config, Shard, shard_bounds, split_with
 from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Reach, Shards

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.executor.backends.base import Communicator
-from stratagem.executor.movement import part_shape
-from stratagem.executor.program import Home, Program, Stored
+from stratagem.executor.program import Home, Program, Stored, part_shape
 from stratagem.executor.reshard import run_transfer
 from stratagem.executor.seats import Seat, cut
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis

@@ -14,7 +14,7 @@ def to_rewritten(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) ->
 
     Example:
         >>> import torch
-        >>> from stratagem.simulator.graph import Parameter
+        >>> from stratagem.simulator.operators import Parameter
         >>> from stratagem.simulator.substitutions.parameter_map import at, whole
         >>> old, new = Parameter("b", (2, 2)), Parameter("b[1]", (2,))
         >>> one = ParameterMap((old,), (new,), (Part(at(whole(old), 0, 1, 2), whole(new)),))

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,25 +27,23 @@ from stratagem.executor.checkpoint_folder import (
 )
 from stratagem.executor.checkpoint_index import Course
 from stratagem.executor.checkpoint_reader import Checkpoint, restore
-from stratagem.executor.gpu.graphs import GraphedSteps, not_graphed, refusal
+from stratagem.executor.gpu.graphs import GraphedSteps, refusal
 from stratagem.executor.held import most_held_bytes
 from stratagem.executor.interpreter import Interpreter, StepRecord
 from stratagem.executor.measure import timeline
 from stratagem.executor.origin import provenance_of
 from stratagem.executor.program import Program
 from stratagem.executor.rates import Rate, RateSchedule
-from stratagem.executor.result import ExecutionResult, median_index
+from stratagem.executor.result import ExecutionResult, median_index, not_graphed
 from stratagem.executor.where import Place
-from stratagem.simulator.timeline import format_duration
+from stratagem.progress import Show
+from stratagem.simulator.units import format_duration
 
 TIMED_STEPS = 100
 """How many of the last steps are kept to choose the measured timeline from."""
 
 SHOW_SECONDS = 0.25
 """The least time between two calls that show progress."""
-
-Show = Callable[[str, float, str], None]
-"""Shows what is being done, how much of it is (0 to 1), and a remark."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stratagem.executor.instructions import Cut, Operand, Portion
 from stratagem.executor.seats import Seat
-from stratagem.simulator.graph import Input, shape_of
+from stratagem.simulator.operators import Input, shape_of
 from stratagem.simulator.parts import bounds_at
 from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.torch_ops.shards import Shards

@@ -9,7 +9,7 @@ from functools import cached_property
 from stratagem.executor.context import Context
 from stratagem.executor.precision import executed_dtype, gradient_dtype
 from stratagem.executor.program import Home, Stored
-from stratagem.simulator.graph import Operator, Weight, factor_sizes
+from stratagem.simulator.operators import Operator, Weight, factor_sizes
 from stratagem.simulator.parameters import Use, home_placements, use_of
 from stratagem.simulator.placement import (
     Placements,

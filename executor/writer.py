@@ -15,11 +15,11 @@ from stratagem.executor.instructions import (
     Send,
 )
 from stratagem.simulator.collectives import Collective
-from stratagem.simulator.graph import Layout
+from stratagem.simulator.operators import Layout
 from stratagem.simulator.placement import Config, Pin, Placements, Shard
 from stratagem.simulator.resharding import Step
 from stratagem.simulator.rules import rule_of
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.transfers import Transfer
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stratagem.simulator.graph import DimKind, Input, Layout, Operator, Output, Weight
+from stratagem.simulator.operators import DimKind, Input, Layout, Operator, Output, Weight
 
 _ROLES = {DimKind.PARAMETER: "parameter", DimKind.REDUCTION: "reduction"}
 """Kinds of dims that say what the operator does; samples are attributes like any other."""

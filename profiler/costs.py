@@ -10,9 +10,15 @@ from scipy.optimize import nnls
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.correction import Correction, Sample, learn
-from stratagem.profiler.dispatch import DISPATCH_KIND, dispatch_key
-from stratagem.profiler.keys import Measurement, TimingEntry, TimingKey
-from stratagem.profiler.update import UPDATE_KIND, update_key
+from stratagem.profiler.keys import (
+    DISPATCH_KIND,
+    UPDATE_KIND,
+    Measurement,
+    TimingEntry,
+    TimingKey,
+    dispatch_key,
+    update_key,
+)
 from stratagem.simulator.costs import (
     Cost,
     CostModel,
@@ -22,7 +28,7 @@ from stratagem.simulator.costs import (
     tensor_bytes,
 )
 from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.provenance import Environment
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.table import Table, Unit, Value

@@ -11,21 +11,11 @@ from collections.abc import Callable
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment, num_threads
-from stratagem.profiler.keys import Measurement, TimingKey
+from stratagem.profiler.keys import Measurement, dispatch_key
 from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Operator
-from stratagem.simulator.provenance import Environment
-
-DISPATCH_KIND = "dispatch"
 
 MeasureDispatch = Callable[[], dict[Direction, Measurement]]
 """Seconds that a pass of an operator takes beyond its kernel on a CPU, by direction."""
-
-
-def dispatch_key(environment: Environment, direction: Direction) -> TimingKey:
-    """Where the cache keeps it, as the time of an operator of its own kind."""
-    operator = Operator("dispatch", DISPATCH_KIND, (), (), (), ())
-    return TimingKey(environment, operator, "float32", direction)
 
 
 def profile_dispatch(

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.dispatch import dispatch_key
-from stratagem.profiler.keys import LEARNED, Measurement, TimingKey, operator_digest
+from stratagem.profiler.keys import LEARNED, Measurement, TimingKey, dispatch_key, operator_digest
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.costs import Direction, local_operator
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import Config, Shard, local_sizes
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.provenance import Environment
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.schedule import ActionKind

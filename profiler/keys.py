@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,8 +15,9 @@ import msgspec
 from stratagem.profiler.canonical import canonical_operator
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Dim, DimKind, Operator
 from stratagem.simulator.provenance import Environment
+from stratagem.simulator.training import Training
 
 IN_A_NODE = "intra-node"
 BETWEEN_NODES = "inter-node"
@@ -196,3 +199,38 @@ def describe(operator: Operator) -> str:
 
 def _sha256(value: object) -> str:
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
+
+
+DISPATCH_KIND = "dispatch"
+
+
+def dispatch_key(environment: Environment, direction: Direction) -> TimingKey:
+    """Where the cache keeps it, as the time of an operator of its own kind."""
+    operator = Operator("dispatch", DISPATCH_KIND, (), (), (), ())
+    return TimingKey(environment, operator, "float32", direction)
+
+
+UPDATE_KIND = "update"
+
+
+def update_key(num_parameters: int, training: Training, environment: Environment) -> TimingKey:
+    """Where the cache keeps the time of an update, as that of an operator of its own kind."""
+    dims = (Dim("parameter", num_parameters, DimKind.PARAMETER),)
+    kind = {"optimizer": training.optimizer}
+    operator = Operator("update", UPDATE_KIND, dims, (), (), (), kind)
+    return TimingKey(environment, operator, training.precision, Direction.FORWARD)
+
+
+def summarise(seconds: Sequence[float]) -> Measurement:
+    """Median and relative spread of repeated times.
+
+    Example:
+        >>> summarise([1.0, 1.0, 1.0, 1.0, 9.0])
+        Measurement(median_s=1.0, spread=0.0, repeats=5, error='')
+
+    The spread is that of a normal distribution with the same quartiles, so that a few interrupted
+    runs do not count.
+    """
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Measurement(median, (high - low) / 1.349 / median, len(seconds))

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from stratagem.profiler.keys import Measurement, TimingEntry, TimingKey
-from stratagem.profiler.timing import summarise
+from stratagem.profiler.keys import Measurement, TimingEntry, TimingKey, summarise
 from stratagem.profiler.trace_events import Call, Thread, Trace, owners, read_trace
 from stratagem.profiler.trace_operators import (
     READERS,

@@ -12,7 +12,8 @@ from stratagem.profiler.keys import operator_digest
 from stratagem.profiler.session import ProfileReport, Progress, Setting, run_session
 from stratagem.profiler.timing import Effort
 from stratagem.simulator.costs import local_operator
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import Config, local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.sliced_plan import pass_graphs

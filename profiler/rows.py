@@ -21,7 +21,7 @@ from stratagem.profiler.keys import (
 )
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.provenance import Environment
 
 

@@ -24,7 +24,7 @@ from stratagem.profiler.timing import (
     time_operator,
 )
 from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.provenance import Environment
 from stratagem.simulator.training import Training
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.simulator.costs import tensor_bytes
-from stratagem.simulator.graph import Input, Layout, Operator, factor_sizes, shape_of
+from stratagem.simulator.operators import Input, Layout, Operator, factor_sizes, shape_of
 from stratagem.simulator.steps import references
 from stratagem.simulator.training import Training
 

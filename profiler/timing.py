@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from stratagem.profiler.clock import Clock, clock_of, num_threads
-from stratagem.profiler.keys import Measurement
+from stratagem.profiler.keys import Measurement, summarise
 from stratagem.profiler.tensors import Operands, check_memory, random_operands, viewed
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.torch_ops.kernels import run_kernel
 from stratagem.simulator.torch_ops.shards import whole
 from stratagem.simulator.training import Training
@@ -227,21 +227,6 @@ def count_outliers(seconds: Sequence[float]) -> int:
     deviation = 1.4826 * statistics.median(abs(each - median) for each in seconds)
     limit = OUTLIER_DEVIATIONS * max(deviation, LEAST_DEVIATION * median)
     return sum(abs(each - median) > limit for each in seconds)
-
-
-def summarise(seconds: Sequence[float]) -> Measurement:
-    """Median and relative spread of repeated times.
-
-    Example:
-        >>> summarise([1.0, 1.0, 1.0, 1.0, 9.0])
-        Measurement(median_s=1.0, spread=0.0, repeats=5, error='')
-
-    The spread is that of a normal distribution with the same quartiles, so that a few interrupted
-    runs do not count.
-    """
-    median = statistics.median(seconds)
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Measurement(median, (high - low) / 1.349 / median, len(seconds))
 
 
 def evictor(device: torch.device, effort: Effort) -> Callable[[], None]:

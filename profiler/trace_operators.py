@@ -21,7 +21,7 @@ from typing import Any
 from stratagem.profiler.trace_events import Call
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.draft import Tensor, permute, reshape, select
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.training import PRECISIONS
 
 _NAME = "call"

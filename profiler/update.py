@@ -10,27 +10,15 @@ import torch
 from stratagem.profiler.background import BackgroundLoad
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import clock_of, describe_environment, num_threads
-from stratagem.profiler.keys import Measurement, TimingKey
-from stratagem.profiler.timing import Effort, evictor, repeat, summarise, timed
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Dim, DimKind, Operator
-from stratagem.simulator.provenance import Environment
+from stratagem.profiler.keys import Measurement, summarise, update_key
+from stratagem.profiler.timing import Effort, evictor, repeat, timed
 from stratagem.simulator.training import Training
 
-UPDATE_KIND = "update"
 UPDATE_SIZES = (10**4, 10**6, 10**7)
 """Numbers of scalars that are timed unless told."""
 
 MakeUpdate = Callable[[int, Training, torch.device], Callable[[], object]]
 """Makes an update of so many scalars, ready to run again and again; a function of a module."""
-
-
-def update_key(num_parameters: int, training: Training, environment: Environment) -> TimingKey:
-    """Where the cache keeps the time of an update, as that of an operator of its own kind."""
-    dims = (Dim("parameter", num_parameters, DimKind.PARAMETER),)
-    kind = {"optimizer": training.optimizer}
-    operator = Operator("update", UPDATE_KIND, dims, (), (), (), kind)
-    return TimingKey(environment, operator, training.precision, Direction.FORWARD)
 
 
 def profile_updates(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.search._kernels import OVER_MEMORY, excess_of, fill_crossings
+from stratagem.search._kernels import OVER_MEMORY, excess_of, fill_crossings, play_in_queue
 from stratagem.search._memory_tree import Tensors, begin_memory, change_memory, restore_memory
 from stratagem.search._moves import Moves, propose_move
 from stratagem.search._pipeline import (
@@ -27,7 +27,6 @@ from stratagem.search._pipeline import (
     bound_of,
     note_longest_path,
     play_in_order,
-    play_in_queue,
 )
 from stratagem.search._plays import (
     FOUND,

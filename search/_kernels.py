@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratagem.search._pipeline import play_in_queue
-from stratagem.simulator._compiling import kernel
+from stratagem.simulator._compiling import kernel, uncounted
 from stratagem.simulator._kernels import simulate_tasks
 from stratagem.simulator._sharing_kernels import is_shut
 from stratagem.simulator.arrays import Ints
@@ -247,3 +246,48 @@ def score_plan(*arguments: Any) -> float:
     """`score` as an entry from Python."""
     found: float = score(*arguments)
     return found
+
+
+@uncounted()
+def play_in_queue(
+    table: Ints,
+    num_items: int,
+    successor_offsets: Ints,
+    successors: Ints,
+    num_predecessors: Ints,
+    resource_sets: Ints,
+    set_offsets: Ints,
+    set_resources: Ints,
+    contention: Ints,
+    free: Ints,
+    less: Ints,
+    kind: Ints,
+    item: Ints,
+    work: Ints,
+) -> int:
+    """Makespan in ns of any pipeline of blocks; `table` is flat by kind and item."""
+    durations, sets = work[0], work[1]
+    for task in range(kind.size):
+        durations[task] = table[kind[task] * num_items + item[task]]
+        if less[task] >= 0:
+            before = table[less[task] * num_items + item[task]]
+            durations[task] = max(0, durations[task] - before)
+        sets[task] = resource_sets[task] if durations[task] > 0 else 0
+    return simulate_tasks(
+        successor_offsets,
+        successors,
+        num_predecessors,
+        durations,
+        sets,
+        set_offsets,
+        set_resources,
+        contention,
+        work[2],
+        free,
+        work[3],
+        work[4],
+        work[5],
+        work[6],
+        work[7],
+        work[8],
+    )

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from stratagem.simulator._compiling import uncounted
-from stratagem.simulator._kernels import simulate_tasks
 from stratagem.simulator.arrays import Ints
 
 CLOSED, ORDERED, QUEUED = range(3)
@@ -118,48 +117,3 @@ def note_longest_path(pipeline: Pipeline) -> None:
         if pipeline.less[task] >= 0:
             row[pipeline.places[pipeline.less[task]]] -= 1
         task = pipeline.because[task]
-
-
-@uncounted()
-def play_in_queue(
-    table: Ints,
-    num_items: int,
-    successor_offsets: Ints,
-    successors: Ints,
-    num_predecessors: Ints,
-    resource_sets: Ints,
-    set_offsets: Ints,
-    set_resources: Ints,
-    contention: Ints,
-    free: Ints,
-    less: Ints,
-    kind: Ints,
-    item: Ints,
-    work: Ints,
-) -> int:
-    """Makespan in ns of any pipeline of blocks; `table` is flat by kind and item."""
-    durations, sets = work[0], work[1]
-    for task in range(kind.size):
-        durations[task] = table[kind[task] * num_items + item[task]]
-        if less[task] >= 0:
-            before = table[less[task] * num_items + item[task]]
-            durations[task] = max(0, durations[task] - before)
-        sets[task] = resource_sets[task] if durations[task] > 0 else 0
-    return simulate_tasks(
-        successor_offsets,
-        successors,
-        num_predecessors,
-        durations,
-        sets,
-        set_offsets,
-        set_resources,
-        contention,
-        work[2],
-        free,
-        work[3],
-        work[4],
-        work[5],
-        work[6],
-        work[7],
-        work[8],
-    )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from stratagem.search import _anneal, _kernels
 from stratagem.search._random import seeded
-from stratagem.search.chain_arrays import begin_plays, own_arrays
+from stratagem.search.chain_arrays import begin_plays, own_arrays, shared_arrays
 from stratagem.search.problem import Problem
+from stratagem.search.scoring import arguments_of, peaks_of
 from stratagem.search.workers import usable_cores
 from stratagem.simulator.arrays import Floats, Ints
 
@@ -76,7 +76,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         self._rng = seeded(self.seed)
-        self._arrays = own_arrays(self.problem.arrays)
+        self._arrays = own_arrays(shared_arrays(self.problem))
         self._course = course_of(self.total)
         self.scores = np.array([np.inf, np.inf, 0.0])
         self.best = self.choice.copy()
@@ -195,25 +195,3 @@ def _exchange(chains: Sequence[Chain]) -> None:
     worst = max(open_ones, key=lambda chain: float(chain.scores[0]))
     if worst is not best and worst.scores[0] > best.scores[1]:
         worst.restart(best.best)
-
-
-def peaks_of(p: Problem, profiles: Ints) -> list[int]:
-    """Bytes per device of each rank at its peak, from the `profiles` of its stages."""
-    ranks = range(p.capacities.size)
-    return [int(_kernels.rank_peak(rank, profiles, *p.ranks)) for rank in ranks]
-
-
-def arguments_of(p: Problem) -> tuple[Any, ...]:
-    """What the kernels take of a problem, in their order."""
-    return (
-        p.capacities,
-        p.blocks,
-        p.tensors,
-        p.ranks,
-        p.crossings,
-        p.arrivals,
-        p.macro,
-        p.macro_work,
-        p.table,
-        p.plays,
-    )

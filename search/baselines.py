@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
-from stratagem.search.clock import Clock
+from stratagem.search.choices import Choices
 from stratagem.search.partition import balanced_stages
 from stratagem.search.pipelining import can_run, traits_of
-from stratagem.search.space import Options, Skeleton
+from stratagem.search.situation import Method, Situation, rank
+from stratagem.search.space import Skeleton
 from stratagem.search.strategies import (
-    Choices,
     data_parallel,
     expert_dims,
     expert_parallel,
@@ -20,81 +20,14 @@ from stratagem.search.strategies import (
     tensor_parallel,
     with_recompute,
 )
-from stratagem.simulator.chimera import CHIMERA
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.plan import Choice, Plan
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.schedules import CHIMERA
+from stratagem.simulator.simulation import Simulation
 
 Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
-
-
-RECENT = 16
-"""Simulations that a situation remembers."""
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What a plan is made for; `memory` keeps the prices of all that was simulated in it.
-
-    `clock` says whether there is time to go on.
-    """
-
-    graph: OperatorGraph
-    cluster: Cluster
-    training: Training
-    costs: CostModel
-    memory: RowMemory = field(default_factory=RowMemory)
-    clock: Clock = field(default_factory=Clock, repr=False, compare=False)
-    _recent: dict[int, Simulation] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
-
-    def plan(
-        self,
-        skeleton: Skeleton,
-        choices: Mapping[str, Choice],
-        *,
-        name: str,
-        options: Options = Options(),  # noqa: B008 (frozen)
-    ) -> Plan:
-        """The plan that makes some choices, by operator, on a skeleton."""
-        return Plan(
-            name=name,
-            model=self.graph.name,
-            fingerprint=self.graph.fingerprint,
-            cluster=self.cluster,
-            training=self.training,
-            stages=skeleton.staged(choices),
-            num_microbatches=skeleton.num_microbatches,
-            schedule=skeleton.schedule,
-            bucket_bytes=options.bucket_bytes,
-            inputs_first=options.inputs_first,
-        )
-
-    def simulate(self, plan: Plan, *, always: bool = False) -> Simulation:
-        """Predict a plan with this situation's costs, if there is time or `always`.
-
-        The last few are remembered: methods simulate what they propose before they do.
-        """
-        if not always:
-            self.clock.check()
-        known = self._recent.get(id(plan))
-        if known is not None and known.plan is plan:
-            return known
-        made = simulate_plan(plan, self.graph, self.costs, memory=self.memory)
-        if len(self._recent) >= RECENT:
-            del self._recent[next(iter(self._recent))]
-        self._recent[id(plan)] = made
-        return made
-
-
-Method = Callable[[Situation], Iterable[Plan]]
-"""What proposes plans for a situation."""
 
 
 def baseline_plans(
@@ -179,12 +112,6 @@ def _recomputed(situation: Situation, plan: Plan) -> Plan:
         for stage in plan.stages
     )
     return replace(plan, name=f"{plan.name}, full recompute", stages=stages)
-
-
-def rank(simulation: Simulation) -> tuple[float, float]:
-    """Sorts plans: those that fit by time, then the others by how far they are over."""
-    over = max(stage.peak / stage.capacity for stage in simulation.memory)
-    return (0.0, simulation.step_time) if simulation.fits else (over, simulation.step_time)
 
 
 def _families(

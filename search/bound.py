@@ -42,7 +42,6 @@ from scipy import sparse
 from scipy.optimize import linprog
 
 from stratagem.search import _kernels
-from stratagem.search.anneal import arguments_of
 from stratagem.search.forest import Pair, minimise_forest, spanning_forest
 from stratagem.search.lookups import (
     PLAIN,
@@ -54,9 +53,10 @@ from stratagem.search.lookups import (
     longest_path,
 )
 from stratagem.search.problem import Problem
+from stratagem.search.scoring import arguments_of
 from stratagem.simulator.arrays import Floats, Ints
-from stratagem.simulator.block import NUM_RESOURCES
-from stratagem.simulator.pipeline import SEND
+from stratagem.simulator.resources import NUM_RESOURCES
+from stratagem.simulator.work_kinds import SEND
 
 GATE = 11
 """The gates of tensors in `Problem.tensors`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stratagem.search.choices import Choices
 from stratagem.search.space import Skeleton, axes_of, stage_meshes
-from stratagem.search.strategies import Choices
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh
 

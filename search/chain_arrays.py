@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,20 +24,21 @@ from stratagem.search._plays import (
     Plays,
     state_of,
 )
+from stratagem.search.move_lists import moves_of
+from stratagem.search.problem import Problem, pool_starts
+from stratagem.search.touches import gate_owners, stage_of_tensors, tensors_touched
 from stratagem.simulator._delta_index import DURATION, DURATIONS, SET, SETS
 from stratagem.simulator._delta_kernels import play_changes
 from stratagem.simulator._sharing_kernels import all_shut
-from stratagem.simulator.arrays import Flags, Ints
-from stratagem.simulator.block import NUM_RESOURCES, Block, StageBlocks
+from stratagem.simulator.arrays import Ints
+from stratagem.simulator.block import Block, StageBlocks
 from stratagem.simulator.contraction import contract
 from stratagem.simulator.delta import allocate_delta
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.pipeline import MacroGraph
+from stratagem.simulator.resources import NUM_RESOURCES
 from stratagem.simulator.sharing import OPEN, Sharing, joined_sharing
 from stratagem.simulator.taskgraph import TaskGraph
-
-if TYPE_CHECKING:
-    from stratagem.search.problem import Problem
 
 
 def own_arrays(shared: Arrays) -> Arrays:
@@ -83,7 +83,14 @@ def begin_plays(plays: Plays, choice: Ints) -> None:
 
 
 def shared_arrays(problem: Problem) -> Arrays:
-    """The arrays of a problem, with work space that no chain has written to."""
+    """The arrays of a problem, with work space that no chain has written to; made once."""
+    if shared_arrays not in problem.derived:
+        problem.derived[shared_arrays] = _shared_arrays(problem)
+    found: Arrays = problem.derived[shared_arrays]
+    return found
+
+
+def _shared_arrays(problem: Problem) -> Arrays:
     num_operators = len(problem.choices)
     crosses = np.zeros(num_operators, dtype=np.int64)
     crosses[problem.crossings[:, [2, 4]].ravel()] = 1
@@ -93,7 +100,7 @@ def shared_arrays(problem: Problem) -> Arrays:
         plays=_plays(problem),
         tensors=_tensors(problem),
         pipeline=_pipeline(problem.macro_graph, problem.table.shape),
-        moves=problem.moves,
+        moves=moves_of(problem),
         pool_ns=problem.blocks[0],
         crossings=problem.crossings,
         arrivals=problem.arrivals,
@@ -106,17 +113,6 @@ def shared_arrays(problem: Problem) -> Arrays:
         before=np.zeros(num_operators, dtype=np.int64),
         numbers=numbers,
     )
-
-
-def pool_starts(blocks: Sequence[StageBlocks]) -> list[int]:
-    """Where the pool of each stage begins in the pool of all; equal stages share one."""
-    starts: dict[int, int] = {}
-    size = 0
-    for stage in blocks:
-        if id(stage.pool_ns) not in starts:
-            starts[id(stage.pool_ns)] = size
-            size += stage.pool_ns.size
-    return [starts[id(stage.pool_ns)] for stage in blocks]
 
 
 # -- blocks -------------------------------------------------------------------------------------
@@ -220,17 +216,6 @@ def _touches(
     return starts.astype(np.int64), np.stack(columns, axis=1).astype(np.int64)
 
 
-def gate_owners(gate: Ints, sharing: Sharing, busy: Flags) -> tuple[Ints, Ints]:
-    """Whose gates other readers decide about: (what is behind a gate, an operator) pairs."""
-    rows: list[int] = []
-    rivals: list[int] = []
-    for row in np.flatnonzero((gate >= 0) & busy).tolist():
-        found = sharing.rivals(int(gate[row])).tolist()
-        rows += [row] * len(found)
-        rivals += found
-    return np.array(rows, dtype=np.int64), np.array(rivals, dtype=np.int64)
-
-
 # -- memory -------------------------------------------------------------------------------------
 
 
@@ -238,19 +223,14 @@ def _tensors(problem: Problem) -> Tensors:
     starts, sizes, base, first, stride, second, second_stride, birth, death, pool, _, *gates = (
         problem.tensors
     )
-    gate, sharing = gates[0], problem.tensor_sharing
-    tensors = np.arange(base.size)
-    pairs = (second_stride > 0) & (second != first)
-    gated, rivals = gate_owners(gate, sharing, np.ones(base.size, dtype=np.bool_))
-    owners = np.concatenate([first, second[pairs], rivals])
-    order = np.argsort(owners, kind="stable")
+    touch_starts, touches = tensors_touched(problem)
     leaves = [1 << max(0, int(n) - 1).bit_length() for n in sizes]
     trees = _starts([6 * size for size in leaves])
     num_nodes = int(trees[-1])
     return Tensors(
         starts=starts,
         sizes=sizes,
-        stage=np.repeat(np.arange(sizes.size), np.diff(starts)),
+        stage=stage_of_tensors(problem),
         base=base,
         first=first,
         stride=stride,
@@ -258,11 +238,11 @@ def _tensors(problem: Problem) -> Tensors:
         second_stride=second_stride,
         birth=birth,
         death=death,
-        gate=gate,
-        gates=sharing.arrays,
+        gate=gates[0],
+        gates=problem.tensor_sharing.arrays,
         pool=pool,
-        touch_starts=np.searchsorted(owners[order], np.arange(len(problem.choices) + 1)),
-        touches=np.concatenate([tensors, tensors[pairs], gated])[order],
+        touch_starts=touch_starts,
+        touches=touches,
         trees=trees,
         nbytes=np.zeros(base.size, dtype=np.int64),
         sums=np.zeros(num_nodes, dtype=np.int64),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stratagem.search.baselines import Situation
 from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
 from stratagem.search.pipelining import traits_of
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, operator_choices
 from stratagem.simulator.cost_table import TableBuilder, price_key
 from stratagem.simulator.mesh import DeviceMesh

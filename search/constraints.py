@@ -11,17 +11,19 @@ from typing import TypeVar
 from stratagem.search.literature.dims import logical_dims
 from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.search.strategies import warn_of_whole
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.names import unknown
+from stratagem.simulator.operators import DimKind, Operator
 from stratagem.simulator.parameters import zero_stages_of
 from stratagem.simulator.placement import (
     Config,
     Pin,
     Shard,
 )
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
 
 T = TypeVar("T")

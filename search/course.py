@@ -13,6 +13,7 @@ from stratagem.search.anneal import Chain, chain_seed, run_chains
 from stratagem.search.baselines import baseline, baseline_names
 from stratagem.search.canonical import canonical
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
+from stratagem.search.choices import choices_of
 from stratagem.search.clock import OutOfTimeError
 from stratagem.search.constraints import Constraints
 from stratagem.search.improve import Improver
@@ -23,6 +24,7 @@ from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.methods import METHODS
+from stratagem.search.outcomes import Known, Sharpened
 from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import NoChoiceError, Problem
 from stratagem.search.result import (
@@ -32,9 +34,9 @@ from stratagem.search.result import (
     StopReason,
     TracePoint,
 )
-from stratagem.search.sharpening import Known, Sharpened, Sharpener, remade
+from stratagem.search.sharpening import Sharpener, remade
 from stratagem.search.space import Skeleton, skeleton_of
-from stratagem.search.space_search import Entry, Space, choices_of
+from stratagem.search.space_search import Entry, Space
 from stratagem.search.windows import improve_by_windows
 from stratagem.search.workers import Part, Workers, worker_count
 from stratagem.simulator.arrays import Ints

@@ -10,9 +10,9 @@ import numpy as np
 
 from stratagem.search._exhaustive import try_plans
 from stratagem.search._kernels import MEASURE, REPLAY, SEND
-from stratagem.search.anneal import arguments_of
-from stratagem.search.baselines import Situation
 from stratagem.search.problem import Problem, make_problem
+from stratagem.search.scoring import arguments_of
+from stratagem.search.situation import Situation
 from stratagem.search.space import (
     ZERO_STAGES,
     Skeleton,
@@ -20,6 +20,7 @@ from stratagem.search.space import (
     operator_choices,
     skeletons,
 )
+from stratagem.search.touches import stages_touched
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
@@ -184,6 +185,6 @@ def _touches(problem: Problem) -> Ints:
     """Per operator and stage what is to be done anew when its choice changes."""
     found = np.zeros((len(problem.choices), problem.num_stages), dtype=np.int64)
     for i in range(len(problem.choices)):
-        found[i, problem.stages_touched(i)] = MEASURE
+        found[i, stages_touched(problem, i)] = MEASURE
         found[i, problem.stage_of[i]] = REPLAY
     return found

@@ -15,14 +15,14 @@ from typing import Any
 from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
 from stratagem.search.pipelining import run_of
 from stratagem.search.space import Skeleton
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.footprint import Footprint, operator_footprint
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.parameters import use_of
 from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.saved import saved_slots, saves_output
-from stratagem.simulator.table import format_bytes
+from stratagem.simulator.units import format_bytes
 
 WHOLE = Choice((REPLICATE,))
 """On a mesh of one device every tensor is whole."""
@@ -59,7 +59,7 @@ class HoldingBounds:
         peak ≥ (Σ_{s of r} stateₛ + k · min_{s of r} activationsₛ) / devices of the rank
 
     Example:
-        >>> from stratagem.search.baselines import Situation
+        >>> from stratagem.search.situation import Situation
         >>> from stratagem.search.space import skeletons
         >>> from stratagem.simulator.cluster import Cluster
         >>> from stratagem.simulator.kernel_costs import default_costs

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from stratagem.search.anneal import chain_seed
+from stratagem.search.choices import choices_of
 from stratagem.search.incumbent import Incumbent
 from stratagem.search.neighbours import Neighbourhood
-from stratagem.search.refine import is_better
-from stratagem.search.sharpening import Refined, Settled, Sharpener
+from stratagem.search.outcomes import Refined, Settled
+from stratagem.search.sharpening import Sharpener
+from stratagem.search.situation import is_better
 from stratagem.search.space import Skeleton
-from stratagem.search.space_search import Entry, Space, choices_of
+from stratagem.search.space_search import Entry, Space
 from stratagem.search.walk import Proposal, Walk, walk
 from stratagem.search.workers import Part, Workers
 

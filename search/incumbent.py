@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from stratagem.search.baselines import rank
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from stratagem.search.constraints import BoundConstraints
-from stratagem.search.result import FrontPoint, front_of
+from stratagem.search.situation import rank
 from stratagem.search.space import Options
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation
@@ -60,3 +62,31 @@ class Incumbent:
         devices = simulation.plan.num_devices
         point = FrontPoint(simulation.step_time, simulation.peak_memory, devices, simulation.plan)
         self.front = front_of([*self.front, point])
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A plan that no other met in the search beats in time and memory on as few devices."""
+
+    step_time: float
+    peak_memory: int
+    num_devices: int
+    plan: Plan
+
+    def is_as_good_as(self, other: FrontPoint) -> bool:
+        """Whether it is at most as long, as full and as wide."""
+        return (
+            self.step_time <= other.step_time
+            and self.peak_memory <= other.peak_memory
+            and self.num_devices <= other.num_devices
+        )
+
+
+def front_of(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """Points that no other is as good as, the fastest first; of equal ones the first."""
+    kept: list[FrontPoint] = []
+    for point in points:
+        if not any(other.is_as_good_as(point) for other in kept):
+            kept = [other for other in kept if not point.is_as_good_as(other)]
+            kept.append(point)
+    return sorted(kept, key=lambda p: p.step_time)

@@ -16,11 +16,12 @@ import numpy as np
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use
 from stratagem.search.ilp.solve import Solution, solve
 from stratagem.search.lookups import BlockLookups, Tables, crossing_lookups
+from stratagem.search.move_lists import moves_of
 from stratagem.search.problem import Problem
 from stratagem.simulator.arrays import Floats, Ints
 from stratagem.simulator.critical_path import critical_path
 from stratagem.simulator.engine import simulate
-from stratagem.simulator.pipeline import NUM_KINDS
+from stratagem.simulator.work_kinds import NUM_KINDS
 
 OFF_PATH = 0.05
 """Weight in a window of a task that the step does not wait for, where one that it does has 1."""
@@ -160,7 +161,7 @@ class IntraProgram:
     def _classes(self) -> list[list[int]]:
         """Operators of one stage that are priced alike and fed alike."""
         found: dict[tuple[int, int, int], list[int]] = {}
-        classes, stages = self.problem.moves.class_of, self.problem.stage_of
+        classes, stages = moves_of(self.problem).class_of, self.problem.stage_of
         for i, options in enumerate(self.problem.choices):
             key = (int(stages[i]), int(classes[i]), len(options))
             found.setdefault(key, []).append(i)

@@ -22,7 +22,8 @@ import numpy as np
 from stratagem.search.problem import Problem
 from stratagem.simulator._compiling import kernel
 from stratagem.simulator.arrays import Flags, Floats, Ints
-from stratagem.simulator.block import NUM_RESOURCES, Role
+from stratagem.simulator.block import Role
+from stratagem.simulator.resources import NUM_RESOURCES
 
 PLAIN = NUM_RESOURCES
 """Stands for a resource where values count whatever they occupy."""

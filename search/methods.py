@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Method, Situation, pipeline_plans, simulate_family
+from stratagem.search.baselines import pipeline_plans, simulate_family
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
@@ -21,13 +21,14 @@ from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.literature import LITERATURE, one_stage_plan
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.rewriting import rewritings
+from stratagem.search.situation import Method, Situation
 from stratagem.search.space import Options, Skeleton, stage_meshes
 from stratagem.search.strategies import data_parallel, known_strategies
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.chimera import CHIMERA
+from stratagem.simulator.boundary import crossing_ties
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import crossing_ties
+from stratagem.simulator.schedules import CHIMERA
 from stratagem.simulator.stashing import check_stashing
 
 FLEXFLOW_EVALUATIONS = 20_000

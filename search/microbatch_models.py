@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.search.baselines import Situation
+from stratagem.search.situation import Situation
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.segments import recomputed_operators

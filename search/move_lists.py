@@ -7,14 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from stratagem.search._moves import Moves
+from stratagem.search.problem import Problem
 from stratagem.simulator.arrays import Ints
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cost_table import CostTable
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.rows import OperatorRow
 
 
-def make_moves(tables: Sequence[CostTable], choices: Sequence[Sequence[Choice]]) -> Moves:
-    """The lists for a problem, from its stages' tables and the choices of each operator."""
+def moves_of(problem: Problem) -> Moves:
+    """What chains of a problem draw their proposals from; made once."""
+    if moves_of not in problem.derived:
+        problem.derived[moves_of] = _moves(problem.tables, problem.choices)
+    found: Moves = problem.derived[moves_of]
+    return found
+
+
+def _moves(tables: Sequence[CostTable], choices: Sequence[Sequence[Choice]]) -> Moves:
+    """The lists, from the tables of the stages and the choices of each operator."""
     num_operators = len(choices)
     class_of = np.zeros(num_operators, dtype=np.int64)
     stage_of = np.zeros(num_operators, dtype=np.int64)

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from stratagem.search.baselines import Situation
+from stratagem.search.choices import Choices, choices_of
 from stratagem.search.inter.chain import Chain, chain_of
 from stratagem.search.partition import StageCutter, cut_stages
 from stratagem.search.pipelining import run_of, traits_of
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.search.space_search import choices_of
-from stratagem.search.strategies import Choices, with_recompute
+from stratagem.search.strategies import with_recompute
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation

@@ -9,14 +9,15 @@ import numpy as np
 
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.boundary import transfer_seconds
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph, shape_of
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators import shape_of
 from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training
 

@@ -6,48 +6,42 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from stratagem.search._anneal import Arrays
-from stratagem.search._moves import Moves
-from stratagem.search.chain_arrays import pool_starts, shared_arrays
 from stratagem.search.constraints import BoundConstraints
-from stratagem.search.move_lists import make_moves
 from stratagem.search.space import Options, Skeleton, distinct_stages, operator_choices
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import (
+from stratagem.simulator.block import StageBlocks
+from stratagem.simulator.boundary import (
+    BoundaryRow,
+    blocks_compute,
+    crossing_edges,
+    crossing_ties,
+    networked,
+    price_boundary,
+    price_tie,
+    stage_pairs,
+    syncs_compute,
+)
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
+from stratagem.simulator.costs import CostModel
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.memory import passes_of
+from stratagem.simulator.operators import Edge
+from stratagem.simulator.pipeline import MacroGraph, check_priced, macro_graph, transfer_kinds
+from stratagem.simulator.placement import Placements
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.resources import (
     NUM_RESOURCES,
     RIVALS,
     SET_OFFSETS,
     SET_RESOURCES,
-    StageBlocks,
     slowdown_of,
 )
-from stratagem.simulator.boundary import (
-    BoundaryRow,
-    blocks_compute,
-    networked,
-    price_boundary,
-    price_tie,
-    syncs_compute,
-)
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import Edge, OperatorGraph
-from stratagem.simulator.memory import passes_of
-from stratagem.simulator.pipeline import (
-    NUM_KINDS,
-    TIE,
-    MacroGraph,
-    check_priced,
-    macro_graph,
-    transfer_kinds,
-)
-from stratagem.simulator.placement import Placements
-from stratagem.simulator.plan import Choice, Plan
-from stratagem.simulator.plan_model import crossing_edges, crossing_ties, stage_pairs
 from stratagem.simulator.rows import Timed
 from stratagem.simulator.schedule import Schedule
 from stratagem.simulator.schedules import schedule_by_name
@@ -56,6 +50,7 @@ from stratagem.simulator.sharing import OPEN, Sharing, joined_sharing
 from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.taskgraph import contention_table
 from stratagem.simulator.training import Training
+from stratagem.simulator.work_kinds import NUM_KINDS, TIE
 
 
 class NoChoiceError(ValueError):
@@ -93,23 +88,9 @@ class Problem:
     table: Ints
 
     @cached_property
-    def moves(self) -> Moves:
-        """What chains draw their proposals from."""
-        return make_moves(self.tables, self.choices)
-
-    @cached_property
-    def arrays(self) -> Arrays:
-        """What chains share; each works on its own copy of the rest."""
-        return shared_arrays(self)
-
-    def stages_touched(self, i: int) -> list[int]:
-        """The stages whose blocks or memory the choice of operator i decides.
-
-        Beside its own these are those that keep what they receive from it.
-        """
-        tensors = self.arrays.tensors
-        found = tensors.touches[tensors.touch_starts[i] : tensors.touch_starts[i + 1]]
-        return sorted({int(self.stage_of[i]), *tensors.stage[found].tolist()})
+    def derived(self) -> dict[Any, Any]:
+        """What others have worked out of this problem, by keys of their own."""
+        return {}
 
     @property
     def num_stages(self) -> int:
@@ -517,3 +498,14 @@ def _flat_situations(
         np.cumsum([0, *(len(situation.held) for situation, _ in flat)]).astype(np.int64),
         np.array(held, dtype=np.int64).reshape(-1, 3),
     )
+
+
+def pool_starts(blocks: Sequence[StageBlocks]) -> list[int]:
+    """Where the pool of each stage begins in the pool of all; equal stages share one."""
+    starts: dict[int, int] = {}
+    size = 0
+    for stage in blocks:
+        if id(stage.pool_ns) not in starts:
+            starts[id(stage.pool_ns)] = size
+            size += stage.pool_ns.size
+    return [starts[id(stage.pool_ns)] for stage in blocks]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stratagem.search.baselines import Situation
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.holding import HoldingBounds
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stratagem.search.baselines import rank
 from stratagem.search.neighbours import Neighbour, Neighbourhood, recomputing_more
+from stratagem.search.situation import is_better
 from stratagem.search.space import Skeleton
 from stratagem.simulator.simulation import Simulation
 
 MORE = ", more recompute"
-LEAST_GAIN = 1e-4
-"""A neighbour that is better by a smaller share is not gone to."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,3 @@ class Refiner:
                 return
             more = recomputing_more(form.skeleton, found, situation.graph, policies)
             form = None if more is None else Neighbour(near.kind, near.change + MORE, *more)
-
-
-def is_better(one: Simulation, other: Simulation) -> bool:
-    """Whether a plan is better than another by more than `LEAST_GAIN`."""
-    if one.fits and other.fits:
-        return one.step_time < other.step_time * (1 - LEAST_GAIN)
-    return rank(one) < rank(other)

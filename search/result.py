@@ -5,27 +5,22 @@ from __future__ import annotations
 import enum
 import html
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stratagem.search.space import Options, Skeleton
+from stratagem.search.incumbent import FrontPoint
+from stratagem.search.space import Skeleton
 from stratagem.simulator.cluster import NOT_CALIBRATED
-from stratagem.simulator.graph import OperatorGraph, shape_of
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import shape_of
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.repeated import vain_devices
 from stratagem.simulator.show.curve import convergence_curve
 from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Table, Unit, format_bytes
-from stratagem.simulator.timeline import format_duration
-
-if TYPE_CHECKING:
-    from stratagem.search.constraints import Constraints
-    from stratagem.simulator.costs import CostModel
-
+from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.units import format_bytes, format_duration
 
 PROVED_GAP = 5e-4
 """A plan that is nearer to a bound is the best there is, for all that matters."""
@@ -121,34 +116,6 @@ class SkeletonRecord:
     bound: float
     best: float | None
     why: str = ""
-
-
-@dataclass(frozen=True)
-class FrontPoint:
-    """A plan that no other met in the search beats in time and memory on as few devices."""
-
-    step_time: float
-    peak_memory: int
-    num_devices: int
-    plan: Plan
-
-    def is_as_good_as(self, other: FrontPoint) -> bool:
-        """Whether it is at most as long, as full and as wide."""
-        return (
-            self.step_time <= other.step_time
-            and self.peak_memory <= other.peak_memory
-            and self.num_devices <= other.num_devices
-        )
-
-
-def front_of(points: Iterable[FrontPoint]) -> list[FrontPoint]:
-    """Points that no other is as good as, the fastest first; of equal ones the first."""
-    kept: list[FrontPoint] = []
-    for point in points:
-        if not any(other.is_as_good_as(point) for other in kept):
-            kept = [other for other in kept if not point.is_as_good_as(other)]
-            kept.append(point)
-    return sorted(kept, key=lambda p: p.step_time)
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,29 +268,6 @@ class SearchResult:
         known.sort(key=lambda row: (row[4] == "no", row[1]))
         title = f"{self.graph.name} on {self.plan.cluster.name}"
         return Table(title, columns, (found, *known))
-
-    def report(
-        self,
-        path: str | Path,
-        *,
-        costs: CostModel | None = None,
-        options: Options | None = None,
-        constraints: Constraints | None = None,
-    ) -> None:
-        """Write it as one HTML page, with what faster links and one node more would do.
-
-        Example:
-            >>> result.report("report.html")  # doctest: +SKIP
-
-        Args:
-            path: of the page.
-            costs: those of the search; the device model when left out.
-            options: those of the search, for the search on one node more.
-            constraints: likewise.
-        """
-        from stratagem.search.report.page import report
-
-        report(self, path, costs=costs, options=options, constraints=constraints)
 
     @property
     def curve(self) -> str:

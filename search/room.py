@@ -18,11 +18,11 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.search import _kernels
-from stratagem.search.baselines import Situation
 from stratagem.search.problem import Problem
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.graph import shape_of
+from stratagem.simulator.operators import shape_of
 from stratagem.simulator.sharing import OPEN
 
 LEFT_OUT = "gathering inputs again: every plan fits without"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from stratagem.search.baselines import Situation, baseline_plans, rank
+from stratagem.search.baselines import baseline_plans
 from stratagem.search.checkpoint import Checkpoint, digest
 from stratagem.search.clock import Clock
 from stratagem.search.collecting import seldom_collected
@@ -23,6 +23,7 @@ from stratagem.search.result import (
     StopReason,
 )
 from stratagem.search.rewriting import rewritings
+from stratagem.search.situation import Situation, rank
 from stratagem.search.space import ZERO_STAGES, Options, all_skeletons
 from stratagem.search.space_search import Space
 from stratagem.simulator.cluster import Cluster

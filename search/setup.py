@@ -14,14 +14,15 @@ from stratagem.search.strategies import (
     warn_of_whole,
     with_recompute,
 )
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.names import unknown
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.segments import check_policy
-from stratagem.simulator.table import format_bytes
 from stratagem.simulator.training import Training
+from stratagem.simulator.units import format_bytes
 
 PARTITIONS = ("layers", "layers and ends", "parameters", "time")
 """How layers are dealt out to pipeline stages (see `TrainingSetup.partition`)."""

@@ -6,25 +6,26 @@ So several processes can do it for skeletons at the same time (see `workers`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Situation
 from stratagem.search.bound import Bound, lower_bound
+from stratagem.search.choices import Choices
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.incumbent import Incumbent
 from stratagem.search.neighbours import Neighbourhood, recomputing_more
+from stratagem.search.outcomes import Known, Refined, Settled, Sharpened
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.quick_bounds import Look, QuickBounds
 from stratagem.search.refine import Refiner
 from stratagem.search.result import Fate
 from stratagem.search.room import roomy_problem
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.search.strategies import Choices
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.plan import Plan
@@ -40,85 +41,6 @@ LARGE_TABLES = 20_000_000
 they would take gigabytes."""
 WORK_OF_CHOICES = 40_000
 """Beside its pairs of choices an operator takes as much work as so many of them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """What a search knows of a skeleton before it sharpens its bound.
-
-    Attributes:
-        skeleton: under one policy.
-        bound: seconds that no plan of it is under.
-        start: the best strategy known on it, which is among its choices; empty for none.
-    """
-
-    skeleton: Skeleton
-    bound: float
-    start: Choices
-
-
-@dataclass(frozen=True, eq=False)
-class Sharpened:
-    """A skeleton after its bound was sharpened.
-
-    Attributes:
-        fate: bounded, enumerated or forbidden.
-        bound: seconds that no plan of it is under that fits; infinite where none fits.
-        shared: the same of policies that recompute more, whatever their memory; 0 says nothing.
-        met: its last bound with the best choices met; None where it was excluded before that.
-        plan: the best plan met, where it may be better than the best that was known.
-        work: what it took: operators times pairs of choices, and more (see `WORK_OF_CHOICES`).
-        why: why none of its plans is allowed, or fits.
-        left_out: choices that were left out, and why.
-    """
-
-    fate: Fate
-    bound: float
-    shared: float = 0.0
-    met: Bound | None = None
-    plan: Plan | None = None
-    work: float = 0.0
-    why: str = ""
-    left_out: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Settled:
-    """What a chain made of a plan on a skeleton.
-
-    Attributes:
-        skeleton: under the policies that it took to fit.
-        plan: the best met.
-        fits: whether it does.
-        score: seconds of its step, more where it does not fit.
-        evaluations: of the chain.
-    """
-
-    skeleton: Skeleton
-    plan: Plan
-    fits: bool
-    score: float
-    evaluations: int
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Sorts as `Chain.rank` does: those that fit come before the others."""
-        return not self.fits, self.score
-
-
-@dataclass(frozen=True, eq=False)
-class Refined:
-    """What single changes made of a plan.
-
-    Attributes:
-        skeleton: with the policy of each stage.
-        plan: on it.
-        changes: that were made, in words; none where no neighbour is better.
-    """
-
-    skeleton: Skeleton
-    plan: Plan
-    changes: tuple[str, ...]
 
 
 class Sharpener:

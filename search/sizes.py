@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.search.result import FrontPoint, SearchResult, front_of
+from stratagem.search.incumbent import FrontPoint, front_of
+from stratagem.search.result import SearchResult
 from stratagem.search.search import search
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph

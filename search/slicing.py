@@ -22,11 +22,11 @@ from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.pipeline import BACKWARD, FORWARD, SEND, SEND_BACK
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.token_slices import num_positions, token_dims
+from stratagem.simulator.work_kinds import BACKWARD, FORWARD, SEND, SEND_BACK
 
 MOST_UNITS = 32
 """Into how many units positions are cut at most; slices are whole numbers of units."""

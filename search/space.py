@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from stratagem.search.partition import StageCutter
 from stratagem.search.pipelining import can_run, rounds_of, same_alone, traits_of
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import trainable_weights, zero_stages_of
 from stratagem.simulator.placement import (
@@ -30,7 +32,7 @@ from stratagem.simulator.placement import (
     statistics_fit,
     windows_fit,
 )
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
 from stratagem.simulator.training import Training
 

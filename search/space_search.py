@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from stratagem.search.baselines import Situation, rank
 from stratagem.search.bound import Bound
+from stratagem.search.choices import Choices
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.pipeline_work import PipelineWork
 from stratagem.search.pipelining import traits_of
 from stratagem.search.quick_bounds import Look, QuickBounds
 from stratagem.search.result import Fate, SkeletonRecord
+from stratagem.search.situation import Situation, rank
 from stratagem.search.space import SMALL_CLUSTER, Options, Skeleton, distinct_stages
-from stratagem.search.strategies import Choices, known_strategies, with_recompute
-from stratagem.simulator.plan import Plan
+from stratagem.search.strategies import known_strategies, with_recompute
 from stratagem.simulator.simulation import Simulation
 
 
@@ -282,8 +282,3 @@ class Space:
             work.seconds(parts, least, fills=fills)
             for parts in c.microbatches or graph.microbatch_counts
         )
-
-
-def choices_of(plan: Plan) -> Choices:
-    """The choices of a plan by operator."""
-    return {name: choice for stage in plan.stages for name, choice in stage.choices.items()}

@@ -12,7 +12,10 @@ import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
+from stratagem.search.choices import Choices
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import DimKind, Operator, factors
 from stratagem.simulator.parameters import trainable_weights, zero_stage
 from stratagem.simulator.placement import (
     REPLICATE,
@@ -22,10 +25,7 @@ from stratagem.simulator.placement import (
     smallest_shard,
     splits_of,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.segments import recomputed_operators
-
-Choices = dict[str, Choice]
 
 
 class LeftWhole(UserWarning):

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stratagem.search._random import random_below, random_float, seeded
+from stratagem.search.choices import Choices
 from stratagem.search.neighbours import Kind, Neighbour, Neighbourhood
-from stratagem.search.sharpening import Settled
+from stratagem.search.outcomes import Settled
 from stratagem.search.space import Skeleton
-from stratagem.search.strategies import Choices
 
 HOT, COLD = 0.02, 1e-3
 """Temperatures of the first and of the last round, as shares of the step."""

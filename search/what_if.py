@@ -13,18 +13,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stratagem.search import _kernels
-from stratagem.search.anneal import arguments_of, peaks_of
 from stratagem.search.problem import Problem, make_problem
+from stratagem.search.scoring import arguments_of, peaks_of
 from stratagem.search.space import ZERO_STAGES, Options, Skeleton
+from stratagem.search.touches import stages_touched
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import Block
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.delta import DeltaEngine
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.names import unknown
 from stratagem.simulator.placement import Pin
-from stratagem.simulator.plan import CUSTOM, Choice, Plan
+from stratagem.simulator.plan import CUSTOM, Plan
 from stratagem.simulator.sharing import Sharing
 from stratagem.simulator.taskgraph import TaskGraph
 
@@ -42,7 +44,8 @@ class WhatIf:
     """A plan whose operators can be given other choices, one change after the other.
 
     Example:
-        >>> from stratagem.search.baselines import Situation, baseline_plans
+        >>> from stratagem.search.baselines import baseline_plans
+        >>> from stratagem.search.situation import Situation
         >>> from stratagem.simulator.cluster import Cluster
         >>> from stratagem.simulator.models import mlp
         >>> from stratagem.simulator.training import Training
@@ -131,7 +134,7 @@ class WhatIf:
         for i, choice in places.items():
             self._choice[i] = self._problem.choices[i].index(choice)
         dirty = np.zeros(self._problem.num_stages, dtype=np.int64)
-        dirty[[s for i in places for s in self._problem.stages_touched(i)]] = _kernels.MEASURE
+        dirty[[s for i in places for s in stages_touched(self._problem, i)]] = _kernels.MEASURE
         played = self._play(places, dirty)
         outcome = self._outcome(dirty)
         self._pending = (*before, outcome, played)

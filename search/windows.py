@@ -12,6 +12,7 @@ import numpy as np
 
 from stratagem.search.anneal import Chain
 from stratagem.search.intra import MOST_PARTS, IntraProgram
+from stratagem.search.move_lists import moves_of
 from stratagem.search.problem import Problem
 from stratagem.simulator.arrays import Ints
 
@@ -69,7 +70,7 @@ def _windows(problem: Problem, size: int) -> Iterator[list[int]]:
 
 def _everywhere(problem: Problem, best: Ints, found: Ints, window: list[int]) -> Ints:
     """What changed in a window, done to all operators of the same class too."""
-    classes = problem.moves.class_of
+    classes = moves_of(problem).class_of
     changed = {int(classes[i]): int(found[i]) for i in window if found[i] != best[i]}
     wide = found.copy()
     for i, kind in enumerate(classes.tolist()):

@@ -21,7 +21,8 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.timeline import TaskKind, Timeline, lane_group, lane_name
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Timeline, lane_group, lane_name
 
 IDLE_BEFORE, IDLE_BETWEEN, IDLE_AFTER = (
     "idle before the first task",

@@ -21,8 +21,18 @@ from typing import NamedTuple
 import numpy as np
 
 from stratagem.simulator.arrays import Flags, Ints
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.pipeline import (
+from stratagem.simulator.repeats import extrapolated
+from stratagem.simulator.resources import (
+    NUM_RESOURCES,
+    RIVALS,
+    SET_OFFSETS,
+    SET_RESOURCES,
+)
+from stratagem.simulator.rows import Timed
+from stratagem.simulator.sharing import OPEN, Sharing
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.taskgraph import TaskGraph
+from stratagem.simulator.work_kinds import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
@@ -30,20 +40,7 @@ from stratagem.simulator.pipeline import (
     LAST_WEIGHT_GRADIENT,
     WEIGHT_GRADIENT,
 )
-from stratagem.simulator.repeats import extrapolated
-from stratagem.simulator.resharding import COMPUTE, HOST, INTER_NODE, INTRA_NODE
-from stratagem.simulator.rows import Timed
-from stratagem.simulator.sharing import OPEN, Sharing
-from stratagem.simulator.taskgraph import TaskGraph
-from stratagem.simulator.timeline import TaskKind
 
-NUM_RESOURCES = 4
-RESOURCE_NAMES = {
-    COMPUTE: "compute",
-    INTRA_NODE: "link in node",
-    INTER_NODE: "link between nodes",
-    HOST: "host",
-}
 PREFETCH = 2
 """How many operators with sharded parameters are gathered ahead of the one that runs."""
 
@@ -108,25 +105,6 @@ PAIRED = frozenset(
     }
 )
 """Roles of tasks whose subject is an edge or a tied parameter."""
-
-
-def _mask_sets() -> tuple[Ints, Ints]:
-    """Resource sets in which set number = bit mask."""
-    bits = range(NUM_RESOURCES)
-    members = [[bit for bit in bits if mask >> bit & 1] for mask in range(1 << NUM_RESOURCES)]
-    offsets = np.cumsum([0, *(len(m) for m in members)])
-    return offsets.astype(np.int64), np.array([b for m in members for b in m], dtype=np.int64)
-
-
-SET_OFFSETS, SET_RESOURCES = _mask_sets()
-
-RIVALS = ((0, 1), (0, 2))
-"""Resources of a cell that slow each other down: computing, and each of its links."""
-
-
-def slowdown_of(cluster: Cluster) -> int:
-    """How many per mille longer a cluster's devices compute while a collective runs beside it."""
-    return round(1000 * cluster.compute_slowdown)
 
 
 @dataclass(frozen=True, eq=False)

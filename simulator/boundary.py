@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from stratagem.simulator.arrays import Floats
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.graph import Edge, Weight, factor_sizes
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.operators import Edge, Weight, factor_sizes
+from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import (
     REPLICATE,
     Config,
@@ -29,8 +32,8 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import INTER_NODE, INTRA_NODE, Resharder
+from stratagem.simulator.resharding import Resharder
+from stratagem.simulator.resources import INTER_NODE, INTRA_NODE
 from stratagem.simulator.rows import Timed, to_ns
 
 
@@ -309,3 +312,35 @@ def _path_seconds(
 
 def _masked(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mask: int) -> Timed:
     return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))
+
+
+def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[Edge, ...]:
+    """The edges between operators of different stages (sources are everywhere)."""
+    return tuple(
+        edge
+        for edge in graph.edges
+        if graph.operators[edge.producer].kind != "source"
+        and stage_of[graph.operators[edge.producer].name]
+        != stage_of[graph.operators[edge.consumer].name]
+    )
+
+
+def stage_pairs(
+    edges: Sequence[Edge], stage_of: Mapping[str, int], graph: OperatorGraph
+) -> tuple[tuple[int, int], ...]:
+    """The (stage, later stage) pairs that edges cross, in order."""
+    names = [(graph.operators[e.producer].name, graph.operators[e.consumer].name) for e in edges]
+    return tuple(sorted({(stage_of[a], stage_of[b]) for a, b in names}))
+
+
+def crossing_ties(
+    stage_of: Mapping[str, int], graph: OperatorGraph
+) -> tuple[tuple[int, int, str], ...]:
+    """(owner, user, parameter) of every use of a parameter whose owner is in another stage."""
+    owner = graph.owners
+    return tuple(
+        (graph.index[owner[weight.parameter]], j, weight.parameter)
+        for j, operator in enumerate(graph.operators)
+        for weight in trainable_weights(graph, operator)
+        if stage_of[owner[weight.parameter]] != stage_of[operator.name]
+    )

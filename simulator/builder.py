@@ -10,7 +10,7 @@ from stratagem.simulator.builder_contractions import label, window_sizes
 from stratagem.simulator.builder_experts import ExpertBuilder
 from stratagem.simulator.draft import Draft, Loop, Tensor
 from stratagem.simulator.factors import fresh
-from stratagem.simulator.graph import DimKind
+from stratagem.simulator.operators import DimKind
 from stratagem.simulator.steps import Steps
 
 ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION

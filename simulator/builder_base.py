@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.simulator.draft import Draft, Loop, Made, Read, Stored, Tensor, bind
+from stratagem.simulator.dtypes import DTYPE_BYTES
 from stratagem.simulator.factors import fresh, leaves_of
 from stratagem.simulator.finish import finish_operators, live_drafts, live_parameters
 from stratagem.simulator.fuse import fuse_elementwise
-from stratagem.simulator.graph import DimKind, GraphInput, OperatorGraph
-from stratagem.simulator.rules import DTYPE_BYTES
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import DimKind, GraphInput
 from stratagem.simulator.sample_dims import settle_samples
 from stratagem.simulator.steps import (
     SOURCE_FUNCTIONS,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from stratagem.simulator.builder_base import GraphBuilderBase
 from stratagem.simulator.draft import Draft, Loop, Stored, Tensor
 from stratagem.simulator.factors import fresh, leaves_of, name_factors, size_of
-from stratagem.simulator.graph import DimKind
+from stratagem.simulator.operators import DimKind
 
 ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION
 

@@ -6,7 +6,7 @@ import math
 
 from stratagem.simulator.builder_contractions import ContractionBuilder, label
 from stratagem.simulator.draft import Draft, Loop, Stored, Tensor
-from stratagem.simulator.graph import DimKind
+from stratagem.simulator.operators import DimKind
 
 ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.simulator.graph import Layout, Operator, shape_of
+from stratagem.simulator.operators import Layout, Operator, shape_of
 from stratagem.simulator.saved import SAVED_RESULTS, saved_inside, saved_slots, saves_output
 from stratagem.simulator.steps import is_reference
 from stratagem.simulator.training import Training

@@ -23,9 +23,10 @@ import numpy as np
 
 from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.block import Role
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.cost_table import CostTable, TableBuilder
-from stratagem.simulator.graph import Operator, Weight, factor_sizes
+from stratagem.simulator.operators import Operator, Weight, factor_sizes
 from stratagem.simulator.parameters import home_placements, residences, use_of
 from stratagem.simulator.placement import (
     Config,
@@ -40,7 +41,6 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import InnerReduction, rule_of
 
 Join = tuple[int, Flags]

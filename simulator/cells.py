@@ -33,10 +33,11 @@ from itertools import pairwise
 import numpy as np
 
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import NUM_RESOURCES, RIVALS, Block, Role, StageBlocks
+from stratagem.simulator.block import Block, Role, StageBlocks
 from stratagem.simulator.cell_layouts import Cells, Layouts
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.placement import Pin
+from stratagem.simulator.resources import NUM_RESOURCES, RIVALS
 from stratagem.simulator.taskgraph import TaskGraph
 
 _RELEASED = (Role.GATHER, Role.RECOMPUTE, Role.CONVERT_AGAIN)

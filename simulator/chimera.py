@@ -22,58 +22,9 @@ second one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import PARTIAL, REPLICATE, Pin, Placement, Placements
-from stratagem.simulator.schedule import Schedule
-
-CHIMERA = "chimera"
-"""Name of the schedule whose stages have two homes."""
-
-HOMES_AXIS = "homes of a stage"
-
-
-def joint_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """Both homes of a stage as one mesh, along which home is its first axis.
-
-    Example:
-        >>> one, other = (DeviceMesh((MeshAxis("gpu", 2),), pair) for pair in ((0, 1), (2, 3)))
-        >>> joint_mesh(one, other).groups(0)
-        ((0, 2), (1, 3))
-    """
-    axes = MeshAxis(HOMES_AXIS, 2), *first.axes
-    return DeviceMesh(axes, (*first.devices, *second.devices))
-
-
-def before_sum(home: Placements) -> Placements:
-    """How a gradient that lies at both homes as `home` says lies on the joint mesh."""
-    return (PARTIAL, *home)
-
-
-def after_sum(home: Placements) -> Placements:
-    """How it lies there when it is the same at both."""
-    return (REPLICATE, *home)
-
-
-def unfolded(schedule: Schedule) -> Schedule:
-    """The same schedule with stage s called p + s where it runs on its second home.
-
-    Example:
-        >>> from stratagem.simulator.schedules import chimera
-        >>> print(unfolded(chimera(2, 2)).to_text())
-        rank 0: 0F0 3F1 3B1 0B0
-        rank 1: 2F1 1F0 1B0 2B1
-    """
-    stages = schedule.num_stages
-    orders = tuple(
-        tuple(
-            action if action.stage == rank else action._replace(stage=stages + action.stage)
-            for action in order
-        )
-        for rank, order in enumerate(schedule.orders)
-    )
-    return replace(schedule, num_stages=2 * stages, orders=orders)
+from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.placement import Pin, Placement
 
 
 def check_homes(name: str, meshes: Sequence[DeviceMesh], num_microbatches: int) -> None:

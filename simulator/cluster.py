@@ -348,11 +348,6 @@ class Cluster:
             sized, node_devices=(device.name,) * sized.num_nodes, device_types=(device,)
         )
 
-    def _repr_html_(self) -> str:
-        from stratagem.simulator.show.cluster_picture import cluster_picture
-
-        return cluster_picture(self)
-
 
 def _check_size(name: str, nodes: int, per_node: int) -> None:
     if nodes < 1 or per_node < 1:

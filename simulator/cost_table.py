@@ -18,21 +18,15 @@ from typing import Any
 import numpy as np
 
 from stratagem.simulator.arrays import Ints
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.footprint import conversion_bytes
-from stratagem.simulator.graph import (
-    Edge,
-    Layout,
-    Operator,
-    OperatorGraph,
-    Weight,
-    factor_sizes,
-    factors,
-)
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import AxisLink, DeviceMesh
 from stratagem.simulator.operator_rows import OperatorPricer
+from stratagem.simulator.operators import Edge, Layout, Operator, Weight, factor_sizes, factors
 from stratagem.simulator.overlap import fuses_forward, piece_dim, shares_conversion
 from stratagem.simulator.parameters import (
     home_placements,
@@ -52,9 +46,9 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.repeats import Repeat, find_repeat
-from stratagem.simulator.resharding import COMPUTE, HOST, shared_resharder
+from stratagem.simulator.resharding import shared_resharder
+from stratagem.simulator.resources import COMPUTE, HOST
 from stratagem.simulator.rows import (
     EdgeLaunches,
     EdgeRow,

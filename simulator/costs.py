@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import DimKind, Layout, Operator, factors, shape_of
+from stratagem.simulator.operators import DimKind, Layout, Operator, factors, shape_of
 from stratagem.simulator.rules import operator_out, rule_of
 from stratagem.simulator.spatial import with_halos
 from stratagem.simulator.training import Training

@@ -8,22 +8,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
-from stratagem.simulator.local_statistics import LOCAL
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.memory import DeviceMemory
-from stratagem.simulator.placement import Pin, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.operators import DimKind, Operator
+from stratagem.simulator.placement import LOCAL, Pin, Shard
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import format_bytes
-from stratagem.simulator.timeline import (
-    TaskKind,
-    Timeline,
-    format_duration,
-    lane_group,
-    lane_name,
-    statistics,
-)
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Timeline, lane_group, lane_name, statistics
 from stratagem.simulator.token_slices import num_slices
+from stratagem.simulator.units import format_bytes, format_duration
 
 WIDTH = 76
 """Letters in a line."""

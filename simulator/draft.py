@@ -20,7 +20,7 @@ from stratagem.simulator.factors import (
     size_of,
     split_front,
 )
-from stratagem.simulator.graph import DimKind
+from stratagem.simulator.operators import DimKind
 
 Group = tuple[Factor, ...]
 

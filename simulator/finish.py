@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stratagem.simulator.draft import Draft, Loop, Made, Read, Stored, fixed_leaves
 from stratagem.simulator.factors import Factor, leaves_of, size_of
-from stratagem.simulator.graph import (
+from stratagem.simulator.operators import (
     Dim,
     DimKind,
     Input,

@@ -31,12 +31,12 @@ from itertools import pairwise
 import numpy as np
 
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.cells import cell_rivals
 from stratagem.simulator.engine import simulate
-from stratagem.simulator.pipeline import SEND, TIE
 from stratagem.simulator.plan_model import PlanModel, macro_durations
+from stratagem.simulator.resources import NUM_RESOURCES
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
+from stratagem.simulator.work_kinds import SEND, TIE
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.simulator.graph import Operator, factor_sizes, shape_of
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.operators import Operator, factor_sizes, shape_of
 from stratagem.simulator.parameters import Use, home_placements
 from stratagem.simulator.placement import (
     Placements,
     local_elements,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.saved import saved_inside
 from stratagem.simulator.training import Training
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operators
 
 
-def backward_runs(graph: OperatorGraph) -> tuple[bool, ...]:
+def backward_runs(graph: Operators) -> tuple[bool, ...]:
     """Per operator, whether a gradient of the loss reaches it and is of use behind it.
 
     Example:
@@ -25,7 +22,7 @@ def backward_runs(graph: OperatorGraph) -> tuple[bool, ...]:
     return tuple(runs)
 
 
-def owners_of(graph: OperatorGraph) -> dict[str, str]:
+def owners_of(graph: Operators) -> dict[str, str]:
     """The operator that owns each trainable parameter: the first that makes a gradient of it.
 
     One that is used by none that does, as behind ``detach``, belongs to its first user.
@@ -41,7 +38,7 @@ def owners_of(graph: OperatorGraph) -> dict[str, str]:
     return {**first, **owner}
 
 
-def untrained(graph: OperatorGraph) -> tuple[str, ...]:
+def untrained(graph: Operators) -> tuple[str, ...]:
     """Trainable parameters that no gradient of the loss reaches."""
     reached = {
         weight.parameter

@@ -10,173 +10,38 @@ they are kept on the edges (`Input.order`, `Input.select`) and never are operato
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from stratagem.simulator.gradients import backward_runs, owners_of
+from stratagem.simulator.microbatches import (
+    Added,
+    Parts,
+    add_shares,
+    fewest_values,
+    parts_of,
+    sample_cuts,
+    sizes_cut,
+)
 from stratagem.simulator.names import unknown
-
-if TYPE_CHECKING:
-    from stratagem.simulator.microbatches import Added, Parts
-
-Layout = tuple[tuple[str, ...], ...]
-"""Per tensor dimension the operator dims whose product it is, outermost first; () is size 1."""
-
-
-class DimKind(enum.Enum):
-    """What splitting a dim means (SOAP; "O" is that every operator has a config of its own)."""
-
-    SAMPLE = "sample"
-    ATTRIBUTE = "attribute"
-    PARAMETER = "parameter"
-    REDUCTION = "reduction"
-
-
-@dataclass(frozen=True)
-class Dim:
-    """One loop of an operator.
-
-    Example:
-        >>> Dim("out", 3072, DimKind.PARAMETER)
-        Dim(name='out', size=3072, kind=<DimKind.PARAMETER: 'parameter'>, whole='')
-
-    `whole` is empty when the dim may be sharded, else the reason why it may not.
-    """
-
-    name: str
-    size: int
-    kind: DimKind
-    whole: str = ""
-
-
-@dataclass(frozen=True)
-class Input:
-    """A tensor that an operator reads.
-
-    `order[j]` is the factor of the source tensor that the j-th factor of `layout` reads, and
-    `select` fixes the source factors that are not read: ``((2, 0),)`` takes index 0 of source
-    factor 2. `windows` pairs dims of the result that slide over this input with the dims of
-    `layout` that they slide over: sharding the first shards the second too (see `spatial`).
-    """
-
-    source: str
-    layout: Layout
-    output: int = 0
-    order: tuple[int, ...] = ()
-    select: tuple[tuple[int, int], ...] = ()
-    windows: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.order:
-            object.__setattr__(self, "order", tuple(range(len(factors(self.layout)))))
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter (or buffer) that an operator reads, and how its dims index it."""
-
-    parameter: str
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Output:
-    """A tensor that an operator makes."""
-
-    layout: Layout
-    dtype: str = "float32"
-    differentiable: bool = True
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A named tensor that outlives the step; `trainable` is False for buffers."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    trainable: bool = True
-
-
-@dataclass(frozen=True)
-class GraphInput:
-    """A tensor that the user feeds each step; its dim `sample_dim` counts samples."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    sample_dim: int | None = 0
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator: a kind from the rule table, its dims, and what it reads and makes."""
-
-    name: str
-    kind: str
-    dims: tuple[Dim, ...]
-    inputs: tuple[Input, ...]
-    weights: tuple[Weight, ...]
-    outputs: tuple[Output, ...]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    module: str = ""
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Global size of each dim, by name."""
-        return {dim.name: dim.size for dim in self.dims}
-
-    def dim(self, name: str) -> Dim:
-        """The dim called `name`; ValueError names the operator and its dims otherwise."""
-        for dim in self.dims:
-            if dim.name == name:
-                return dim
-        known = ", ".join(dim.name for dim in self.dims)
-        raise ValueError(
-            f"operator {self.name!r} ({self.kind}) has no dim {name!r}; it has {known}"
-        )
-
-    @cached_property
-    def windows(self) -> dict[str, str]:
-        """Per dim that slides over an input, the dim of that input (see `Input.windows`)."""
-        return {loop: inside for read in self.inputs for loop, inside in read.windows}
-
-    @cached_property
-    def signature(self) -> tuple[Any, ...]:
-        """Equal for two operators that cost the same under equal configs (names left out)."""
-        return (
-            self.kind,
-            self.dims,
-            tuple((i.layout, i.order, i.select, *i.windows) for i in self.inputs),
-            tuple(w.layout for w in self.weights),
-            self.outputs,
-            repr(sorted(self.attributes.items())),
-        )
-
-
-class Edge(NamedTuple):
-    """Operator `consumer` reads output `output` of `producer` as its input `slot` (indices)."""
-
-    producer: int
-    output: int
-    consumer: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class RepeatedBlock:
-    """Operators start … start + length·count, `count` copies of the same `length` operators."""
-
-    start: int
-    length: int
-    count: int
+from stratagem.simulator.operators import (
+    DimKind,
+    Edge,
+    GraphInput,
+    Input,
+    Layout,
+    Operator,
+    Parameter,
+    RepeatedBlock,
+    factor_sizes,
+    factors,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
@@ -389,8 +254,6 @@ class OperatorGraph:
             >>> mlp([8, 8], batch=12).microbatch_counts
             (1, 2, 3, 4, 6, 12)
         """
-        from stratagem.simulator.microbatches import fewest_values, sample_cuts, sizes_cut
-
         most = 1 if self.whole_batch else sizes_cut(self, sample_cuts(self))
         small = [n for n in range(1, math.isqrt(most) + 1) if most % n == 0]
         divisors = sorted({*small, *(most // n for n in small)})
@@ -404,8 +267,6 @@ class OperatorGraph:
 
     @cached_property
     def _parts(self) -> Parts:
-        from stratagem.simulator.microbatches import parts_of, sample_cuts
-
         return parts_of(self, sample_cuts(self))
 
     @cached_property
@@ -416,32 +277,6 @@ class OperatorGraph:
     def derived(self) -> dict[Any, Any]:
         """What others have worked out of this graph, by keys of their own: kept as long as it."""
         return {}
-
-    def _repr_html_(self) -> str:
-        from stratagem.simulator.show.graph_picture import graph_picture
-
-        return graph_picture(self)
-
-
-@cache
-def factors(layout: Layout) -> tuple[str, ...]:
-    """The dims of a layout, outermost first.
-
-    Example:
-        >>> factors((("a",), ("b", "c")))
-        ('a', 'b', 'c')
-    """
-    return tuple(name for group in layout for name in group)
-
-
-def shape_of(layout: Layout, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The tensor shape that `layout` has when its dims have `sizes`."""
-    return tuple(math.prod(sizes[name] for name in group) for group in layout)
-
-
-def factor_sizes(layout: Layout, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The sizes of a layout's factors, outermost first."""
-    return tuple(sizes[name] for name in factors(layout))
 
 
 def repeated_blocks(graph: OperatorGraph) -> tuple[RepeatedBlock, ...]:
@@ -529,8 +364,6 @@ def _identity(operator: Operator) -> tuple[Any, ...]:
 
 
 def _cut_samples(operator: Operator, parts: int, added: Added | None) -> Operator:
-    from stratagem.simulator.microbatches import add_shares
-
     dims = tuple(
         replace(d, size=d.size // parts) if d.kind is DimKind.SAMPLE else d for d in operator.dims
     )

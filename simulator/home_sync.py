@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 from stratagem.simulator.block import KIND_OF_ROLE, Role
 from stratagem.simulator.boundary import syncs_compute
-from stratagem.simulator.chimera import after_sum, before_sum, joint_mesh
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, TableBuilder
-from stratagem.simulator.graph import factor_sizes
+from stratagem.simulator.joint_mesh import after_sum, before_sum, joint_mesh
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.operators import factor_sizes
 from stratagem.simulator.parameters import Use, gradient_buckets, residences, use_of
 from stratagem.simulator.pipeline import ALL, CopyTask
 from stratagem.simulator.resharding import Resharder, Step, shared_resharder
 from stratagem.simulator.rows import Timed, timed
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 
 Paths = list[tuple[Step, ...]]
 

@@ -20,7 +20,7 @@ from stratagem.simulator.bytes_moved import (
 )
 from stratagem.simulator.costs import Cost, CostModel, Direction, RooflineCosts, Source
 from stratagem.simulator.device import AttentionConstants, DeviceType, MemoryConstants
-from stratagem.simulator.graph import Operator, factors, shape_of
+from stratagem.simulator.operators import Operator, factors, shape_of
 from stratagem.simulator.product_costs import Multiplier
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.training import Training

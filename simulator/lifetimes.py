@@ -26,7 +26,7 @@ import numpy as np
 from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.block import PREFETCH
 from stratagem.simulator.cost_table import CostTable
-from stratagem.simulator.graph import Edge
+from stratagem.simulator.operators import Edge
 from stratagem.simulator.recompute import recompute_triggers
 from stratagem.simulator.repeats import Repeat, copy_length, extrapolated, sparing
 from stratagem.simulator.rows import SharedBy

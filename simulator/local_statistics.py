@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
-
-LOCAL = "local"
-"""Attribute of a batch norm that does not share its statistics between devices."""
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operator
+from stratagem.simulator.placement import LOCAL
 
 
 def local_statistics(graph: OperatorGraph) -> OperatorGraph:
@@ -28,21 +27,6 @@ def local_statistics(graph: OperatorGraph) -> OperatorGraph:
     """
     operators = tuple(map(_local, graph.operators))
     return graph if operators == graph.operators else replace(graph, operators=operators)
-
-
-def statistics_dims(operator: Operator) -> tuple[str, ...]:
-    """The dims of a batch norm over which devices share mean and variance.
-
-    Example:
-        >>> from stratagem.simulator.models import resnet
-        >>> statistics_dims(resnet(18, batch=8).operator("bn1"))
-        ('sample', 'height', 'width')
-    """
-    channel = factors(operator.weights[0].layout)
-    names = [name for name in factors(operator.inputs[0].layout) if name not in channel]
-    if operator.attributes.get(LOCAL):
-        return tuple(name for name in names if operator.dim(name).kind is not DimKind.SAMPLE)
-    return tuple(names)
 
 
 def _local(operator: Operator) -> Operator:

@@ -19,7 +19,8 @@ import numpy as np
 from stratagem.simulator.arrays import Flags, Ints
 from stratagem.simulator.lifetimes import Lifetimes, Purpose
 from stratagem.simulator.schedule import ActionKind, Held, Situation
-from stratagem.simulator.table import Table, Unit, format_bytes
+from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.units import format_bytes
 
 PASSES = {
     ActionKind.FORWARD: (0,),

@@ -12,7 +12,7 @@ import numpy as np
 from stratagem.simulator.files import atomic_path
 from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.memory import MemoryTimeline
-from stratagem.simulator.timeline import readable_unit
+from stratagem.simulator.units import readable_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

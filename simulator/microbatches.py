@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce as fold
 
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
+from stratagem.simulator.operators import DimKind, Operator, Operators, factors
 from stratagem.simulator.step_shares import Place, Share, step_shares
 from stratagem.simulator.steps import Steps, shift_steps
 
@@ -73,7 +73,7 @@ class _MixedError(Exception):
     """Parts do not make the whole."""
 
 
-def sample_cuts(graph: OperatorGraph) -> tuple[frozenset[str], ...]:
+def sample_cuts(graph: Operators) -> tuple[frozenset[str], ...]:
     """Per operator the dims that microbatches cut: those that count samples."""
     return tuple(
         frozenset(dim.name for dim in operator.dims if dim.kind is DimKind.SAMPLE)
@@ -81,9 +81,7 @@ def sample_cuts(graph: OperatorGraph) -> tuple[frozenset[str], ...]:
     )
 
 
-def parts_of(
-    graph: OperatorGraph, cuts: Cuts, what: str = "samples", *, apart: bool = False
-) -> Parts:
+def parts_of(graph: Operators, cuts: Cuts, what: str = "samples", *, apart: bool = False) -> Parts:
     """Whether parts of a batch make the whole, and what each of them must add.
 
     Example:
@@ -125,13 +123,13 @@ def parts_of(
     return Parts("", tuple(shares), added, tuple(norms))
 
 
-def sizes_cut(graph: OperatorGraph, cuts: Cuts) -> int:
+def sizes_cut(graph: Operators, cuts: Cuts) -> int:
     """The most equal parts that all dims that are cut can be cut into; 1 where there are none."""
     named = zip(graph.operators, cuts, strict=True)
     return fold(math.gcd, (op.sizes[name] for op, names in named for name in names), 0) or 1
 
 
-def fewest_values(graph: OperatorGraph) -> int | None:
+def fewest_values(graph: Operators) -> int | None:
     """The fewest values that a batch norm takes a mean and variance of; None if it has none."""
     found = []
     for operator in map(graph.operator, graph.batch_norms):
@@ -179,7 +177,7 @@ def add_shares(operator: Operator, added: Added, parts: int) -> Operator:
     return replace(operator, attributes={**operator.attributes, "steps": steps})
 
 
-def _check_reads(graph: OperatorGraph, i: int, cuts: Cuts, where: str, what: str) -> None:
+def _check_reads(graph: Operators, i: int, cuts: Cuts, where: str, what: str) -> None:
     """Dims that are cut are read by dims that are, and never by number."""
     operator = graph.operators[i]
     for read in operator.inputs:
@@ -261,7 +259,7 @@ def _of_whole(
     raise _MixedError(f"{where} makes something else than a sum of a sum over {what}")
 
 
-def _counting_dtype(graph: OperatorGraph, i: int) -> str:
+def _counting_dtype(graph: Operators, i: int) -> str:
     """The dtype of what an operator makes, if it reads whole numbers; empty otherwise."""
     operator = graph.operators[i]
     read = [graph.operator(each.source).outputs[each.output].dtype for each in operator.inputs]

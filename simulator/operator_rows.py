@@ -11,13 +11,15 @@ import numpy as np
 
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.bytes_moved import num_kernels
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Calibration
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.costs import CostModel, Direction
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.footprint import Footprint, operator_footprint
-from stratagem.simulator.graph import Operator, OperatorGraph, Weight, factor_sizes
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import AxisLink, DeviceMesh
+from stratagem.simulator.operators import Operator, Weight, factor_sizes
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import (
     Use,
@@ -31,8 +33,8 @@ from stratagem.simulator.placement import (
     local_elements,
     local_sizes,
 )
-from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import COMPUTE, HOST, Resharder, link_mask
+from stratagem.simulator.resharding import Resharder
+from stratagem.simulator.resources import COMPUTE, HOST, link_mask
 from stratagem.simulator.rows import OperatorRow, timed_rows, to_ns
 from stratagem.simulator.rules import Inner, InnerReduction, rule_of
 from stratagem.simulator.saved import saved_slots, saves_output

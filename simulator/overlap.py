@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stratagem.simulator.graph import DimKind, Operator, factors
+from stratagem.simulator.operators import DimKind, Operator, factors
 from stratagem.simulator.placement import Config, local_sizes
 from stratagem.simulator.rules import rule_of
 
 if TYPE_CHECKING:
-    from stratagem.simulator.plan import Choice
+    from stratagem.simulator.choice import Choice
 
 
 def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str | None:

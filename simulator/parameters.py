@@ -23,7 +23,9 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, Weight
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import DimKind, Operator, Weight
 from stratagem.simulator.placement import (
     FLAT,
     PARTIAL,
@@ -33,7 +35,6 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import rule_of
 
 

@@ -41,19 +41,25 @@ from stratagem.simulator.schedule import (
     makes_weight_gradient,
 )
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
+from stratagem.simulator.work_kinds import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    LAST_BACKWARD,
+    LAST_WEIGHT_GRADIENT,
+    REPLICA_SYNC,
+    REPLICA_UPDATE,
+    RESHARD,
+    RESHARD_BACK,
+    SEND,
+    SEND_BACK,
+    TIE,
+    WEIGHT_GRADIENT,
+)
 
-NUM_KINDS = 18
-"""Rows of a duration table."""
-FORWARD, BACKWARD, LAST_BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT = range(6)
-"""What a macro task is: the row of the duration table that it reads. The last ones end in the
-gradient sync and the update of their stage; where weights are stashed every one does, and the last
-ones copy the weights before."""
 SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, SYNC, UPDATE, BARE_BACKWARD = range(6, 11)
 """The same where a rank has several stages: last ones that end in the gradient sync, and that sync
 and the update alone. Where weights are stashed: a backward without both."""
-SEND, SEND_BACK, RESHARD, RESHARD_BACK, TIE, REPLICA_SYNC, REPLICA_UPDATE = range(11, NUM_KINDS)
-"""What joins blocks: transfers between ranks, and between stages of one rank; parameters tied
-between stages; sums of the gradients of a stage's copies, and what each copy does behind them."""
 
 _BLOCKS = {
     ActionKind.FORWARD: (FORWARD, FORWARD),

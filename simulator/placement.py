@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stratagem.simulator.graph import (
+from stratagem.simulator.operators import (
     Dim,
     DimKind,
     Input,
@@ -23,7 +23,6 @@ from stratagem.simulator.graph import (
     Weight,
     factors,
 )
-from stratagem.simulator.local_statistics import LOCAL
 
 
 @dataclass(frozen=True, order=True)
@@ -322,3 +321,7 @@ def local_elements(sizes: Sequence[int], placements: Placements, shape: Sequence
             factor = int(placement.dim)
             left[factor] = -(-left[factor] // ways)
     return largest_shard(math.prod(left), [shape[axis] for axis in flat_axes(placements)])
+
+
+LOCAL = "local"
+"""Attribute of a batch norm that does not share its statistics between devices."""

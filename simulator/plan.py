@@ -7,11 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from stratagem.simulator.chimera import (
-    CHIMERA,
-    check_homes,
-    check_pins,
-)
+from stratagem.simulator.chimera import check_homes, check_pins
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.files import decode, encode, read_text, reading, write_text
@@ -19,9 +16,9 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.local_statistics import local_statistics
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.overlap import check_fusion, check_pieces
-from stratagem.simulator.placement import REPLICATE, Config, check_config, parse_placement
+from stratagem.simulator.placement import REPLICATE, check_config, parse_placement
 from stratagem.simulator.schedule import Schedule, validate
-from stratagem.simulator.schedules import schedule_by_name
+from stratagem.simulator.schedules import CHIMERA, schedule_by_name
 from stratagem.simulator.spatial import split_images
 from stratagem.simulator.substitutions import Rewritten, Substituted, rewrite
 from stratagem.simulator.token_slices import Slices, check_slices, num_slices
@@ -34,50 +31,6 @@ CUSTOM = "custom"
 
 MOST_MICROBATCHES = 2**14
 """Of a plan; its batch is at least as large."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a strategy decides for one operator.
-
-    Example:
-        >>> Choice((REPLICATE,), zero=1, chunks=4).fused
-        False
-
-    Attributes:
-        config: what each mesh axis does to it.
-        zero: the ZeRO stage of its parameters (Rajbhandari et al. 2020): 0 keeps everything on
-            every data-parallel rank; 1 shards the optimizer state; 2 also the gradients,
-            reduce-scattered after every microbatch; 3 also the parameters, gathered before every
-            use.
-        recompute: what it makes for its own segment is dropped after the forward pass and made
-            again in the backward pass, with the conversions of its inputs (see `segments`).
-        chunks: in how many pieces its passes run, so that a piece's conversion to or from its
-            neighbours overlaps with the next piece (CoCoNet, Jangda et al. 2022).
-        fused: its elementwise work runs inside the kernel of the collective that feeds it
-            (CoCoNet): the update of an operator with parameters in their gradient sync, the
-            forward pass of an elementwise one in the conversion of its first input.
-        regather: what its inputs are converted from is kept for backward, not the copies, and
-            backward converts them again: with sequence parallelism a shard instead of what was
-            gathered (Korthikanti et al. 2022, arXiv 2205.05198). What is recomputed converts its
-            inputs again anyway.
-
-    Raises:
-        ValueError: if the ZeRO stage is not 0 to 3, or `chunks` is below 1.
-    """
-
-    config: Config
-    zero: int = 0
-    recompute: bool = False
-    chunks: int = 1
-    fused: bool = False
-    regather: bool = False
-
-    def __post_init__(self) -> None:
-        if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"ZeRO stage {self.zero}; it must be 0, 1, 2 or 3")
-        if self.chunks < 1:
-            raise ValueError(f"{self.chunks} chunks; there must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -371,11 +324,6 @@ class Plan:
         """The text of the plan file; equal plans have equal text."""
         return encode(_to_file(self))
 
-    def _repr_html_(self) -> str:
-        from stratagem.simulator.show.plan_picture import plan_picture
-
-        return plan_picture(self)
-
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file.
@@ -515,3 +463,9 @@ def _from_file(file: _PlanFile) -> Plan:
         inputs_first=file.inputs_first,
         substitutions=file.substitutions,
     )
+
+
+def ranks_of(plan: Plan) -> dict[int, int]:
+    """Ranks count the devices that a plan uses in ascending order."""
+    devices = sorted({device for stage in plan.stages for device in stage.mesh.devices})
+    return {device: rank for rank, device in enumerate(devices)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -11,22 +11,24 @@ import numpy as np
 
 from stratagem.simulator.apart import with_parts_apart
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import StageBlocks, slowdown_of
+from stratagem.simulator.block import StageBlocks
 from stratagem.simulator.boundary import (
     BoundaryRow,
     blocks_compute,
+    crossing_edges,
+    crossing_ties,
     networked,
     price_boundary,
     price_tie,
+    stage_pairs,
     syncs_compute,
 )
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock, cell_block, pinned_axes
-from stratagem.simulator.chimera import unfolded
 from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import Times, simulate
-from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.home_sync import (
     Home,
     HomeTask,
@@ -34,24 +36,18 @@ from stratagem.simulator.home_sync import (
     homes_block,
 )
 from stratagem.simulator.memory import StageTensors
-from stratagem.simulator.parameters import trainable_weights
-from stratagem.simulator.pipeline import (
-    NUM_KINDS,
-    REPLICA_SYNC,
-    REPLICA_UPDATE,
-    TIE,
-    MacroGraph,
-    check_priced,
-    macro_graph,
-    transfer_kinds,
-)
+from stratagem.simulator.operators import Edge
+from stratagem.simulator.pipeline import MacroGraph, check_priced, macro_graph, transfer_kinds
 from stratagem.simulator.placement import Placements
 from stratagem.simulator.plan import Plan
+from stratagem.simulator.resources import slowdown_of
 from stratagem.simulator.rows import Timed
+from stratagem.simulator.schedules import unfolded
 from stratagem.simulator.sliced_plan import pass_graphs
 from stratagem.simulator.stage_shapes import StageShapes
 from stratagem.simulator.stashing import check_stashing
 from stratagem.simulator.weight_versions import stashing_actions, versions_kept
+from stratagem.simulator.work_kinds import NUM_KINDS, REPLICA_SYNC, REPLICA_UPDATE, TIE
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,25 +350,6 @@ def macro_durations(model: PlanModel) -> Ints:
     return durations
 
 
-def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[Edge, ...]:
-    """The edges between operators of different stages (sources are everywhere)."""
-    return tuple(
-        edge
-        for edge in graph.edges
-        if graph.operators[edge.producer].kind != "source"
-        and stage_of[graph.operators[edge.producer].name]
-        != stage_of[graph.operators[edge.consumer].name]
-    )
-
-
-def stage_pairs(
-    edges: Sequence[Edge], stage_of: Mapping[str, int], graph: OperatorGraph
-) -> tuple[tuple[int, int], ...]:
-    """The (stage, later stage) pairs that edges cross, in order."""
-    names = [(graph.operators[e.producer].name, graph.operators[e.consumer].name) for e in edges]
-    return tuple(sorted({(stage_of[a], stage_of[b]) for a, b in names}))
-
-
 def _boundary(
     edge: Edge, plan: Plan, graph: OperatorGraph, builders: Sequence[TableBuilder]
 ) -> BoundaryRow:
@@ -398,19 +375,6 @@ def _ties(
         )
         for i, j, parameter in crossing_ties(plan.stage_of, graph)
         for ours, theirs in [_stages_of((i, j), plan, graph)]
-    )
-
-
-def crossing_ties(
-    stage_of: Mapping[str, int], graph: OperatorGraph
-) -> tuple[tuple[int, int, str], ...]:
-    """(owner, user, parameter) of every use of a parameter whose owner is in another stage."""
-    owner = graph.owners
-    return tuple(
-        (graph.index[owner[weight.parameter]], j, weight.parameter)
-        for j, operator in enumerate(graph.operators)
-        for weight in trainable_weights(graph, operator)
-        if stage_of[owner[weight.parameter]] != stage_of[operator.name]
     )
 
 

@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stratagem.simulator.arrays import Ints
 from stratagem.simulator.files import atomic_path
-from stratagem.simulator.timeline import (
-    SEPARATOR,
-    Ints,
-    TaskKind,
-    Timeline,
-    format_duration,
-    lane_group,
-    readable_unit,
-    shift,
-)
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import SEPARATOR, Timeline, lane_group, shift
+from stratagem.simulator.units import format_duration, readable_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -304,9 +298,7 @@ def _draw_bars(ax: Axes, left: Reals, right: Reals, middle: Reals, **style: Any)
     ax.add_collection(PolyCollection(bars, **style), autolim=False)
 
 
-def _draw_names(
-    timeline: Timeline, ax: Axes, pixels: Reals, centre: Reals, middle: Reals
-) -> None:
+def _draw_names(timeline: Timeline, ax: Axes, pixels: Reals, centre: Reals, middle: Reals) -> None:
     letter_height = NAME_POINTS * ax.figure.dpi / 72
     letter = LETTER_WIDTH * letter_height
     lane_pixels = ax.bbox.height / np.ptp(ax.get_ylim())

@@ -9,7 +9,7 @@ import numpy as np
 
 from stratagem.simulator.apart import SYNCS
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import NUM_RESOURCES, RESOURCE_NAMES, Role
+from stratagem.simulator.block import Role
 from stratagem.simulator.cost_table import CostTable
 from stratagem.simulator.engine import Times
 from stratagem.simulator.memory import (
@@ -23,6 +23,20 @@ from stratagem.simulator.memory import (
 )
 from stratagem.simulator.pipeline import (
     ALL,
+    SYNC,
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
+    are_blocks,
+    transfer_name,
+)
+from stratagem.simulator.plan_model import PlanModel, StageModel
+from stratagem.simulator.resources import COMPUTE, NUM_RESOURCES, RESOURCE_NAMES
+from stratagem.simulator.slice_memory import sliced_memory, sliced_tensors, with_waiting
+from stratagem.simulator.step_path import Played, StepPath, step_path
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Row, Timeline, from_rows, lane_name
+from stratagem.simulator.traffic import crossing_bytes, stage_bytes
+from stratagem.simulator.work_kinds import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
@@ -30,20 +44,9 @@ from stratagem.simulator.pipeline import (
     REPLICA_UPDATE,
     RESHARD_BACK,
     SEND_BACK,
-    SYNC,
-    SYNCED_BACKWARD,
-    SYNCED_WEIGHT_GRADIENT,
     TIE,
     WEIGHT_GRADIENT,
-    are_blocks,
-    transfer_name,
 )
-from stratagem.simulator.plan_model import PlanModel, StageModel
-from stratagem.simulator.resharding import COMPUTE
-from stratagem.simulator.slice_memory import sliced_memory, sliced_tensors, with_waiting
-from stratagem.simulator.step_path import Played, StepPath, step_path
-from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
-from stratagem.simulator.traffic import crossing_bytes, stage_bytes
 
 _ROLES = frozenset(Role)
 COMPUTE_STREAM = COMPUTE.bit_length() - 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from stratagem.simulator._product_kernels import product_seconds
 from stratagem.simulator.costs import product_shape
 from stratagem.simulator.device import DeviceType, ProductConstants
-from stratagem.simulator.graph import Operator, shape_of
+from stratagem.simulator.operators import Operator, shape_of
 from stratagem.simulator.rules import rule_of
 
 ALIGNED_BYTES = 16

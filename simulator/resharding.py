@@ -43,12 +43,10 @@ from stratagem.simulator.placement import (
     smallest_shard,
     splits_of,
 )
+from stratagem.simulator.resources import link_mask
 
 STEP_OVERHEAD = 2e-6
 """Seconds added to each step when paths are compared: packing and launching are not quite free."""
-
-COMPUTE, INTRA_NODE, INTER_NODE, HOST = 1, 2, 4, 8
-"""Bits of the resources of one cell of devices: compute stream, link in the node, link between."""
 
 
 TRANSITIONS: dict[tuple[type[Placement], type[Placement]], Collective] = {
@@ -221,14 +219,6 @@ class Resharder:
 def shared_resharder(shape: tuple[int, ...], links: tuple[AxisLink, ...]) -> Resharder:
     """One `Resharder` for all meshes of the same shape and links, so that paths are found once."""
     return Resharder(shape, links)
-
-
-def link_mask(link: AxisLink) -> int:
-    """The resources that a transfer over `link` occupies, as bits."""
-    own = INTER_NODE if link.crosses_nodes else INTRA_NODE
-    if link.inside is not None:
-        own |= INTRA_NODE
-    return own | (COMPUTE if link.shares_compute else 0)
 
 
 class _StateGraph:

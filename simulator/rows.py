@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.simulator.arrays import Flags, Floats, Ints
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.placement import Pin
-from stratagem.simulator.plan import Choice
 
 MANY = 1000
 """Numbers from which on it is quicker to view one zero as all of them than to write zeros."""

@@ -72,25 +72,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from stratagem.simulator.graph import DimKind, Operator, factors, shape_of
-from stratagem.simulator.local_statistics import statistics_dims
 from stratagem.simulator.names import unknown
+from stratagem.simulator.operators import DimKind, Operator, factors, shape_of
+from stratagem.simulator.placement import LOCAL
 from stratagem.simulator.spatial import Window, window_of
 
 Sizes = Mapping[str, int]
-
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -286,3 +273,18 @@ def rule_of(operator: Operator) -> Rule:
     if operator.kind not in RULES:
         raise unknown(f"rule for operator {operator.name!r} of kind", operator.kind, RULES)
     return RULES[operator.kind]
+
+
+def statistics_dims(operator: Operator) -> tuple[str, ...]:
+    """The dims of a batch norm over which devices share mean and variance.
+
+    Example:
+        >>> from stratagem.simulator.models import resnet
+        >>> statistics_dims(resnet(18, batch=8).operator("bn1"))
+        ('sample', 'height', 'width')
+    """
+    channel = factors(operator.weights[0].layout)
+    names = [name for name in factors(operator.inputs[0].layout) if name not in channel]
+    if operator.attributes.get(LOCAL):
+        return tuple(name for name in names if operator.dim(name).kind is not DimKind.SAMPLE)
+    return tuple(names)

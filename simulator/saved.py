@@ -8,7 +8,7 @@ kernel keeps only what it reads: a fused SwiGLU its gate and its up, not silu(ga
 
 from __future__ import annotations
 
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.steps import is_reference
 

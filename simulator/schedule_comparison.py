@@ -12,14 +12,24 @@ from fractions import Fraction
 from itertools import pairwise
 
 from stratagem.simulator.ampnet import ampnet
-from stratagem.simulator.chimera import CHIMERA
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.memory import StageTensors, device_memory
-from stratagem.simulator.pipeline import (
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
+from stratagem.simulator.predicted import rank_memory
+from stratagem.simulator.schedule import Schedule
+from stratagem.simulator.schedule_times import StageTimes, play_schedule
+from stratagem.simulator.schedules import (
+    CHIMERA,
+    pipedream,
+)
+from stratagem.simulator.steady_state import SteadyState, steady_state
+from stratagem.simulator.table import Table, Unit, Value
+from stratagem.simulator.work_kinds import (
     BACKWARD,
     FORWARD,
     LAST_BACKWARD,
@@ -27,16 +37,6 @@ from stratagem.simulator.pipeline import (
     SEND,
     SEND_BACK,
 )
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
-from stratagem.simulator.predicted import rank_memory
-from stratagem.simulator.schedule import Schedule
-from stratagem.simulator.schedule_times import StageTimes, play_schedule
-from stratagem.simulator.schedules import (
-    pipedream,
-)
-from stratagem.simulator.steady_state import SteadyState, steady_state
-from stratagem.simulator.table import Table, Unit, Value
 
 STREAMS = ("pipedream", "ampnet")
 """Those that never flush, whose pace is compared."""

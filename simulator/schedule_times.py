@@ -13,6 +13,21 @@ import numpy as np
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.engine import Times, simulate
 from stratagem.simulator.pipeline import (
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
+    UPDATE,
+    MacroGraph,
+    macro_graph,
+)
+from stratagem.simulator.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    validate,
+)
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Row, Timeline, from_rows, lane_name
+from stratagem.simulator.work_kinds import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
@@ -23,20 +38,8 @@ from stratagem.simulator.pipeline import (
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
-    SYNCED_BACKWARD,
-    SYNCED_WEIGHT_GRADIENT,
-    UPDATE,
     WEIGHT_GRADIENT,
-    MacroGraph,
-    macro_graph,
 )
-from stratagem.simulator.schedule import (
-    Action,
-    ActionKind,
-    Schedule,
-    validate,
-)
-from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
 
 _ROW_KINDS = {
     ActionKind.FORWARD: TaskKind.FORWARD,

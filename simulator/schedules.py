@@ -404,3 +404,27 @@ def _chimera_slots(num_stages: int, num_microbatches: int) -> Iterator[tuple[int
                 yield rank, begin + stage, Action(stage, F, first + number)
                 back = begin + 2 * num_stages - 1 - stage
                 yield rank, back, Action(stage, B, first + number)
+
+
+CHIMERA = "chimera"
+"""Name of the schedule whose stages have two homes."""
+
+
+def unfolded(schedule: Schedule) -> Schedule:
+    """The same schedule with stage s called p + s where it runs on its second home.
+
+    Example:
+        >>> from stratagem.simulator.schedules import chimera
+        >>> print(unfolded(chimera(2, 2)).to_text())
+        rank 0: 0F0 3F1 3B1 0B0
+        rank 1: 2F1 1F0 1B0 2B1
+    """
+    stages = schedule.num_stages
+    orders = tuple(
+        tuple(
+            action if action.stage == rank else action._replace(stage=stages + action.stage)
+            for action in order
+        )
+        for rank, order in enumerate(schedule.orders)
+    )
+    return replace(schedule, num_stages=2 * stages, orders=orders)

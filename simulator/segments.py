@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from stratagem.simulator.graph import Edge, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.names import unknown
+from stratagem.simulator.operators import Edge
 from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")

@@ -17,9 +17,10 @@ from stratagem.simulator.memory import DeviceMemory, MemoryTimeline
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
 from stratagem.simulator.step_path import StepPath
-from stratagem.simulator.table import Table, format_bytes
-from stratagem.simulator.timeline import Timeline, format_duration
+from stratagem.simulator.table import Table
+from stratagem.simulator.timeline import Timeline
 from stratagem.simulator.timeline_tables import collective_table, group_table, operator_table
+from stratagem.simulator.units import format_bytes, format_duration
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.simulator.cost_table import CostTable
-from stratagem.simulator.graph import Edge
 from stratagem.simulator.lifetimes import Lifetimes, Purpose, Tensor
 from stratagem.simulator.memory import BlockRun, DeviceMemory, StageTensors, device_memory
+from stratagem.simulator.operators import Edge
 from stratagem.simulator.plan_model import PlanModel, StageModel
 from stratagem.simulator.schedule import Action, ActionKind, Held, Situation, fullest
 from stratagem.simulator.token_slices import OWN, PREFIX

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from stratagem.simulator.graph import Operator, OperatorGraph, factors
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operator, factors
 from stratagem.simulator.overlap import check_pieces
 from stratagem.simulator.placement import REPLICATE, Config, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.token_slices import TokenSlice, num_slices, prefix_names, token_slices
 
 

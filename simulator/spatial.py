@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, shape_of
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import DimKind, Operator, shape_of
 from stratagem.simulator.placement import shard_bounds
 
 SPATIAL_KINDS = ("conv2d", "pool2d")

@@ -15,8 +15,8 @@ from stratagem.simulator.arrays import Ints
 from stratagem.simulator.block import StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.cost_table import CostTable
-from stratagem.simulator.graph import Edge
 from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
+from stratagem.simulator.operators import Edge
 
 
 @dataclass(eq=False)

@@ -23,8 +23,10 @@ from stratagem.simulator.attribution import family
 from stratagem.simulator.critical_path import PathTask, Wait, critical_path
 from stratagem.simulator.engine import Times
 from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.taskgraph import TaskGraph
-from stratagem.simulator.timeline import TaskKind, format_duration, lane_group
+from stratagem.simulator.timeline import lane_group
+from stratagem.simulator.units import format_duration
 
 MAX_PARTS = 5
 """Kinds of work that the one-line summary names; it sums up the others."""

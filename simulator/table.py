@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.units import format_bytes, format_duration
 
 Value = str | int | float | None
 """What a cell holds; None where nothing is known."""
@@ -142,19 +142,6 @@ class Table:
                 f"table {self.title!r} has no column {name!r}; it has {', '.join(self.columns)}"
             )
         return list(self.columns).index(name)
-
-
-def format_bytes(count: float) -> str:
-    """Write a number of bytes as a person would.
-
-    Example:
-        >>> format_bytes(2.5 * 2**30)
-        '2.50 GiB'
-    """
-    if count >= 2**30:
-        value = count / 2**30
-        return f"{value:,.{2 if value < 10 else 0}f} GiB"
-    return f"{count / 2**20:,.0f} MiB" if count >= 2**20 else f"{count / 2**10:,.0f} KiB"
 
 
 def _text(value: Value, unit: Unit) -> str:

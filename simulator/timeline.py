@@ -13,39 +13,22 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stratagem.simulator.arrays import Ints
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.units import format_duration
 
 SEPARATOR = " · "
 """Stands between a lane's group and what it is."""
 
 MAX_TABLE_LANES = 16
 """Lanes that the HTML table shows; it counts the others."""
-
-
-class TaskKind(Enum):
-    """What a task does. Communication and gradient sync move data, the others compute."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECOMPUTE = "recompute"
-    UPDATE = "update"
-    COMMUNICATION = "communication"
-    GRADIENT_SYNC = "gradient sync"
-    OTHER = "other"
-
-    @property
-    def is_communication(self) -> bool:
-        """Whether it moves data between devices."""
-        return self in (TaskKind.COMMUNICATION, TaskKind.GRADIENT_SYNC)
 
 
 class Row(NamedTuple):
@@ -301,27 +284,6 @@ def lane_name(group: str, what: str) -> str:
 def lane_group(lane: str) -> str:
     """Return the group in a lane's name; all of it if it has no separator."""
     return lane.partition(SEPARATOR)[0]
-
-
-def readable_unit(seconds: float) -> tuple[str, float]:
-    """Choose the unit in which a time is read best, and its length in seconds."""
-    for unit, length in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= length:
-            return unit, length
-    return "ns", 1e-9
-
-
-def format_duration(seconds: float) -> str:
-    """Write a time as a person would.
-
-    Example:
-        >>> format_duration(0.00254)
-        '2.54 ms'
-    """
-    unit, length = readable_unit(seconds)
-    value = seconds / length
-    decimals = 0 if unit == "ns" else max(0, 2 - int(math.log10(value)))
-    return f"{value:,.{decimals}f} {unit}"
 
 
 def _integers(values: Sequence[int], name: str) -> Ints:

@@ -15,7 +15,8 @@ from typing import Any
 
 from stratagem.simulator.attribution import Attribution, attribute
 from stratagem.simulator.table import Table, Unit
-from stratagem.simulator.timeline import Timeline, format_duration
+from stratagem.simulator.timeline import Timeline
+from stratagem.simulator.units import format_duration
 
 MAX_TEXT_ROWS = 12
 """Operators that the text lists; it counts the others."""

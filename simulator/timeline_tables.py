@@ -9,13 +9,8 @@ from typing import NamedTuple
 
 from stratagem.simulator.attribution import attribute, collective_of, family
 from stratagem.simulator.table import Table, Unit, Value
-from stratagem.simulator.timeline import (
-    SEPARATOR,
-    TaskKind,
-    Timeline,
-    lane_group,
-    statistics,
-)
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import SEPARATOR, Timeline, lane_group, statistics
 
 
 def group_table(timeline: Timeline) -> Table:

@@ -17,17 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from stratagem.simulator.graph import (
-    Dim,
-    DimKind,
-    Edge,
-    Input,
-    Operator,
-    OperatorGraph,
-    Output,
-    factors,
-)
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.microbatches import Parts, add_shares, parts_of
+from stratagem.simulator.operators import Dim, DimKind, Edge, Input, Operator, Output, factors
 from stratagem.simulator.placement import Config, Shard
 
 Slices = int | tuple[int, ...]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cost_table import CostTable, TableBuilder
-from stratagem.simulator.graph import Edge, Operator, factor_sizes
+from stratagem.simulator.operators import Edge, Operator, factor_sizes
 from stratagem.simulator.parameters import Use, residences, use_of
 from stratagem.simulator.placement import (
     Placements,
@@ -17,7 +18,6 @@ from stratagem.simulator.placement import (
     output_gradient_placements,
     output_placements,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import InnerReduction, rule_of
 
 

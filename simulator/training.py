@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from stratagem.simulator.dtypes import DTYPE_BYTES
 from stratagem.simulator.names import unknown
-from stratagem.simulator.rules import DTYPE_BYTES
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 FLASH_VERSIONS = (1, 2, 3)

@@ -14,7 +14,7 @@ from typing import Any
 
 from stratagem.simulator.draft import Draft, Made, Read, Stored, Tensor, fixed_leaves, view_key
 from stratagem.simulator.factors import leaves_of, size_of
-from stratagem.simulator.graph import DimKind
+from stratagem.simulator.operators import DimKind
 from stratagem.simulator.steps import SOURCE_FUNCTIONS, Steps, references, shift_steps
 
 WHOLE = "sources are computed in full on every rank"

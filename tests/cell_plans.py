@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from stratagem.search.space import Options, operator_choices
 from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.engine import simulate
@@ -26,7 +27,7 @@ from stratagem.simulator.pipeline import (
 from stratagem.simulator.placement import (
     Pin,
 )
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.plan_model import (
     PlanModel,
     StageModel,

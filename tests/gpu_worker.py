@@ -13,8 +13,9 @@ from stratagem.executor.batches import Batches
 from stratagem.executor.checking import judge
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.judging import Limits
-from stratagem.executor.run import prepare, process_rank
+from stratagem.executor.run import prepare
 from stratagem.executor.training_loop import RunOptions, train
+from stratagem.executor.world import process_rank
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.torch_ops.capture import capture
 from tests.test_backends import operations

@@ -14,14 +14,7 @@ from torch.nn import functional
 
 from stratagem.simulator import draft
 from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.graph import (
-    Dim,
-    DimKind,
-    Input,
-    Operator,
-    Output,
-    Weight,
-)
+from stratagem.simulator.operators import Dim, DimKind, Input, Operator, Output, Weight
 
 torch.set_num_threads(1)
 

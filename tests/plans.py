@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from examples.models import MLP, SmallCNN, SmallGPT
 from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.reference import first_scalar, gradient_errors, relative_error
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators import DimKind, Operator
 from stratagem.simulator.overlap import check_pieces
 from stratagem.simulator.placement import (
     REPLICATE,
@@ -27,7 +29,7 @@ from stratagem.simulator.placement import (
     Shard,
     check_config,
 )
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
 

@@ -12,14 +12,16 @@ from torch import Tensor
 from stratagem.executor import ExecutionResult, execute
 from stratagem.executor.reference import gradient_errors
 from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.draft import Tensor as Handle
 from stratagem.simulator.draft import part, reshape, select, transpose
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, layers, llama, moe
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import REPLICATE, Config, Shard, check_config
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.substitutions import (
     SUBSTITUTIONS,
     Match,

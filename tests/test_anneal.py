@@ -14,11 +14,12 @@ import pytest
 
 from stratagem.search import _pipeline, _plays
 from stratagem.search.anneal import Chain, course_of, run_chains
-from stratagem.search.baselines import Situation
-from stratagem.search.chain_arrays import own_arrays
+from stratagem.search.chain_arrays import own_arrays, shared_arrays
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.problem import Problem, make_problem
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, skeletons
+from stratagem.search.touches import stages_touched
 from stratagem.simulator import _delta_index
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cluster import Calibration, Cluster
@@ -167,7 +168,7 @@ def test_a_choice_may_decide_the_memory_of_the_stage_that_receives() -> None:
             chain.restart(other)
             profiles = chain._arrays.tensors.profiles
             stages = set(np.flatnonzero((profiles != before).any(axis=1)).tolist())
-            assert stages <= set(p.stages_touched(i))
+            assert stages <= set(stages_touched(p, i))
             found += bool(stages - {int(p.stage_of[i])})
     assert found > 0
 
@@ -186,7 +187,9 @@ def test_the_little_memory_is_between_that_of_plans() -> None:
 
 
 def test_a_pipeline_is_played_in_order_where_its_order_is_known() -> None:
-    hows = {name: int(case.problem().arrays.pipeline.how[0]) for name, case in CASES.items()}
+    hows = {
+        name: int(shared_arrays(case.problem()).pipeline.how[0]) for name, case in CASES.items()
+    }
     assert hows["one stage"] == _pipeline.CLOSED
     assert hows["four stages on one rank"] == _pipeline.QUEUED, "it syncs beside its next blocks"
     assert hows["1f1b, a parameter tied across"] == hows["zb-h1, recompute"] == _pipeline.ORDERED
@@ -196,7 +199,7 @@ def test_a_pipeline_is_played_in_order_where_its_order_is_known() -> None:
 def test_orders_and_bounds_hold_for_any_durations(name: str) -> None:
     """The pipeline alone, under random tables: in order as by the engine, bounds below both."""
     p = CASES[name].problem()
-    pipeline = own_arrays(p.arrays).pipeline
+    pipeline = own_arrays(shared_arrays(p)).pipeline
     rng = np.random.default_rng(0)
     for _ in range(60):
         table = rng.integers(0, 10 ** rng.integers(1, 7), p.table.shape)

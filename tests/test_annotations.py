@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models import SmallGPT
-from stratagem.search.baselines import Situation
 from stratagem.search.literature import (
     TRANSFORMER_RECIPES,
     complete,
@@ -16,12 +15,14 @@ from stratagem.search.literature import (
     one_stage_plan,
     transformer_annotations,
 )
+from stratagem.search.situation import Situation
 from stratagem.search.strategies import data_parallel, expert_parallel, tensor_parallel
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph, factors
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import bert, gpt, llama, mlp, moe, resnet
+from stratagem.simulator.operators import factors
 from stratagem.simulator.placement import REPLICATE, Shard, check_config, smallest_shard
 from stratagem.simulator.training import Training
 

@@ -24,7 +24,7 @@ from stratagem.executor.checking import judge
 from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.report import Report
-from stratagem.executor.run import default_backend
+from stratagem.executor.world import default_backend
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.provenance import Environment, Provenance
 

@@ -11,22 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search import _kernels
-from stratagem.search.anneal import Chain, arguments_of
-from stratagem.search.baselines import Situation
+from stratagem.search.anneal import Chain
 from stratagem.search.bound import lower_bound
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.forest import minimise_forest, spanning_forest
 from stratagem.search.lookups import PLAIN, Lookups, Tables, longest_path
 from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import Problem, make_problem
+from stratagem.search.scoring import arguments_of
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
 from stratagem.search.strategies import known_strategies
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, mlp, wide_resnet
-from stratagem.simulator.pipeline import SEND, SEND_BACK
 from stratagem.simulator.training import Training
+from stratagem.simulator.work_kinds import SEND, SEND_BACK
 
 
 def best_by_enumeration(problem: Problem) -> float:

@@ -20,7 +20,7 @@ from stratagem.profiler import (
 )
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Dim, DimKind, Input, Operator, Output
+from stratagem.simulator.operators import Dim, DimKind, Input, Operator, Output
 
 ENVIRONMENT = Environment("cpu", "2.13", threads=1)
 MEASURED = Measurement(1.5e-3, 0.02, 30)

@@ -16,8 +16,8 @@ from stratagem.profiler.tensors import viewed
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.costs import local_operator
 from stratagem.simulator.draft import part, permute, reshape, select, transpose
-from stratagem.simulator.graph import Operator
 from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.training import Training
 
 
@@ -115,7 +115,7 @@ class TestKeptApart:
 
     def test_updates_of_other_sizes(self):
         from stratagem.profiler import Environment
-        from stratagem.profiler.update import update_key
+        from stratagem.profiler.keys import update_key
 
         where = Environment("cpu", "2.13")
         digests = {update_key(n, Training(), where).digest for n in (1, 10, 100)}

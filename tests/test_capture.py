@@ -18,18 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from stratagem.simulator.graph import (
+from stratagem.simulator.graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.graph_io import graph_from_json, graph_to_json
+from stratagem.simulator.operators import (
     DimKind,
     Input,
     Operator,
-    OperatorGraph,
     Weight,
     factor_sizes,
     factors,
-    repeated_blocks,
     shape_of,
 )
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
 from stratagem.simulator.rules import RULES
 from stratagem.simulator.steps import SOURCE_FUNCTIONS, STEP_FUNCTIONS, is_reference
 from stratagem.simulator.torch_ops.capture import capture

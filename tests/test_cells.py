@@ -16,15 +16,13 @@ from stratagem.simulator.block import Block, Role
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import CellBlock
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph, factor_sizes
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import mlp
+from stratagem.simulator.operators import factor_sizes
 from stratagem.simulator.oracle import simulate_plain
 from stratagem.simulator.parts import part_of
-from stratagem.simulator.pipeline import (
-    FORWARD,
-    LAST_BACKWARD,
-)
 from stratagem.simulator.placement import (
     REPLICATE,
     Pin,
@@ -33,7 +31,7 @@ from stratagem.simulator.placement import (
     input_placements,
     output_placements,
 )
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.plan_model import (
     StageModel,
     block_times,
@@ -41,6 +39,7 @@ from stratagem.simulator.plan_model import (
 )
 from stratagem.simulator.simulation import simulate_model, simulate_plan
 from stratagem.simulator.training import Training
+from stratagem.simulator.work_kinds import FORWARD, LAST_BACKWARD
 from tests.cell_plans import (
     COSTS,
     assert_same_times,

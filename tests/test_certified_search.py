@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import Situation
 from stratagem.search.bound import Bound
 from stratagem.search.checkpoint import Checkpoint, Searched
 from stratagem.search.constraints import Constraints, most_tensor_ways
 from stratagem.search.course import Course, Progress
+from stratagem.search.outcomes import Known
 from stratagem.search.problem import Problem
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
-from stratagem.search.sharpening import Known, Sharpener
+from stratagem.search.sharpening import Sharpener
+from stratagem.search.situation import Situation
 from stratagem.search.sizes import search_sizes
 from stratagem.search.space import Options, Skeleton, all_skeletons
 from stratagem.search.space_search import Entry, Space

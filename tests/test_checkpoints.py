@@ -35,13 +35,15 @@ from stratagem.executor.rates import RateSchedule
 from stratagem.executor.run import prepare
 from stratagem.executor.substituted import to_model
 from stratagem.search.rewriting import steps as one_step
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import llama, mlp
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.parts import box_elements
 from stratagem.simulator.placement import REPLICATE, Pin, Shard, check_config
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.substitutions import rewrite
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training

@@ -17,18 +17,21 @@ from stratagem.executor.instructions import Bundle, Convert
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.live import peak_bytes
 from stratagem.exports import FORMATS, export
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
 from stratagem.search.course import Budget
 from stratagem.search.methods import METHODS
 from stratagem.search.search import search
+from stratagem.search.situation import Situation
 from stratagem.search.what_if import WhatIf
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.describe import describe
-from stratagem.simulator.graph import Operator
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import Pin
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.show.pictures import picture_of
 from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.training import Training
 from tests import cell_plans as cells
 from tests.plans import (
@@ -155,7 +158,7 @@ def test_words_pictures_and_exports_know_it() -> None:
     plan = opposite(case, sharding("sample"), TWO, TWO)
     told = " ".join(describe(simulate_plan(plan, case.graph, default_costs()), case.graph).split())
     assert "in a Chimera pipeline of 2 stages, each on its own devices and on those of its" in told
-    assert "device 3: stage 0, 1" in plan._repr_html_()
+    assert "device 3: stage 0, 1" in picture_of(plan)
     for target in FORMATS:
         made = export(plan, case.graph, target)
         assert not made.nearest.is_mirrored

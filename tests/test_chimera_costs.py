@@ -19,22 +19,21 @@ from stratagem.simulator.lifetimes import Purpose
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import mlp
 from stratagem.simulator.oracle import simulate_simpy
-from stratagem.simulator.pipeline import (
-    ALL,
+from stratagem.simulator.pipeline import ALL, SYNCED_BACKWARD
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.plan_model import macro_durations, plan_model
+from stratagem.simulator.schedule_times import StageTimes, play_schedule
+from stratagem.simulator.schedules import chimera
+from stratagem.simulator.simulation import simulate_model, simulate_plan
+from stratagem.simulator.work_kinds import (
     BACKWARD,
     FORWARD,
     REPLICA_SYNC,
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
-    SYNCED_BACKWARD,
     TIE,
 )
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import macro_durations, plan_model
-from stratagem.simulator.schedule_times import StageTimes, play_schedule
-from stratagem.simulator.schedules import chimera
-from stratagem.simulator.simulation import simulate_model, simulate_plan
 from tests import cell_plans as cells
 
 

@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 from stratagem import face
 from stratagem.cli import app
 from stratagem.executor.report import Report
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
+from stratagem.search.situation import Situation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph_io import graph_to_json

@@ -24,7 +24,7 @@ from stratagem.simulator.collectives import (
 )
 from stratagem.simulator.files import decode, encode
 from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis, axis_link
-from stratagem.simulator.resharding import COMPUTE, INTER_NODE, INTRA_NODE, link_mask
+from stratagem.simulator.resources import COMPUTE, INTER_NODE, INTRA_NODE, link_mask
 
 INSIDE = AxisLink(2e-6, 5e-12, crosses_nodes=False, shares_compute=False)
 BETWEEN = AxisLink(1e-5, 4e-11, crosses_nodes=True, shares_compute=False)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
 from stratagem.search.constraints import AXES, Constraints
 from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.situation import Situation
 from stratagem.search.space import all_skeletons
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts

@@ -25,8 +25,8 @@ from stratagem.profiler import (
 from stratagem.profiler.correction import RIDGES, SCALE, Sample, _fit, learn
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Direction, RooflineCosts, Source
-from stratagem.simulator.graph import Operator
 from stratagem.simulator.models import gpt
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.training import Training
 
 MODELS = (SCALE, "size", "work", "power law")

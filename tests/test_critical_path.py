@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
+from stratagem.search.situation import Situation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.critical_path import Wait, critical_path
@@ -18,8 +19,8 @@ from stratagem.simulator.models import gpt
 from stratagem.simulator.oracle import simulate_plain
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.step_path import Played, StepPath, step_path
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
-from stratagem.simulator.timeline import TaskKind
 from stratagem.simulator.training import Training
 
 

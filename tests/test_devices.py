@@ -18,9 +18,10 @@ from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Cost, Direction, RooflineCosts, Source
 from stratagem.simulator.device import DeviceType, device_names
 from stratagem.simulator.files import encode
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import KernelModelCosts, default_costs
 from stratagem.simulator.models import gpt, mlp, resnet
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.product_costs import Multiplier, Product, forward_product
 from stratagem.simulator.training import PRECISIONS, Training
 

@@ -26,8 +26,8 @@ from stratagem.profiler.timing import count_outliers
 from stratagem.profiling import Profiled
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import Operator
 from stratagem.simulator.models import mlp
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.training import Training
 
 CPU = Cluster.preset("local-cpu").device_type(0)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.executor import execute, model_state
-from stratagem.search.strategies import Choices, data_parallel, replicated, tensor_parallel
+from stratagem.search.choices import Choices
+from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
 from stratagem.simulator import models
 from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.graph import Operator, OperatorGraph, factors
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operator, factors
 from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.torch_ops.dropout import drop_mask, dropout

@@ -29,11 +29,12 @@ from stratagem.executor.instructions import (
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.program import Program
 from stratagem.executor.report import Report
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import REPLICATE, Pin
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 from tests.plans import (

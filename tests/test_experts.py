@@ -20,9 +20,10 @@ from stratagem.executor import ExecutionResult, execute
 from stratagem.executor.instructions import Convert
 from stratagem.executor.lowering import lower
 from stratagem.executor.reference import gradient_errors
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
+from stratagem.search.choices import Choices
+from stratagem.search.situation import Situation
 from stratagem.search.strategies import (
-    Choices,
     data_parallel,
     expert_dims,
     expert_parallel,
@@ -32,13 +33,14 @@ from stratagem.search.strategies import (
 from stratagem.simulator import models
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.builder_experts import expert_capacity
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import REPLICATE, Shard, check_config
-from stratagem.simulator.plan import Choice, Stage
+from stratagem.simulator.plan import Stage
 from stratagem.simulator.rules import RULES
 from stratagem.simulator.training import Training
 from tests.plans import one_stage

@@ -27,6 +27,7 @@ from stratagem.exports.units import wrapped_modules
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.space import Options, operator_choices, skeletons
 from stratagem.search.strategies import with_recompute
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.files import write_text
@@ -35,7 +36,7 @@ from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import bert, gpt, llama, mlp, moe, resnet
 from stratagem.simulator.placement import REPLICATE, Pin, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.substitutions import Substituted, rewrite
 from stratagem.simulator.training import Training
 

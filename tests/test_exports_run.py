@@ -10,9 +10,9 @@ import pytest
 
 from stratagem.executor.launch import run_ranks
 from stratagem.exports import export
-from stratagem.search.baselines import Situation
 from stratagem.search.literature import one_stage_plan, random_choices
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.situation import Situation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph

@@ -15,7 +15,8 @@ from stratagem import comparison
 from stratagem.profiling import space_operators
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.timeline import Row, TaskKind, Timeline, from_rows, lane_name
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Row, Timeline, from_rows, lane_name
 
 NAMES = [name for name in sg.__all__ if name != "__version__"]
 

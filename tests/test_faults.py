@@ -28,12 +28,13 @@ from stratagem.executor.checkpoint_reader import load_checkpoint
 from stratagem.executor.judging import Beat, Follower, Judge, Limits
 from stratagem.executor.launch import launch
 from stratagem.executor.report import Report
-from stratagem.executor.run import process_rank
 from stratagem.executor.where import Place, Where
+from stratagem.executor.world import process_rank
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
 
@@ -525,8 +526,8 @@ def test_ranks_that_connect_may_be_idle_for_long(monkeypatch: pytest.MonkeyPatch
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr("stratagem.executor.run.Watch", lambda *_: nullcontext(watch))
-    monkeypatch.setattr("stratagem.executor.run.join", fails)
+    monkeypatch.setattr("stratagem.executor.world.Watch", lambda *_: nullcontext(watch))
+    monkeypatch.setattr("stratagem.executor.world.join", fails)
     with pytest.raises(KeyError, match="nccl"), process_rank(Limits(), backend="nccl"):
         pass
     joining = watch.place.now

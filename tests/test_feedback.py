@@ -36,7 +36,8 @@ from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.provenance import Provenance
 from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.timeline import TaskKind, Timeline
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Timeline
 from stratagem.simulator.training import Training
 from tests.plans import one_stage, sharding
 

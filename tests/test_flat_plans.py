@@ -10,23 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.strategies import data_parallel, replicated
-from stratagem.simulator.block import NUM_RESOURCES
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.flat import flat_graph
 from stratagem.simulator.models import mlp
-from stratagem.simulator.pipeline import (
-    BACKWARD,
-    FORWARD,
-    LAST_BACKWARD,
-    SEND,
-    TIE,
-)
 from stratagem.simulator.plan import Stage
 from stratagem.simulator.plan_model import (
     block_times,
     plan_model,
 )
+from stratagem.simulator.resources import NUM_RESOURCES
 from stratagem.simulator.simulation import simulate_model
+from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD, SEND, TIE
 from tests.cell_plans import (
     COSTS,
     composed_times,

@@ -24,9 +24,10 @@ from stratagem.simulator.factors import (
     size_of,
     split_front,
 )
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, repeated_blocks
+from stratagem.simulator.graph import OperatorGraph, repeated_blocks
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
 from stratagem.simulator.models import gpt
+from stratagem.simulator.operators import DimKind, Operator
 from stratagem.simulator.rules import RULES, rule_of
 
 # ---- factors ----

@@ -39,9 +39,9 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.placement import Shard
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.spatial import split_images
-from stratagem.simulator.table import format_bytes
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
+from stratagem.simulator.units import format_bytes
 from tests import fake_graphs
 from tests.fake_graphs import CaptureError, RecordingStreams, recording
 from tests.fake_nccl import run_fake

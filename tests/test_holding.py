@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Situation
 from stratagem.search.constraints import Constraints
 from stratagem.search.holding import HoldingBounds
 from stratagem.search.microbatch_models import MicrobatchModels
@@ -19,6 +18,7 @@ from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import make_problem
 from stratagem.search.result import Budget, Fate
 from stratagem.search.search import search
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
 from stratagem.search.space_search import Space
 from stratagem.search.strategies import data_parallel, with_recompute

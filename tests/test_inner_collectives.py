@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem.search.strategies import Choices, data_parallel, expert_parallel
+from stratagem.search.choices import Choices
+from stratagem.search.strategies import data_parallel, expert_parallel
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
@@ -12,7 +14,7 @@ from stratagem.simulator.local_statistics import local_statistics
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, moe, resnet
 from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.timeline import statistics
 from stratagem.simulator.training import Training

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import Situation
 from stratagem.search.inter import compact as compact_module
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.chain import chain_of
@@ -21,24 +20,25 @@ from stratagem.search.inter.tables import StageTable, Ways
 from stratagem.search.inter.variants import LAYOUTS, Layout, Variant, variants
 from stratagem.search.problem import make_problem
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton
 from stratagem.search.strategies import data_parallel, with_recompute
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, mlp, moe, wide_resnet
-from stratagem.simulator.pipeline import (
+from stratagem.simulator.pipeline import macro_graph
+from stratagem.simulator.schedule import peak_in_flight
+from stratagem.simulator.schedules import schedule_by_name
+from stratagem.simulator.training import Training
+from stratagem.simulator.work_kinds import (
     BACKWARD,
     FORWARD,
     LAST_BACKWARD,
     NUM_KINDS,
     SEND,
     SEND_BACK,
-    macro_graph,
 )
-from stratagem.simulator.schedule import peak_in_flight
-from stratagem.simulator.schedules import schedule_by_name
-from stratagem.simulator.training import Training
 
 BF16 = Training(precision="bfloat16")
 

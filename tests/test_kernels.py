@@ -18,13 +18,8 @@ from stratagem.executor.backends.local import run_local
 from stratagem.executor.seats import Seat
 from stratagem.executor.shards import operator_shards
 from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.graph import (
-    Layout,
-    Operator,
-    Output,
-    factors,
-)
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators import Layout, Operator, Output, factors
 from stratagem.simulator.placement import (
     REPLICATE,
     Config,

@@ -17,8 +17,9 @@ from stratagem.profiler.keys import TimingEntry, operator_digest
 from stratagem.profiler.kineto import read_kineto
 from stratagem.profiler.trace_events import looks_like_trace, read_trace
 from stratagem.simulator.costs import Direction, RooflineCosts, Source
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import mlp
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.training import Training
 
 HERE = Environment("this processor", "2.13")

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import Situation, rank
 from stratagem.search.literature import (
     StagePrices,
     best_layout,
@@ -24,6 +23,7 @@ from stratagem.search.literature import (
     searched_dims,
 )
 from stratagem.search.literature.dims import NAMED_PARTS
+from stratagem.search.situation import Situation, rank
 from stratagem.search.strategies import (
     data_parallel,
     expert_dims,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from stratagem.search import literature
-from stratagem.search.baselines import Situation, rank
 from stratagem.search.literature import (
     LITERATURE,
     Rates,
@@ -24,6 +23,7 @@ from stratagem.search.literature import (
 from stratagem.search.literature.reinforce import _Policy
 from stratagem.search.literature.shortened import shortened
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.situation import Situation, rank
 from stratagem.search.space import operator_choices
 from stratagem.search.strategies import tensor_dims
 from stratagem.simulator.cluster import Cluster

@@ -9,7 +9,6 @@ import torch
 
 from examples.models import MLP, SmallCNN, SmallGPT
 from stratagem.search import literature
-from stratagem.search.baselines import Situation
 from stratagem.search.literature import (
     LITERATURE,
     TRANSFORMER_RECIPES,
@@ -20,6 +19,7 @@ from stratagem.search.literature import (
     tofu,
     transformer_annotations,
 )
+from stratagem.search.situation import Situation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis

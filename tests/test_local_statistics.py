@@ -11,12 +11,12 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.describe import describe
-from stratagem.simulator.graph import Operator
 from stratagem.simulator.local_statistics import local_statistics
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training

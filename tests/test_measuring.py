@@ -22,13 +22,13 @@ from stratagem.profiler import (
     describe_environment,
     profile_dispatch,
 )
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.costs import Direction, RooflineCosts, Source
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import mlp, resnet
 from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 

@@ -11,16 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.search.choices import Choices
 from stratagem.search.partition import balanced_stages
 from stratagem.search.space import Options, operator_choices
-from stratagem.search.strategies import (
-    Choices,
-    data_parallel,
-    replicated,
-    tensor_parallel,
-    with_recompute,
-)
+from stratagem.search.strategies import data_parallel, replicated, tensor_parallel, with_recompute
 from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
@@ -29,7 +25,7 @@ from stratagem.simulator.memory import MemoryTimeline
 from stratagem.simulator.memory_plot import plot_memory
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, llama, mlp, resnet
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training

@@ -15,9 +15,9 @@ import stratagem as sg
 from examples.models import SmallGPT
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
-from stratagem.search.baselines import Situation
 from stratagem.search.constraints import Constraints
 from stratagem.search.methods import METHODS
+from stratagem.search.situation import Situation
 from stratagem.search.strategies import replicated
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.describe import describe

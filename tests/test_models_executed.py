@@ -13,10 +13,11 @@ from examples.models import SmallGPT, SmallResNet
 from stratagem.executor.instructions import Convert, Forward
 from stratagem.executor.lowering import lower
 from stratagem.search.strategies import expert_parallel
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.collectives import Collective
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import Pin, Shard
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.training import Training
 from tests import small_models
 from tests.plans import (

@@ -9,22 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.search.strategies import Choices, data_parallel, replicated, tensor_parallel
+from stratagem.search.choices import Choices
+from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
 from stratagem.simulator.block_tasks import stage_blocks
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp, resnet
-from stratagem.simulator.pipeline import FORWARD
 from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.plan_model import StageModel, block_times, plan_model
 from stratagem.simulator.segments import recomputed_operators, run_again
 from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.training import Training
+from stratagem.simulator.work_kinds import FORWARD
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 COSTS = RooflineCosts()

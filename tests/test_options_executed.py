@@ -13,10 +13,11 @@ from stratagem.executor import execute, lower, model_state, verify
 from stratagem.executor.instructions import Backward, Bundle, Convert, Forward, Part
 from stratagem.executor.live import peak_bytes
 from stratagem.executor.reference import gradient_errors
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
 from tests.plans import (

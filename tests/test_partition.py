@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.baselines import Situation
 from stratagem.search.partition import StageCutter, cut_stages
+from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Cost, CostModel, Direction
 from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import KernelModelCosts, default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.training import Training
 
 MESHES = tuple(DeviceMesh((MeshAxis("device", 1),), (d,)) for d in range(2))

@@ -28,26 +28,27 @@ from stratagem.executor.instructions import Backward, Forward, Free, Instruction
 from stratagem.executor.live import peak_bytes
 from stratagem.executor.program import Program
 from stratagem.executor.reference import first_scalar, gradient_errors, reference_of
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
 from stratagem.search.checkpoint import Checkpoint
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Course
 from stratagem.search.methods import METHODS
 from stratagem.search.problem import make_problem
 from stratagem.search.result import Budget
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, skeleton_of
 from stratagem.search.space_search import Space
 from stratagem.simulator import models
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.describe import describe
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.flat import flat_graph
-from stratagem.simulator.graph import Operator
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.lifetimes import Purpose
-from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.operators import Operator
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import block_times, macro_durations, plan_model
 from stratagem.simulator.schedule_times import StageTimes
 from stratagem.simulator.schedules import gpipe, pipedream, pipedream_vertical
@@ -55,6 +56,7 @@ from stratagem.simulator.simulation import simulate_model, simulate_plan
 from stratagem.simulator.steady_state import steady_state
 from stratagem.simulator.training import Training
 from stratagem.simulator.weight_versions import stashing_actions, versions_kept, versions_seen
+from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
 from tests.plans import (
     TOLERANCE,
     Case,

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratagem.search.baselines import Situation
 from stratagem.search.microbatch_models import MicrobatchModels
 from stratagem.search.partition import cut_stages
 from stratagem.search.pipeline_work import PipelineWork
 from stratagem.search.pipelining import traits_of
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, operator_choices, stage_meshes, stage_sizes
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.training import Training
 
 

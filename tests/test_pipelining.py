@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.baselines import Situation
 from stratagem.search.constraints import Constraints
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
@@ -17,6 +16,7 @@ from stratagem.search.quick_bounds import QuickBounds
 from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.search.sharpening import Sharpener, remade
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, skeletons
 from stratagem.search.workers import Workers
 from stratagem.simulator.cluster import Cluster

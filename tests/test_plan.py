@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from stratagem.search.strategies import data_parallel
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.files import atomic_path, encode
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import mlp
 from stratagem.simulator.placement import REPLICATE, Pin, parse_placement
-from stratagem.simulator.plan import Choice, Plan, Prediction, Stage
+from stratagem.simulator.plan import Plan, Prediction, Stage
 from stratagem.simulator.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100")

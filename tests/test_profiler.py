@@ -33,20 +33,22 @@ from stratagem.profiler import (
     time_operator,
 )
 from stratagem.profiler.background import BackgroundLoad
+from stratagem.profiler.keys import summarise, update_key
 from stratagem.profiler.links import KINDS, ROUNDS
 from stratagem.profiler.tensors import random_operands, viewed
-from stratagem.profiler.timing import Trial, operator_work, summarise
-from stratagem.profiler.update import update_key
+from stratagem.profiler.timing import Trial, operator_work
 from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster, Link
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.costs import Direction, RooflineCosts, Source, local_operator
 from stratagem.simulator.draft import permute, reshape, select
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis, axis_link
 from stratagem.simulator.models import gpt
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.rules import RULES
 from stratagem.simulator.token_slices import token_slices
 from stratagem.simulator.training import Training

@@ -12,7 +12,8 @@ from stratagem import profiling
 from stratagem.cli import app
 from stratagem.profiler import Effort, TimingCache
 from stratagem.profiling import planned_operators, space_operators
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
+from stratagem.search.situation import Situation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Direction, RooflineCosts
 from stratagem.simulator.graph import OperatorGraph

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import Situation
 from stratagem.search.clock import Clock, OutOfTimeError
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Progress
@@ -20,13 +19,15 @@ from stratagem.search.inter.limits import Limits
 from stratagem.search.result import Budget, Fate, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton, stage_meshes
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, mlp
 from stratagem.simulator.placement import REPLICATE, Placement, Shard
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.repeated import vain_devices
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import Situation
+from stratagem.search.choices import Choices, choices_of
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import Constraints
 from stratagem.search.neighbours import MOST_ROUNDS, Neighbour, Neighbourhood, neighbours
@@ -17,14 +17,9 @@ from stratagem.search.partition import StageCutter
 from stratagem.search.refine import MORE, Refiner
 from stratagem.search.result import Budget
 from stratagem.search.search import search
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.search.space_search import choices_of
-from stratagem.search.strategies import (
-    Choices,
-    data_parallel,
-    tensor_parallel,
-    with_recompute,
-)
+from stratagem.search.strategies import data_parallel, tensor_parallel, with_recompute
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs

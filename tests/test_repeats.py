@@ -17,6 +17,7 @@ from stratagem.simulator import repeats
 from stratagem.simulator.block import Block, StageBlocks
 from stratagem.simulator.block_tasks import stage_blocks
 from stratagem.simulator.builder import GraphBuilder
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.graph import OperatorGraph
@@ -25,7 +26,6 @@ from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, llama, mlp, moe, nmt
 from stratagem.simulator.models.layers import linear
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.repeats import LEAST, Repeat, extrapolated, find_repeat
 from stratagem.simulator.sharing import Sharing
 from stratagem.simulator.training import Training

@@ -17,8 +17,10 @@ from stratagem.search.report import changes, content, page
 from stratagem.search.result import Budget, SearchResult
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, mlp
+from stratagem.simulator.show.pictures import picture_of
 from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.timeline import Row, TaskKind, from_rows
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Row, from_rows
 from tests.chromium import CHROMIUM, MISSING, Chromium, Page
 
 SIZES = {"hidden": 64, "num_heads": 4, "vocabulary": 256, "sequence": 32, "batch": 32}
@@ -116,7 +118,7 @@ class TestContent:
             replace(result), default_costs(), budget=Budget(0), constraints=Constraints()
         )
         made = content.page_content(result, table, "1")
-        text = page.render(made, picture=plan._repr_html_(), curve=result.curve)
+        text = page.render(made, picture=picture_of(plan), curve=result.curve)
         assert "<script>document.title" not in text
         assert "<b>" not in text
         (tmp_path / "nasty.html").write_text(text)
@@ -381,14 +383,14 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_a_result_writes_its_own_report(tmp_path: Path) -> None:
+def test_a_report_makes_its_folder(tmp_path: Path) -> None:
     result = sg.search(
         mlp([64, 64], batch=32),
         sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2),
         budget=Budget(20),
         progress=False,
     )
-    result.report(tmp_path / "new" / "report.html")
+    sg.report(result, tmp_path / "new" / "report.html", budget=Budget(0), progress=False)
     shown = data_of(tmp_path / "new" / "report.html")
     assert shown["title"] == "mlp on dgx-a100"
     assert shown["changes"]["values"][-1][0] == "one node more (2 nodes, 4 devices)"

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Situation
 from stratagem.search.bound import lower_bound
 from stratagem.search.partition import by_stage, layer_units
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.result import Budget
 from stratagem.search.room import always_fits, may_always_fit, roomy_problem
 from stratagem.search.search import search
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, skeletons
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory

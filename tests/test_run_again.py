@@ -11,11 +11,12 @@ import pytest
 from stratagem.executor import lower
 from stratagem.executor.instructions import Forward
 from stratagem.search.strategies import expert_parallel, replicated, with_recompute
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt, llama, moe, resnet
 from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
 from stratagem.simulator.segments import recomputed_operators, run_again
 from stratagem.simulator.simulation import simulate_plan

@@ -35,7 +35,7 @@ from stratagem.simulator.schedules import (
     zb_h1,
 )
 from stratagem.simulator.steady_state import steady_state
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 
 SMALL = st.integers(1, 6)
 COUNT = st.integers(1, 14)

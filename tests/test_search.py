@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Situation, baseline_plans, rank
+from stratagem.search.baselines import baseline_plans
 from stratagem.search.course import Progress
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.result import Budget, StopReason
 from stratagem.search.search import search
+from stratagem.search.situation import Situation, rank
 from stratagem.search.space import Options, Skeleton, operator_choices, skeletons, stage_meshes
 from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.costs import RooflineCosts

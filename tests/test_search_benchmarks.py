@@ -13,9 +13,9 @@ import pytest
 from benchmarks import determinism, optimality
 from benchmarks.search import CASES, Case, measure
 from benchmarks.small_problems import DEVICES, FAMILIES, MAX_OPERATORS, SmallProblem, draw_problem
-from stratagem.search.baselines import Situation, rank
 from stratagem.search.exhaustive import count_plans, exhaustive_plans
 from stratagem.search.problem import make_problem
+from stratagem.search.situation import Situation, rank
 from stratagem.search.space import ZERO_STAGES, skeletons
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts

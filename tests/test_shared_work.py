@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import RECENT, Situation, pipeline_plans
+from stratagem.search.baselines import pipeline_plans
 from stratagem.search.collecting import OBJECTS, seldom_collected
 from stratagem.search.constraints import Constraints
+from stratagem.search.move_lists import moves_of
 from stratagem.search.partition import StageCutter, balanced_stages
 from stratagem.search.problem import Problem, make_problem
+from stratagem.search.situation import RECENT, Situation
 from stratagem.search.space import Options, operator_choices, skeletons
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory, TableBuilder
@@ -95,7 +97,7 @@ def test_best_answers_are_the_least_sums_of_each_edge() -> None:
         for mesh in problem.skeleton.meshes
     ]
     asked = {
-        (int(asks), int(answers)): row for asks, answers, *row in problem.moves.pairs.tolist()
+        (int(asks), int(answers)): row for asks, answers, *row in moves_of(problem).pairs.tolist()
     }
     checked = 0
     for edge in problem.graph.edges:

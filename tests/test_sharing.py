@@ -11,9 +11,9 @@ import pytest
 from stratagem.executor import lower
 from stratagem.executor.instructions import Convert
 from stratagem.search.anneal import Chain
-from stratagem.search.baselines import Situation
 from stratagem.search.bound import lower_bound
 from stratagem.search.problem import Problem, make_problem
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, skeletons
 from stratagem.search.strategies import tensor_parallel, with_recompute
 from stratagem.simulator.builder import GraphBuilder
@@ -34,7 +34,7 @@ from stratagem.simulator.placement import (
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import plan_model
 from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.training import Training
 from tests.plans import (
     assert_equal_to_torch,

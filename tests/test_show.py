@@ -16,7 +16,8 @@ import stratagem as sg
 from stratagem.search.result import TracePoint
 from stratagem.simulator.models import gpt, mlp
 from stratagem.simulator.show.curve import convergence_curve
-from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.show.pictures import picture_of
+from stratagem.simulator.units import format_duration
 from tests.chromium import CHROMIUM, MISSING, Chromium
 
 SIZES = {"hidden": 64, "num_heads": 4, "sequence": 32, "batch": 32}
@@ -31,7 +32,7 @@ def plan_of(**setup: Any) -> sg.Plan:
 
 def picture(thing: Any) -> ET.Element:
     """The SVG that an object shows; raises where it is no well-formed markup."""
-    return ET.fromstring(thing._repr_html_())
+    return ET.fromstring(picture_of(thing))
 
 
 def words(root: ET.Element) -> list[str]:
@@ -173,7 +174,8 @@ def test_nothing_is_imported_for_a_picture() -> None:
 
     code = (
         "import sys; from stratagem.simulator.cluster import Cluster;"
-        "Cluster.preset('dgx-a100')._repr_html_();"
+        "from stratagem.simulator.show.pictures import picture_of;"
+        "picture_of(Cluster.preset('dgx-a100'));"
         "print({'torch', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -194,7 +196,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     ids=["plan", "cluster", "graph"],
 )
 def test_words_stay_inside_the_picture(thing: Any, browser: Chromium, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(f"<meta charset=utf-8><body>{thing._repr_html_()}")
+    (tmp_path / "page.html").write_text(f"<meta charset=utf-8><body>{picture_of(thing)}")
     with browser.page() as tab:
         tab.resize(1400, 900)
         tab.open(tmp_path / "page.html")

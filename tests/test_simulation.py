@@ -7,24 +7,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from stratagem.search.choices import Choices
 from stratagem.search.partition import balanced_stages
 from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import (
-    Choices,
-    data_parallel,
-    replicated,
-    tensor_dims,
-    tensor_parallel,
-)
+from stratagem.search.strategies import data_parallel, replicated, tensor_dims, tensor_parallel
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster, GroupFigures, Link
 from stratagem.simulator.costs import Direction, RooflineCosts
 from stratagem.simulator.describe import describe
 from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph, factors
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.pipeline import (
+from stratagem.simulator.operators import factors
+from stratagem.simulator.placement import Pin, Replicate, Shard
+from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.plan_model import block_times, macro_durations, plan_model
+from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.taskgraph import TaskGraph
+from stratagem.simulator.training import Training
+from stratagem.simulator.work_kinds import (
     BACKWARD,
     LAST_BACKWARD,
     NUM_KINDS,
@@ -32,13 +36,6 @@ from stratagem.simulator.pipeline import (
     SEND,
     SEND_BACK,
 )
-from stratagem.simulator.placement import Pin, Replicate, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
-from stratagem.simulator.plan_model import block_times, macro_durations, plan_model
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.taskgraph import TaskGraph
-from stratagem.simulator.timeline import TaskKind
-from stratagem.simulator.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100")
 COSTS = RooflineCosts()

@@ -16,10 +16,10 @@ from stratagem.simulator.arrays import Floats
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.models import gpt
-from stratagem.simulator.pipeline import BACKWARD, FORWARD
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.plan_model import macro_durations, plan_model
 from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.work_kinds import BACKWARD, FORWARD
 from tests.plans import Case, make_plan, whole
 
 COSTS = RooflineCosts()

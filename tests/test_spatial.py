@@ -24,8 +24,9 @@ from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.costs import RooflineCosts, local_operator
-from stratagem.simulator.graph import OperatorGraph, shape_of
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
+from stratagem.simulator.operators import shape_of
 from stratagem.simulator.placement import (
     REPLICATE,
     Shard,

@@ -12,9 +12,9 @@ from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.describe import describe
 from stratagem.simulator.draft import part
-from stratagem.simulator.graph import Input
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, layers, llama, moe
+from stratagem.simulator.operators import Input
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.substitutions import (
     Rewritten,

@@ -27,10 +27,11 @@ from stratagem.simulator.costs import CostModel, Direction, RooflineCosts
 from stratagem.simulator.device import DeviceType
 from stratagem.simulator.draft import Tensor as Handle
 from stratagem.simulator.draft import part
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt, layers, llama
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import REPLICATE, Shard
 from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.substitutions import (

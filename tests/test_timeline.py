@@ -14,11 +14,10 @@ import pytest
 
 from stratagem.simulator.critical_path import Wait
 from stratagem.simulator.step_path import StepPath, StepTask
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.timeline import (
     Row,
-    TaskKind,
     Timeline,
-    format_duration,
     from_rows,
     lane_group,
     lane_name,
@@ -27,6 +26,7 @@ from stratagem.simulator.timeline import (
     statistics,
 )
 from stratagem.simulator.trace import trace_events, write_trace
+from stratagem.simulator.units import format_duration
 
 COMPUTE, LINK = lane_name("stage 0", "compute"), lane_name("stage 0", "link")
 OTHER = lane_name("stage 1", "compute")

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
+from stratagem.search.situation import Situation
 from stratagem.simulator.attribution import (
     IDLE_AFTER,
     IDLE_BEFORE,
@@ -24,9 +25,9 @@ from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.models import gpt
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.timeline import (
     Row,
-    TaskKind,
     Timeline,
     from_rows,
     lane_group,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import Situation
 from stratagem.search.literature import frontier, one_stage_plan, recursive_mesh, tofu
 from stratagem.search.literature.frontier import least_sum
 from stratagem.search.literature.tofu import _Level, _options, moved_bytes
+from stratagem.search.situation import Situation
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.models import gpt, mlp, moe, resnet

@@ -21,14 +21,15 @@ from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.feedback import learn
 from stratagem.profiler.keys import TimingKey
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.costs import Direction, RooflineCosts
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.overlap import check_pieces
 from stratagem.simulator.placement import REPLICATE, Pin, Placement, Shard, check_config
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.sliced_plan import sliced_plan
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.token_slices import Slices, token_dims
 from stratagem.simulator.training import Training
 from tests.plans import (

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from stratagem.executor import execute
 from stratagem.executor.reference import gradient_errors
-from stratagem.search.strategies import Choices, data_parallel, replicated, tensor_parallel
+from stratagem.search.choices import Choices
+from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
 from stratagem.simulator import models
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph

@@ -14,19 +14,20 @@ import pytest
 
 from stratagem.search import improve
 from stratagem.search import walk as walks
-from stratagem.search.baselines import Situation
+from stratagem.search.choices import choices_of
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Progress
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.improve import LEAST_EVALUATIONS, WALKED_SHARE
 from stratagem.search.neighbours import Kind, Neighbour, Neighbourhood
+from stratagem.search.outcomes import Known, Settled
 from stratagem.search.refine import Refiner
 from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
-from stratagem.search.sharpening import Known, Settled, Sharpener
+from stratagem.search.sharpening import Sharpener
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.search.space_search import choices_of
 from stratagem.search.strategies import data_parallel
 from stratagem.search.walk import Proposal, Walk, walk
 from stratagem.simulator.cluster import Cluster

@@ -7,15 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.search.baselines import Situation, baseline_plans
+from stratagem.search.baselines import baseline_plans
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options
 from stratagem.search.what_if import WhatIf
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Calibration, Cluster
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt
 from stratagem.simulator.placement import Pin
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 

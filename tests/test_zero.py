@@ -21,6 +21,7 @@ from stratagem.executor.lowering import lower
 from stratagem.executor.verify import verify
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import data_parallel
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.graph import OperatorGraph
@@ -28,7 +29,7 @@ from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import bert, gpt, llama, mlp
 from stratagem.simulator.parameters import home_placements, zero_stages_of
 from stratagem.simulator.placement import FLAT, REPLICATE, Shard, local_elements
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 from tests.plans import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.fidelity.runs import Run
-from stratagem.search.baselines import rank
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.situation import rank
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import CostModel

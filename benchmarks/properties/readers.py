@@ -10,7 +10,7 @@ from benchmarks.properties.tries import Try
 from stratagem.search.setup import TrainingSetup
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.models import llama
-from stratagem.simulator.timeline import TaskKind
+from stratagem.simulator.task_kinds import TaskKind
 
 SLACK = 1e-6
 """Of communication in seconds: times are whole nanoseconds."""

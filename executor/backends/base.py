@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from stratagem.executor.endings import Ending
 from stratagem.simulator.collectives import Collective
 
 if TYPE_CHECKING:
@@ -20,16 +21,6 @@ Group = tuple[int, ...]
 """Ranks in the order of their pieces; every member passes the same tuple."""
 Shape = tuple[int, ...]
 Reduction = Literal["sum", "max"]
-
-
-@dataclass
-class Ending:
-    """When a collective was over by `time.perf_counter_ns`; 0 while nobody knows.
-
-    It holds none of the collective's memory, so that it may be kept until the step is over.
-    """
-
-    ns: int = 0
 
 
 @dataclass(frozen=True)

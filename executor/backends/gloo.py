@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stratagem.executor.backends.base import (
-    Ending,
     Group,
     Pending,
     Reduction,
@@ -30,6 +29,7 @@ from stratagem.executor.backends.base import (
 )
 from stratagem.executor.backends.member import ProcessMember, packed, prepared
 from stratagem.executor.clock import HostClock
+from stratagem.executor.endings import Ending
 from stratagem.executor.stores import world_store
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.torch_ops.allocator import keep_freed_memory

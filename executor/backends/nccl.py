@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import (
-    Ending,
     Group,
     Pending,
     Reduction,
@@ -37,6 +36,7 @@ from stratagem.executor.backends.base import (
     position,
 )
 from stratagem.executor.backends.member import ProcessMember, packed, prepared
+from stratagem.executor.endings import Ending
 from stratagem.executor.gpu.event_clock import EventClock
 from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.memory import use_torch_memory

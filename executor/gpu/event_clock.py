@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stratagem.executor.backends.base import Ending
 from stratagem.executor.clock import Mark, Spans
+from stratagem.executor.endings import Ending
 from stratagem.executor.gpu.streams import Event, Streams
 
 

@@ -65,11 +65,6 @@ def refusal(interpreter: Interpreter, steps: int) -> str | None:
     return None
 
 
-def not_graphed(reason: str) -> str:
-    """That steps are run one by one though a graph was asked for, in words."""
-    return f"steps are not run as a CUDA graph: {reason}"
-
-
 class GraphedSteps:
     """The steps of one rank, which from some step on are runs of one graph.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stratagem.search.baselines import Situation
 from stratagem.search.inter.chain import Chain, chain_of
 from stratagem.search.inter.chains import Devices, Solution, solve
 from stratagem.search.inter.drafts import Candidate, Drafter
@@ -17,6 +16,7 @@ from stratagem.search.inter.shortage import Shortage, least_shortage
 from stratagem.search.inter.tables import Pruned, StageTable, TableMaker
 from stratagem.search.inter.variants import LAYOUTS, Layout
 from stratagem.search.pipelining import can_run, traits_of
+from stratagem.search.situation import Situation
 from stratagem.search.space import stage_units, unequal_sizes
 
 SLACK = 1.5

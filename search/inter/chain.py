@@ -10,8 +10,8 @@ import numpy as np
 
 from stratagem.search.inter.compact import CompactGraph, compact_graph
 from stratagem.simulator.arrays import Ints
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Choice
 
 ALL_CUTS = 40
 """Graphs of up to so many operators are cut between any two."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.graph import Operator, OperatorGraph, RepeatedBlock, repeated_blocks
+from stratagem.simulator.graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators import Operator, RepeatedBlock
 
 ENDS = 2
 """Repeats of a block that stay at each end of a run."""

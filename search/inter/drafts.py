@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stratagem.search.baselines import Situation
+from stratagem.search.choices import Choices
 from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.chains import Solution, StageDraft
@@ -14,8 +14,8 @@ from stratagem.search.inter.profiles import BoundaryPricer, MeshPricer, stage_me
 from stratagem.search.inter.schedules import StageTimes, microbatches_held, mode_of, step_ns
 from stratagem.search.inter.ties import TiePricer
 from stratagem.search.partition import cut_stages
+from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.search.strategies import Choices
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.plan import Plan

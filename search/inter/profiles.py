@@ -13,19 +13,19 @@ from functools import cached_property
 
 import numpy as np
 
-from stratagem.search.baselines import Situation
 from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.ties import TiePricer
 from stratagem.search.inter.variants import Variant
+from stratagem.search.situation import Situation
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.boundary import price_boundary
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cost_table import CostTable, TableBuilder
 from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.placement import Placements
-from stratagem.simulator.plan import Choice
-from stratagem.simulator.resharding import COMPUTE
+from stratagem.simulator.resources import COMPUTE
 from stratagem.simulator.rows import EdgeRow, OperatorRow
 
 

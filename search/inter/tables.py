@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.search.baselines import Situation
 from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.profiles import MeshPricer, stage_mesh
 from stratagem.search.inter.variants import Layout, Variant, variants
+from stratagem.search.situation import Situation
 from stratagem.search.space import MAX_IMBALANCE, distinct_stages
 from stratagem.simulator.arrays import Ints
 from stratagem.simulator.cluster import Cluster

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stratagem.search.baselines import Situation
 from stratagem.search.inter.chain import Chain
+from stratagem.search.situation import Situation
 from stratagem.simulator.boundary import price_tie
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.plan import Choice
 
 
 @dataclass(eq=False)

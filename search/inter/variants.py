@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from stratagem.search.choices import Choices
 from stratagem.search.inter.limits import Limits
 from stratagem.search.strategies import (
-    Choices,
     expert_dims,
     expert_parallel,
     recomputing,
     tensor_dims,
     tensor_parallel,
 )
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.parameters import zero_stage
 from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.segments import recomputed_operators
 
 MakeChoices = Callable[[OperatorGraph, Sequence[int]], "Choices | None"]

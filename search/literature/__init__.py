@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from stratagem.search.baselines import Situation
+from stratagem.search.choices import Choices
 from stratagem.search.literature.degrees import gshard_setups, megatron_setups, zero_setups
 from stratagem.search.literature.dims import LogicalDim, dim_table, logical_dims
 from stratagem.search.literature.layouts import (
@@ -36,7 +36,8 @@ from stratagem.search.literature.recipes import (
 from stratagem.search.literature.reinforce import Reinforced, operator_groups, reinforce
 from stratagem.search.literature.screening import Dropped, Outlook, Rates, Screening, screen
 from stratagem.search.literature.tofu import TofuResult, recursive_mesh, tofu
-from stratagem.search.strategies import Choices, expert_dims, with_recompute
+from stratagem.search.situation import Situation
+from stratagem.search.strategies import expert_dims, with_recompute
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
 from stratagem.simulator.plan import Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from stratagem.search.baselines import Situation
 from stratagem.search.setup import TrainingSetup
+from stratagem.search.situation import Situation
 from stratagem.search.strategies import (
     expert_dims,
     expert_ways,

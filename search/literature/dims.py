@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.search.strategies import dim_chains, expert_dims
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph, factors
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import DimKind, Operator, factors
 from stratagem.simulator.table import Table, Unit
 
 Member = tuple[str, str]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stratagem.search.baselines import Situation
+from stratagem.search.choices import Choices
 from stratagem.search.literature.dims import NAMED_PARTS, LogicalDim, logical_dims
 from stratagem.search.literature.pricing import Price, StagePrices
-from stratagem.search.strategies import Choices
-from stratagem.simulator.graph import Layout, Operator, OperatorGraph, factors
+from stratagem.search.situation import Situation
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators import Layout, Operator, factors
 from stratagem.simulator.parameters import zero_stage
 from stratagem.simulator.placement import REPLICATE, Config, Placement, Shard, smallest_shard
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import rule_of
 
 MAX_LAYOUTS = 20_000

@@ -13,18 +13,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from stratagem.search.baselines import Situation
+from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import slowdown_of
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.memory import StageTensors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.pipeline import BACKWARD, FORWARD, LAST_BACKWARD
 from stratagem.simulator.placement import smallest_shard
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.resources import slowdown_of
 from stratagem.simulator.stage_shapes import StageShapes
+from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stratagem.search.strategies import Choices
-from stratagem.simulator.graph import Operator, OperatorGraph, factors
+from stratagem.search.choices import Choices
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import MeshAxis
+from stratagem.simulator.operators import Operator, factors
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import (
     REPLICATE,
@@ -37,7 +39,6 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.table import Table, Unit
 
 Annotation = Mapping[str, str | None]

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.search.choices import Choices
 from stratagem.search.space import operator_choices
-from stratagem.search.strategies import Choices
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Choice
 
 
 def random_choices(

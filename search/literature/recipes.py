@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from stratagem.search.literature.dims import LogicalDim, logical_dims
 from stratagem.search.literature.propagation import Annotation
 from stratagem.search.strategies import expert_dims
-from stratagem.simulator.graph import Operator, OperatorGraph, factors
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import MeshAxis
 from stratagem.simulator.names import unknown
+from stratagem.simulator.operators import Operator, factors
 from stratagem.simulator.placement import smallest_shard
 from stratagem.simulator.rules import rule_of
 

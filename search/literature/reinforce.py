@@ -11,21 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.search.baselines import Situation
 from stratagem.search.literature.pricing import one_stage_plan
+from stratagem.search.situation import Situation
 from stratagem.simulator.arrays import Floats, Ints
-from stratagem.simulator.block import slowdown_of
 from stratagem.simulator.cell_layouts import Cells
 from stratagem.simulator.cells import cell_block
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cost_table import TableBuilder
 from stratagem.simulator.engine import simulate
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.memory import StageTensors
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.pipeline import FORWARD, LAST_BACKWARD
 from stratagem.simulator.placement import REPLICATE, Pin
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
+from stratagem.simulator.resources import slowdown_of
 from stratagem.simulator.stage_shapes import StageShapes
+from stratagem.simulator.work_kinds import FORWARD, LAST_BACKWARD
 
 OVER_MEMORY = 10.0
 """How many times worse the reward of a placement is that some device cannot hold."""

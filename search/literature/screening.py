@@ -17,10 +17,11 @@ from functools import cached_property
 
 import numpy as np
 
-from stratagem.search.baselines import Situation, rank
+from stratagem.search.choices import Choices
 from stratagem.search.literature.shortened import Shortened, shortened
 from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import Choices, with_recompute
+from stratagem.search.situation import Situation, rank
+from stratagem.search.strategies import with_recompute
 from stratagem.simulator.arrays import Flags, Floats, Ints
 from stratagem.simulator.collectives import Collective, collective_time
 from stratagem.simulator.cost_table import CostTable, TableBuilder

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stratagem.simulator.arrays import Ints
-from stratagem.simulator.graph import Operator, OperatorGraph, repeated_blocks
+from stratagem.simulator.graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators import Operator
 
 KEPT = 3
 """Repeats that are kept of a block: its first and its last, whose neighbours differ, and one."""

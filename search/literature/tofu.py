@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stratagem.search.choices import Choices
 from stratagem.search.literature.frontier import least_sum
-from stratagem.search.strategies import Choices
 from stratagem.simulator.arrays import Floats
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import Dim, Edge, Operator, OperatorGraph, Weight, factor_sizes
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators import Dim, Edge, Operator, Weight, factor_sizes
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import (
     REPLICATE,
@@ -37,7 +39,6 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice
 from stratagem.simulator.rules import InnerReduction, rule_of
 from stratagem.simulator.training import Training
 

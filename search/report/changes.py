@@ -14,7 +14,7 @@ from stratagem.simulator.cluster import Cluster, Link
 from stratagem.simulator.costs import CostModel
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.table import Table, Unit, Value
-from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.units import format_duration
 
 FACTOR = 2.0
 """How much faster the faster links are."""

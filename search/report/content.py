@@ -22,8 +22,10 @@ from stratagem.simulator.plan import Plan
 from stratagem.simulator.plot import COLOURS, DARK
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.step_path import StepPath
-from stratagem.simulator.table import Table, Unit, Value, format_bytes
-from stratagem.simulator.timeline import SEPARATOR, TaskKind, Timeline, format_duration, lane_group
+from stratagem.simulator.table import Table, Unit, Value
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import SEPARATOR, Timeline, lane_group
+from stratagem.simulator.units import format_bytes, format_duration
 
 MAX_TASKS = 60_000
 """Tasks that the page holds one by one; of more, those that follow each other without a gap are

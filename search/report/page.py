@@ -9,7 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stratagem import __version__
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Report as Progress
 from stratagem.search.report.changes import hardware_changes
@@ -20,6 +19,7 @@ from stratagem.simulator.costs import CostModel
 from stratagem.simulator.files import write_text
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.show.plan_picture import plan_picture
+from stratagem.version import __version__
 
 QUICK = Budget(evaluations=300, seconds=15.0)
 """Of the search on one node more."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from stratagem.simulator.show.svg import COLOURS, Drawing
-from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.units import format_duration
 
 WIDTH, HEIGHT, LEFT = 520.0, 150.0, 76.0
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stratagem.simulator.graph import Operator, OperatorGraph, repeated_blocks, shape_of
+from stratagem.simulator.graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators import Operator, shape_of
 from stratagem.simulator.show.svg import COLOURS, Drawing, shortened, text_width
 
 MAX_BLOCKS = 7

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.describe import collapse
 from stratagem.simulator.placement import Pin, Placement, Shard
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.show.svg import (
     COLOURS,
     GREY,

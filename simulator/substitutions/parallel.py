@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratagem.simulator.graph import (
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import (
     Dim,
     DimKind,
     Input,
     Layout,
     Operator,
-    OperatorGraph,
     Parameter,
     Weight,
     factors,

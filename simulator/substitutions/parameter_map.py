@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stratagem.simulator.graph import Parameter
+from stratagem.simulator.operators import Parameter
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop along each dim."""

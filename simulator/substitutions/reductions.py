@@ -12,14 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stratagem.simulator.graph import (
-    Dim,
-    DimKind,
-    Input,
-    Operator,
-    OperatorGraph,
-    factors,
-)
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Dim, DimKind, Input, Operator, factors
 from stratagem.simulator.substitutions.rewriting import (
     Change,
     Edit,

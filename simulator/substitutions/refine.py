@@ -12,16 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from stratagem.simulator.graph import (
-    Dim,
-    DimKind,
-    Input,
-    Layout,
-    Operator,
-    OperatorGraph,
-    Weight,
-    factors,
-)
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Dim, DimKind, Input, Layout, Operator, Weight, factors
 from stratagem.simulator.substitutions.rewriting import unused_name
 
 Node = tuple[int, str]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from stratagem.simulator.graph import Input, Layout, Operator, OperatorGraph, Parameter
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Input, Layout, Operator, Parameter
 from stratagem.simulator.substitutions.parameter_map import ParameterMap, join
 
 Match = tuple[str, ...]

@@ -17,15 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratagem.simulator.graph import (
-    Dim,
-    DimKind,
-    Input,
-    Operator,
-    OperatorGraph,
-    Weight,
-    factors,
-)
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Dim, DimKind, Input, Operator, Weight, factors
 from stratagem.simulator.steps import Steps, is_reference, references, shift_steps
 from stratagem.simulator.substitutions.parallel import joined_name
 from stratagem.simulator.substitutions.refine import Cut, refine

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stratagem.simulator.graph import (
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import (
     Dim,
     DimKind,
     Input,
     Layout,
     Operator,
-    OperatorGraph,
     Output,
     Weight,
     factors,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stratagem.simulator.graph import DimKind, Layout, Operator, factors, shape_of
+from stratagem.simulator.operators import DimKind, Layout, Operator, factors, shape_of
 from stratagem.simulator.steps import references
 from stratagem.simulator.torch_ops.randomness import WORD_VALUES, words
 from stratagem.simulator.torch_ops.shards import Shards

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import Layout, Operator, factors, shape_of
+from stratagem.simulator.operators import Layout, Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels_attention import attention, prefix, rotary
 from stratagem.simulator.torch_ops.kernels_experts import (
     expert_linear,

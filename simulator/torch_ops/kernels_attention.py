@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import Layout, Operator, shape_of
+from stratagem.simulator.operators import Layout, Operator, shape_of
 from stratagem.simulator.torch_ops.dropout import drop_mask, dropout
 from stratagem.simulator.torch_ops.shards import Shards, aligned, extent, positions
 

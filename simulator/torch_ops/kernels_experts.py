@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import Operator, factors, shape_of
+from stratagem.simulator.operators import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.shards import Shards, positions
 
 Tensors = Sequence[Tensor]

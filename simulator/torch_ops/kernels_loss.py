@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import Operator, shape_of
+from stratagem.simulator.operators import Operator, shape_of
 from stratagem.simulator.torch_ops.shards import Shards, look_up
 
 Tensors = Sequence[Tensor]

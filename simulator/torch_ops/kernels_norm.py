@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import DimKind, Operator, shape_of
-from stratagem.simulator.local_statistics import statistics_dims
+from stratagem.simulator.operators import DimKind, Operator, shape_of
+from stratagem.simulator.rules import statistics_dims
 from stratagem.simulator.torch_ops.shards import Shards, positions
 
 Tensors = Sequence[Tensor]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import Operator
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.spatial import window_of
 from stratagem.simulator.torch_ops.shards import Shards
 

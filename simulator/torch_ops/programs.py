@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.graph import Operator, shape_of
+from stratagem.simulator.operators import Operator, shape_of
 from stratagem.simulator.steps import is_reference
 from stratagem.simulator.torch_ops.dropout import dropout, step_masks
 from stratagem.simulator.torch_ops.shards import Shards, aligned
@@ -175,7 +175,7 @@ def run_source(
 
     Example:
         >>> steps = [["arange", [0, 6, 2, "int64"]]]
-        >>> from stratagem.simulator.graph import Dim, DimKind, Output
+        >>> from stratagem.simulator.operators import Dim, DimKind, Output
         >>> dims = (Dim("sequence", 3, DimKind.ATTRIBUTE),)
         >>> made = Output((("sequence",),), "int64", False)
         >>> run_source(Operator("p", "source", dims, (), (), (made,), {"steps": steps}), {})

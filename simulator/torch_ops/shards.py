@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stratagem.simulator.graph import Layout, Operator, factors
+from stratagem.simulator.operators import Layout, Operator, factors
 from stratagem.simulator.torch_ops.randomness import RandomStream
 
 AllReduce = Callable[[Tensor, tuple[str, ...], Literal["sum", "max"]], Tensor]
@@ -69,7 +69,7 @@ def whole(operator: Operator) -> Shards:
     """The one part of an operator that is not sharded.
 
     Example:
-        >>> from stratagem.simulator.graph import Dim, DimKind
+        >>> from stratagem.simulator.operators import Dim, DimKind
         >>> dims = (Dim("sample", 8, DimKind.SAMPLE),)
         >>> whole(Operator("x", "source", dims, (), (), ())).bounds
         {'sample': (0, 8)}

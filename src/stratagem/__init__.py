@@ -16,14 +16,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "Budget": "stratagem.search.result",
     "Options": "stratagem.search.space",
     "Comparison": "stratagem.comparison",
     "Calibration": "stratagem.simulator.cluster",
-    "Choice": "stratagem.simulator.plan",
+    "Choice": "stratagem.simulator.choice",
     "Cluster": "stratagem.simulator.cluster",
     "Constraints": "stratagem.search.constraints",
     "DeviceMesh": "stratagem.simulator.mesh",
@@ -104,3 +102,6 @@ class _Face(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Face
+
+if "IPython" in sys.modules:
+    importlib.import_module("stratagem.notebook").register_pictures()

@@ -21,8 +21,8 @@ from rich.console import Console
 from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.simulator.files import write_text
 from stratagem.simulator.names import nearest, unknown
-from stratagem.simulator.table import format_bytes
 from stratagem.simulator.texts import printable
+from stratagem.simulator.units import format_bytes
 from stratagem.tables import simple_table
 
 if TYPE_CHECKING:

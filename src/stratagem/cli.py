@@ -24,7 +24,6 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from stratagem import __version__
 from stratagem.cache_cli import cache_app
 from stratagem.cli_options import INTERRUPTED, WRONG_INPUT, AsJson, Model, print_json, speaker
 from stratagem.clusters_cli import clusters
@@ -40,6 +39,7 @@ from stratagem.simulate_cli import compare, diff, schedules, simulate
 from stratagem.simulator.files import write_text
 from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.texts import printable
+from stratagem.version import __version__
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 """What is wrong with the input or the machine; anything else is a mistake of this program."""

@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from stratagem.executor.program import ranks_of
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan import Plan, ranks_of
 from stratagem.simulator.plot import plot_timelines
 from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Table, Unit, format_bytes
-from stratagem.simulator.timeline import (
-    TaskKind,
-    Timeline,
-    format_duration,
-    statistics,
-)
+from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.timeline import Timeline, statistics
 from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
 from stratagem.simulator.trace import write_trace
+from stratagem.simulator.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -28,8 +28,8 @@ from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.simulation import Simulation, simulate_plan
 from stratagem.simulator.table import Table
-from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.training import Training
+from stratagem.simulator.units import format_duration
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from stratagem.executor.run import join
+from stratagem.executor.world import join
 from stratagem.profiler.links import CUDA_SIZES, SIZES, time_collectives
 from stratagem.simulator.files import encode, write_text
 from stratagem.simulator.provenance import PROCESS_BACKENDS

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from stratagem import __version__
 from stratagem.extras import EXTRAS, install_command
-from stratagem.simulator.table import Table, Unit, format_bytes
+from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.units import format_bytes
+from stratagem.version import __version__
 
 
 class State(Enum):

@@ -18,9 +18,10 @@ from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.program import Program
 from stratagem.executor.run import prepare
 from stratagem.executor.scratch import Scratch
-from stratagem.profiler.keys import Measurement
+from stratagem.profiler.keys import Measurement, summarise
 from stratagem.profiler.links import CollectiveTiming, fit_link
-from stratagem.profiler.timing import Effort, evictor, summarise, time_operator
+from stratagem.profiler.timing import Effort, evictor, time_operator
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster, Link
 from stratagem.simulator.costs import Direction
 from stratagem.simulator.files import decode, read_text
@@ -28,7 +29,7 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.models import gpt
 from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.provenance import ProcessBackend
 from stratagem.simulator.training import Training
 

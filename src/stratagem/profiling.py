@@ -24,13 +24,14 @@ from stratagem.search.space import operator_choices, skeletons
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.costs import Direction, local_operator
 from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.placement import local_sizes
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.sliced_plan import pass_graphs
-from stratagem.simulator.timeline import format_duration
 from stratagem.simulator.training import Training
+from stratagem.simulator.units import format_duration
 
 Local = tuple[Operator, LocalSizes]
 

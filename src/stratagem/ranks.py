@@ -20,16 +20,15 @@ from torch import Tensor
 from stratagem.executor.batches import Batches, Data
 from stratagem.executor.checkpoint_folder import KEEP, find_checkpoint
 from stratagem.executor.checkpoint_index import CheckpointIndex, Course
-from stratagem.executor.gpu.graphs import not_graphed
 from stratagem.executor.gpu.own_gpu import check_gpus
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.rates import Rate
-from stratagem.executor.result import ExecutionResult
+from stratagem.executor.result import ExecutionResult, not_graphed
 from stratagem.executor.run import execute
 from stratagem.executor.scratch import Scratch
-from stratagem.executor.training_loop import RunOptions, Show, warn_not_finite
+from stratagem.executor.training_loop import RunOptions, warn_not_finite
 from stratagem.feeding import Fed, Feeder
-from stratagem.progress import show_status, status_file
+from stratagem.progress import Show, show_status, status_file
 from stratagem.simulator.files import atomic_path
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json

@@ -18,8 +18,7 @@ from stratagem.progress import progress_bar
 from stratagem.simulator.names import unknown
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.provenance import PROCESS_BACKENDS
-from stratagem.simulator.table import format_bytes
-from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.units import format_bytes, format_duration
 
 
 def run(
@@ -93,9 +92,9 @@ def run(
 
     Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
     """
-    from stratagem.executor.gpu.graphs import not_graphed
     from stratagem.executor.judging import Limits
     from stratagem.executor.launch import launch
+    from stratagem.executor.result import not_graphed
 
     chosen = next((known for known in PROCESS_BACKENDS if known == backend), None)
     if backend is not None and chosen is None:

@@ -10,8 +10,8 @@ from rich.text import Text
 from stratagem.comparison import Comparison
 from stratagem.simulator import table as results
 from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Unit, format_bytes
-from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.table import Unit
+from stratagem.simulator.units import format_bytes, format_duration
 
 
 def strategy_table(simulations: Mapping[str, Simulation], *, title: str = "") -> Table:

@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from stratagem.simulator.choice import Choice
 from stratagem.simulator.describe import choice_phrase, collapse
-from stratagem.simulator.graph import Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.operators import Operator
 from stratagem.simulator.parameters import parameter_weights, zero_stage
 from stratagem.simulator.placement import (
     Config,
@@ -23,7 +25,7 @@ from stratagem.simulator.placement import (
     splits_of,
     weight_gradient_placements,
 )
-from stratagem.simulator.plan import Choice, Plan
+from stratagem.simulator.plan import Plan
 from stratagem.simulator.token_slices import num_slices
 
 Parts = frozenset[tuple[int, tuple[tuple[int, int], ...]]]

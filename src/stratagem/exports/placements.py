@@ -12,7 +12,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stratagem.simulator.graph import DimKind, Edge, Layout, Operator, OperatorGraph, factor_sizes
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import DimKind, Edge, Layout, Operator, factor_sizes
 from stratagem.simulator.placement import (
     PARTIAL,
     REPLICATE,
@@ -27,7 +29,7 @@ from stratagem.simulator.placement import (
     splits_of,
     weight_placements,
 )
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 
 
 def tensor_placements(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stratagem.simulator.files import write_text
 from stratagem.simulator.plan import Plan
-from stratagem.simulator.timeline import format_duration
+from stratagem.simulator.units import format_duration
 
 
 @dataclass(frozen=True)

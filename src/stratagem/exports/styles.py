@@ -12,7 +12,8 @@ from stratagem.exports.placements import (
     result_placements,
     tensor_placements,
 )
-from stratagem.simulator.graph import DimKind, Operator, OperatorGraph
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import DimKind, Operator
 from stratagem.simulator.placement import REPLICATE, Placement, Shard, output_placements
 from stratagem.simulator.plan import Stage
 

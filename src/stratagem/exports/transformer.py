@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from stratagem.search.literature.dims import logical_dims
-from stratagem.simulator.graph import Operator, OperatorGraph, factors
+from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.operators import Operator, factors
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stratagem.exports.differences import PartsMemory, effective, summed_axes
+from stratagem.search.choices import Choices
 from stratagem.search.literature.dims import logical_dims
 from stratagem.search.partition import by_stage, layer_units
 from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import Choices, expert_dims, expert_ways, tensor_dims
-from stratagem.simulator.graph import Operator, OperatorGraph, factors, shape_of
+from stratagem.search.strategies import expert_dims, expert_ways, tensor_dims
+from stratagem.simulator.choice import Choice
+from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.operators import Operator, factors, shape_of
 from stratagem.simulator.parameters import trainable_weights
 from stratagem.simulator.placement import Shard, splits_of
-from stratagem.simulator.plan import Choice, Plan, Stage
+from stratagem.simulator.plan import Plan, Stage
 from stratagem.simulator.rules import rule_of
 from stratagem.simulator.segments import RECOMPUTE_POLICIES, recomputed_operators
 
