@@ -43,11 +43,11 @@ from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.operators import Operator, factor_sizes
 from stratagem.simulator.parts import Part
-from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.token_slices import PREFIX
 from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
 from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.windows import shard_bounds
 
 Action = Callable[[], None]
 

@@ -27,11 +27,13 @@ from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.microbatches import takes_statistics
 from stratagem.simulator.operators import DimKind, Operator
-from stratagem.simulator.placement import LOCAL, REPLICATE, shard_bounds, splits_of
+from stratagem.simulator.placement import REPLICATE, splits_of
 from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.rules import LOCAL
 from stratagem.simulator.substitutions import rewrite
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.training import Training
+from stratagem.simulator.windows import shard_bounds
 
 NEGLIGIBLE = 1e-5
 """Share of the largest gradient below which a gradient counts as rounding error of 0."""

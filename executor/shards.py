@@ -11,9 +11,10 @@ from stratagem.executor.backends.base import Communicator, Group
 from stratagem.executor.halos import Routes, fetched
 from stratagem.executor.seats import Seat
 from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import Config, Shard, shard_bounds, split_with
+from stratagem.simulator.placement import Config, Shard, split_with
 from stratagem.simulator.torch_ops.randomness import RandomStream
 from stratagem.simulator.torch_ops.shards import Reach, Shards
+from stratagem.simulator.windows import shard_bounds
 
 
 def operator_shards(

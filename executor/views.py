@@ -19,8 +19,8 @@ from stratagem.executor.instructions import Cut, Operand, Portion
 from stratagem.executor.seats import Seat
 from stratagem.simulator.operators import Input, shape_of
 from stratagem.simulator.parts import bounds_at
-from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.windows import shard_bounds
 
 Select = tuple[tuple[int, int], ...]
 """(dim, index) pairs, last dim first."""

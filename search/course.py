@@ -24,16 +24,10 @@ from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.methods import METHODS
-from stratagem.search.outcomes import Known, Sharpened
+from stratagem.search.outcomes import Fate, Known, Sharpened
 from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import NoChoiceError, Problem
-from stratagem.search.result import (
-    NOTHING_FITS_NOTE,
-    Budget,
-    Fate,
-    StopReason,
-    TracePoint,
-)
+from stratagem.search.result import NOTHING_FITS_NOTE, Budget, StopReason, TracePoint
 from stratagem.search.sharpening import Sharpener, remade
 from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.search.space_search import Entry, Space

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from stratagem.search.bound import Bound
 from stratagem.search.choices import Choices
-from stratagem.search.result import Fate
 from stratagem.search.space import Skeleton
 from stratagem.simulator.plan import Plan
 
@@ -88,3 +88,16 @@ class Refined:
     skeleton: Skeleton
     plan: Plan
     changes: tuple[str, ...]
+
+
+class Fate(enum.Enum):
+    """What became of a skeleton."""
+
+    PRUNED = "pruned: its bound is above the best plan"
+    FORBIDDEN = "left out: the constraints do not allow it"
+    FULL = "left out: no plan of it fits"
+    RANKED = "ranked: known strategies were simulated on it"
+    BOUNDED = "bounded: its lower bound was sharpened, no plan searched"
+    ANNEALED = "searched"
+    ENUMERATED = "enumerated: every plan of it was scored"
+    OPEN = "open: only its computing was bounded"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.search.incumbent import FrontPoint
+from stratagem.search.outcomes import Fate
 from stratagem.search.space import Skeleton
 from stratagem.simulator.cluster import NOT_CALIBRATED
 from stratagem.simulator.graph import OperatorGraph
@@ -89,19 +90,6 @@ class TracePoint:
     evaluations: int
     skeleton: str
     best: float
-
-
-class Fate(enum.Enum):
-    """What became of a skeleton."""
-
-    PRUNED = "pruned: its bound is above the best plan"
-    FORBIDDEN = "left out: the constraints do not allow it"
-    FULL = "left out: no plan of it fits"
-    RANKED = "ranked: known strategies were simulated on it"
-    BOUNDED = "bounded: its lower bound was sharpened, no plan searched"
-    ANNEALED = "searched"
-    ENUMERATED = "enumerated: every plan of it was scored"
-    OPEN = "open: only its computing was bounded"
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,8 @@ from stratagem.search.collecting import seldom_collected
 from stratagem.search.constraints import Constraints
 from stratagem.search.course import Course, Report
 from stratagem.search.methods import METHODS
-from stratagem.search.result import (
-    Budget,
-    Fate,
-    SearchResult,
-    StopReason,
-)
+from stratagem.search.outcomes import Fate
+from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.rewriting import rewritings
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import ZERO_STAGES, Options, all_skeletons

@@ -18,11 +18,10 @@ from stratagem.search.constraints import BoundConstraints
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.incumbent import Incumbent
 from stratagem.search.neighbours import Neighbourhood, recomputing_more
-from stratagem.search.outcomes import Known, Refined, Settled, Sharpened
+from stratagem.search.outcomes import Fate, Known, Refined, Settled, Sharpened
 from stratagem.search.problem import NoChoiceError, Problem, make_problem
 from stratagem.search.quick_bounds import Look, QuickBounds
 from stratagem.search.refine import Refiner
-from stratagem.search.result import Fate
 from stratagem.search.room import roomy_problem
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from stratagem.search.bound import Bound
 from stratagem.search.choices import Choices
 from stratagem.search.constraints import BoundConstraints
+from stratagem.search.outcomes import Fate
 from stratagem.search.pipeline_work import PipelineWork
 from stratagem.search.pipelining import traits_of
 from stratagem.search.quick_bounds import Look, QuickBounds
-from stratagem.search.result import Fate, SkeletonRecord
+from stratagem.search.result import SkeletonRecord
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import SMALL_CLUSTER, Options, Skeleton, distinct_stages
 from stratagem.search.strategies import known_strategies, with_recompute

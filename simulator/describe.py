@@ -12,8 +12,9 @@ from stratagem.simulator.choice import Choice
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.memory import DeviceMemory
 from stratagem.simulator.operators import DimKind, Operator
-from stratagem.simulator.placement import LOCAL, Pin, Shard
+from stratagem.simulator.placement import Pin, Shard
 from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.rules import LOCAL
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.timeline import Timeline, lane_group, lane_name, statistics

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import LOCAL
+from stratagem.simulator.rules import LOCAL
 
 
 def local_statistics(graph: OperatorGraph) -> OperatorGraph:

@@ -18,13 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.placement import (
-    Pin,
-    Placements,
-    Shard,
-    flat_axes,
-    shard_bounds,
-)
+from stratagem.simulator.placement import Pin, Placements, Shard, flat_axes
+from stratagem.simulator.windows import shard_bounds
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop of each factor."""

@@ -23,6 +23,7 @@ from stratagem.simulator.operators import (
     Weight,
     factors,
 )
+from stratagem.simulator.rules import LOCAL
 
 
 @dataclass(frozen=True, order=True)
@@ -201,20 +202,6 @@ def splits_of(placements: Sequence[Placement], dim: str | int, shape: Sequence[i
     return [n for p, n in zip(placements, shape, strict=True) if type(p) is Shard and p.dim == dim]
 
 
-def shard_bounds(size: int, splits: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:
-    """Start and stop of one shard: ceil-division, axis after axis.
-
-    Example:
-        >>> shard_bounds(10, [4], [3])
-        (9, 10)
-    """
-    start, stop = 0, size
-    for ways, index in zip(splits, coordinates, strict=True):
-        chunk = -(-(stop - start) // ways)
-        start, stop = min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop)
-    return start, stop
-
-
 def largest_shard(size: int, splits: Sequence[int]) -> int:
     """Number of elements of the largest shard."""
     for ways in splits:
@@ -321,7 +308,3 @@ def local_elements(sizes: Sequence[int], placements: Placements, shape: Sequence
             factor = int(placement.dim)
             left[factor] = -(-left[factor] // ways)
     return largest_shard(math.prod(left), [shape[axis] for axis in flat_axes(placements)])
-
-
-LOCAL = "local"
-"""Attribute of a batch norm that does not share its statistics between devices."""

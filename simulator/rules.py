@@ -74,8 +74,7 @@ from dataclasses import dataclass
 
 from stratagem.simulator.names import unknown
 from stratagem.simulator.operators import DimKind, Operator, factors, shape_of
-from stratagem.simulator.placement import LOCAL
-from stratagem.simulator.spatial import Window, window_of
+from stratagem.simulator.windows import Window, window_of
 
 Sizes = Mapping[str, int]
 
@@ -288,3 +287,7 @@ def statistics_dims(operator: Operator) -> tuple[str, ...]:
     if operator.attributes.get(LOCAL):
         return tuple(name for name in names if operator.dim(name).kind is not DimKind.SAMPLE)
     return tuple(names)
+
+
+LOCAL = "local"
+"""Attribute of a batch norm that does not share its statistics between devices."""

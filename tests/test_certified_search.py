@@ -15,9 +15,9 @@ from stratagem.search.bound import Bound
 from stratagem.search.checkpoint import Checkpoint, Searched
 from stratagem.search.constraints import Constraints, most_tensor_ways
 from stratagem.search.course import Course, Progress
-from stratagem.search.outcomes import Known
+from stratagem.search.outcomes import Fate, Known
 from stratagem.search.problem import Problem
-from stratagem.search.result import Budget, Fate, SearchResult, StopReason
+from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.sharpening import Sharpener
 from stratagem.search.situation import Situation

@@ -20,13 +20,13 @@ from stratagem.simulator import models
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.operators import Operator, factors
-from stratagem.simulator.placement import shard_bounds
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.torch_ops.dropout import drop_mask, dropout
 from stratagem.simulator.torch_ops.kernels import run_kernel
 from stratagem.simulator.torch_ops.randomness import RandomStream, philox, words
 from stratagem.simulator.torch_ops.shards import Shards, whole
 from stratagem.simulator.training import Training
+from stratagem.simulator.windows import shard_bounds
 from tests.plans import (
     Case,
     assert_equal_to_torch,

@@ -14,9 +14,10 @@ from stratagem.search.anneal import Chain
 from stratagem.search.constraints import Constraints
 from stratagem.search.holding import HoldingBounds
 from stratagem.search.microbatch_models import MicrobatchModels
+from stratagem.search.outcomes import Fate
 from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import make_problem
-from stratagem.search.result import Budget, Fate
+from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons

@@ -16,10 +16,10 @@ from stratagem.simulator.placement import (
     Pin,
     Shard,
     largest_shard,
-    shard_bounds,
     smallest_shard,
 )
 from stratagem.simulator.resharding import STEP_OVERHEAD, TRANSITIONS, Resharder, Step
+from stratagem.simulator.windows import shard_bounds
 
 FAST = AxisLink(2e-6, 4e-12, crosses_nodes=False, shares_compute=False)
 SLOW = AxisLink(2e-5, 4e-11, crosses_nodes=True, shares_compute=False)

@@ -16,7 +16,8 @@ from stratagem.search.constraints import Constraints
 from stratagem.search.course import Progress
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.limits import Limits
-from stratagem.search.result import Budget, Fate, SearchResult, StopReason
+from stratagem.search.outcomes import Fate
+from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import Situation

@@ -27,19 +27,14 @@ from stratagem.simulator.costs import RooflineCosts, local_operator
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.graph_io import graph_from_json, graph_to_json
 from stratagem.simulator.operators import shape_of
-from stratagem.simulator.placement import (
-    REPLICATE,
-    Shard,
-    check_config,
-    local_sizes,
-    shard_bounds,
-)
+from stratagem.simulator.placement import REPLICATE, Shard, check_config, local_sizes
 from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.spatial import Window, split_images, window_of
+from stratagem.simulator.spatial import split_images
 from stratagem.simulator.torch_ops.capture import capture
 from stratagem.simulator.torch_ops.kernels import run_kernel
 from stratagem.simulator.torch_ops.shards import whole
 from stratagem.simulator.training import Training
+from stratagem.simulator.windows import Window, shard_bounds, window_of
 from tests.plans import (
     Case,
     assert_equal_to_torch,

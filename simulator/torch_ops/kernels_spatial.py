@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.operators import Operator
-from stratagem.simulator.spatial import window_of
 from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.windows import window_of
 
 Tensors = Sequence[Tensor]
 

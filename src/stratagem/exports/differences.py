@@ -21,12 +21,12 @@ from stratagem.simulator.placement import (
     Partial,
     Pin,
     Shard,
-    shard_bounds,
     splits_of,
     weight_gradient_placements,
 )
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.token_slices import num_slices
+from stratagem.simulator.windows import shard_bounds
 
 Parts = frozenset[tuple[int, tuple[tuple[int, int], ...]]]
 """Which part of each dim of an operator each device has."""
