@@ -14,6 +14,7 @@ from stratagem.simulator.memory import DeviceMemory
 from stratagem.simulator.operators import DimKind, Operator
 from stratagem.simulator.placement import Pin, Shard
 from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.repeated import vain_devices
 from stratagem.simulator.rules import LOCAL
 from stratagem.simulator.simulation import Simulation
 from stratagem.simulator.task_kinds import TaskKind
@@ -129,8 +130,14 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     return (
         f"{plan.model} trains on {devices} devices of {plan.cluster.name}, {how}; a step runs the "
         f"batch of {graph.batch} {cut}.{_uncut(graph)}{_by_microbatch(plan, graph)}"
-        f"{_substituted(plan)}"
+        f"{_substituted(plan)}{_in_vain(plan, graph)}"
     )
+
+
+def _in_vain(plan: Plan, graph: OperatorGraph) -> str:
+    """Which devices the step does not need."""
+    told = vain_devices(plan, graph)
+    return f" {told}." if told else ""
 
 
 def _uncut(graph: OperatorGraph) -> str:

@@ -31,12 +31,21 @@ def vain_devices(plan: Plan, graph: OperatorGraph) -> str:
         all_of, vain = plan.num_devices // each, repeated // each
         left = all_of - vain
         found.append(
-            f"{vain} of {all_of} {unit}s repeat the work of others: the same step needs {left} "
-            f"{unit}{'s' if left > 1 else ''}"
+            f"{vain} of {all_of} {unit}s repeat{'' if vain > 1 else 's'} the work of others: "
+            f"the same step needs {left} {unit}{'s' if left > 1 else ''}"
         )
     if plan.num_devices < total:
-        found.append(f"{total - plan.num_devices} of {total} devices do nothing")
+        idle = cluster.num_nodes - len({cluster.node_of(d) for d in _used(plan)})
+        whole = per_node > 1 and idle * per_node == total - plan.num_devices
+        count, of = (idle, cluster.num_nodes) if whole else (total - plan.num_devices, total)
+        verb = "do" if count > 1 else "does"
+        found.append(f"{count} of {of} {'nodes' if whole else 'devices'} {verb} nothing")
     return "; ".join(found)
+
+
+def _used(plan: Plan) -> set[int]:
+    """The devices that some stage runs on."""
+    return {device for stage in plan.stages for device in stage.mesh.devices}
 
 
 def _repeated(plan: Plan, graph: OperatorGraph) -> Iterator[int]:

@@ -24,6 +24,7 @@ from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton, stage_meshes
 from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.describe import describe
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.kernel_costs import default_costs
 from stratagem.simulator.models import gpt, mlp
@@ -419,7 +420,11 @@ def test_nodes_that_repeat_the_work_of_others_are_named() -> None:
             for op in graph.operators
         }
         plan = here.plan(Skeleton((graph.names,), (mesh,), 1, "1f1b"), choices, name="plan")
-        return vain_devices(replace(plan, cluster=one), graph)
+        plan = replace(plan, cluster=one)
+        said = vain_devices(plan, graph)
+        described = " ".join(describe(simulate_plan(plan, graph, default_costs()), graph).split())
+        assert (f" {said}." in described) == bool(said)
+        return said
 
     cut = Shard("sample")
     assert told(cut, cut) == ""
@@ -432,7 +437,8 @@ def test_nodes_that_repeat_the_work_of_others_are_named() -> None:
     assert told(REPLICATE, REPLICATE) == (
         "5 of 6 devices repeat the work of others: the same step needs 1 device"
     )
-    assert told(cut, cut, cluster.resized(num_nodes=4)) == "2 of 8 devices do nothing"
+    assert told(cut, cut, cluster.resized(num_nodes=4)) == "1 of 4 nodes does nothing"
+    assert told(cut, cut, cluster.resized(num_nodes=5)) == "2 of 5 nodes do nothing"
 
 
 def test_a_result_says_which_devices_it_does_not_need() -> None:
@@ -440,4 +446,4 @@ def test_a_result_says_which_devices_it_does_not_need() -> None:
         mlp([64, 64], batch=16), cluster_of(1, 2, 3.0), baselines=(), budget=Budget(evaluations=0)
     )
     wide = replace(result.plan, cluster=cluster_of(2, 2, 3.0))
-    assert "2 of 4 devices do nothing." in str(replace(result, plan=wide))
+    assert "1 of 2 nodes does nothing." in str(replace(result, plan=wide))
