@@ -13,7 +13,6 @@ from stratagem.search.anneal import Chain, chain_seed, run_chains
 from stratagem.search.baselines import baseline, baseline_names
 from stratagem.search.canonical import canonical
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
-from stratagem.search.choices import choices_of
 from stratagem.search.clock import OutOfTimeError
 from stratagem.search.constraints import Constraints
 from stratagem.search.improve import Improver
@@ -25,12 +24,12 @@ from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.methods import METHODS
 from stratagem.search.outcomes import Fate, Known, Sharpened
-from stratagem.search.pipelining import searched_schedules
 from stratagem.search.problem import NoChoiceError, Problem
 from stratagem.search.result import NOTHING_FITS_NOTE, Budget, StopReason, TracePoint
 from stratagem.search.sharpening import Sharpener, remade
-from stratagem.search.space import Skeleton, skeleton_of
+from stratagem.search.space import Skeleton
 from stratagem.search.space_search import Entry, Space
+from stratagem.search.starting import entry_of
 from stratagem.search.windows import improve_by_windows
 from stratagem.search.workers import Part, Workers, worker_count
 from stratagem.simulator.arrays import Ints
@@ -183,11 +182,12 @@ class Course:
         refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
         best_ranked = _first_policies(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
-        own = [] if start is None else self._entry_of(start)
+        own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
         weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
+        left = self._descend(improver, left)
         promising = self._promising(best_ranked)[:num_skeletons]
         walked = improver.walk(
             _begun_by(own, [*promising, *self._settled(num_skeletons)]),
@@ -202,6 +202,7 @@ class Course:
             self._search_entry(entry, -(-spare // (len(chosen) - number)), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
+        left = self._descend(improver, left)
         self._certify(left, work, self._time_is_up)
         return self._reason()
 
@@ -280,45 +281,6 @@ class Course:
                 found.append(self.space.take(skeleton, choices, simulation))
         return found
 
-    def _entry_of(self, start: Plan) -> list[Entry]:
-        """The skeleton of a plan that somebody gave, with the plan as its start.
-
-        There is none where a search does not choose for plans of its kind: the plan is kept until
-        a better one is found.
-        """
-        situation = self.space.situation
-        start.check(start.rewrite(situation.graph).graph)
-        if start.training != situation.training:
-            start = replace(start, training=situation.training)
-            self.notes["the plan to start from"] = "taken with the training of the search"
-        if start.cluster != situation.cluster:
-            raise ValueError(
-                f"the plan to start from is for cluster {start.cluster.name!r} as it was then, "
-                f"not for the {situation.cluster.name!r} given: search anew"
-            )
-        simulation = situation.simulate(start, always=True)
-        allowed = self.incumbent.offer(simulation)
-        why = _not_chosen_for(start, situation.graph.fingerprint)
-        if not why and not allowed:
-            simulation = situation.simulate(self._as_options_say(start))
-            allowed = self.incumbent.offer(simulation)
-            why = "" if allowed else "it does not meet the constraints"
-        if why:
-            self.notes["the plan to start from is only compared"] = why
-            return []
-        return [self.space.take(skeleton_of(start), choices_of(simulation.plan), simulation)]
-
-    def _as_options_say(self, plan: Plan) -> Plan:
-        """A plan without what the options of the search do not allow."""
-        options, choices = self.space.options, choices_of(plan)
-        if not options.regather:
-            choices = {name: replace(choice, regather=False) for name, choice in choices.items()}
-        made = self.space.situation.plan(
-            skeleton_of(plan), choices, name=plan.name, options=options
-        )
-        self.notes["the plan to start from"] = "taken with the options of the search"
-        return made
-
     def _survey(self, listed: Sequence[Entry], weakest: int, work: float) -> int:
         """Sharpen the bounds of the best and of the `weakest`; how many of these are left.
 
@@ -331,6 +293,15 @@ class Course:
         if len(self._bound_entries(worth, stop)) < len(worth):
             return weakest
         return self._certify(weakest, work, stop)
+
+    def _descend(self, improver: Improver, left: int) -> int:
+        """Sharpen the bounds of pipelines that single changes lead to; how many may be still.
+
+        Few of these were listed, and plans are met that choose anew for what was carried over.
+        """
+        self.report("refining pipelines", 0.35)
+        found = [e for e in improver.descend(self._time_is_up) if e.bound < self.incumbent.time]
+        return left - len(self._bound_entries(found[:left], self._time_is_up))
 
     def _promising(self, listed: Sequence[Entry]) -> list[Entry]:
         """Skeletons worth searching: first where best plan known and bound together are least.
@@ -575,17 +546,6 @@ def _propose(
     listed = {method: METHODS[method] for method in methods}
     found = baseline(sharpener.situation, name, schedule, listed)
     return found.plan if found is not None else None
-
-
-def _not_chosen_for(plan: Plan, fingerprint: str) -> str:
-    """Why a search of a graph does not choose for plans of a kind; empty if it does."""
-    if plan.substitutions or plan.fingerprint != fingerprint:
-        return "its graph is rewritten"
-    if plan.token_slices != 1:
-        return "it slices tokens"
-    if plan.schedule not in searched_schedules():
-        return f"its schedule is {plan.schedule}"
-    return ""
 
 
 def _begun_by(own: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:

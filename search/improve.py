@@ -11,14 +11,20 @@ from stratagem.search.incumbent import Incumbent
 from stratagem.search.neighbours import Neighbourhood
 from stratagem.search.outcomes import Refined, Settled
 from stratagem.search.sharpening import Sharpener
-from stratagem.search.situation import is_better
-from stratagem.search.space import Skeleton
+from stratagem.search.situation import is_better, rank
+from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.search.space_search import Entry, Space
+from stratagem.search.starting import not_chosen_for
 from stratagem.search.walk import Proposal, Walk, walk
 from stratagem.search.workers import Part, Workers
+from stratagem.simulator.simulation import Simulation
 
 REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
 """Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
+KINDS, KINDS_OPERATORS = 32, 1_000
+"""Kinds of pipelines of which the best is refined at last: so many, or fewer of a larger model."""
+KIND_SLACK = 1.5
+"""Kinds whose best plan takes more than so many times the best of all are left alone."""
 LEAST_WALKED, MOST_WALKED, WALKED_OPERATORS = 4, 16, 6_000
 """Skeletons that a walk has priced: so many at most, or fewer of a larger model."""
 WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
@@ -49,6 +55,7 @@ class Improver:
         self._space, self._incumbent, self._notes = space, incumbent, notes
         self._neighbourhood, self._workers = neighbourhood, workers
         self._refining: dict[Skeleton, Part[Refined]] = {}
+        self._descended: set[tuple[Skeleton, float]] = set()
         self._num_operators = len(space.situation.graph.operators)
 
     def begin_refining(self, listed: Sequence[Entry]) -> None:
@@ -84,11 +91,62 @@ class Improver:
         results = self._workers.results(parts.values(), stop)
         for k, refined in zip(parts, results, strict=False):
             if refined.changes:
-                self._notes[f"refined {listed[k].skeleton}"] = "; ".join(refined.changes)
-                best = self._space.situation.simulate(refined.plan)
-                self._incumbent.offer(best)
-                found[k] = self._space.take(refined.skeleton, choices_of(refined.plan), best)
+                found[k] = self._take_refined(listed[k].skeleton, refined)
         return found
+
+    def descend(self, stop: Callable[[], bool]) -> list[Entry]:
+        """Refine the best plan of all, and the best pipeline of each kind that is not far from it.
+
+        Kinds differ in their schedule, their numbers of stages and microbatches, or in the devices
+        of a stage. What a search of fewer kinds would begin with is refined here, too, whatever
+        was ranked before it. Plans from which it went before are left alone.
+
+        Args:
+            stop: asked before each is awaited.
+
+        Returns:
+            The skeletons that were come to, the best first.
+        """
+        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
+        starts = [s for s in self._kinds() if (s[0], s[1].step_time) not in self._descended]
+        parts = [
+            self._workers.part(
+                Sharpener.refine, skeleton, best.plan, self._neighbourhood.schedules, most
+            )
+            for skeleton, best in starts
+        ]
+        found: dict[Skeleton, Entry] = {}
+        results = self._workers.results(parts, stop)
+        for (skeleton, best), refined in zip(starts, results, strict=False):
+            self._descended.add((skeleton, best.step_time))
+            if refined.changes:
+                entry = self._take_refined(skeleton, refined)
+                self._descended.add((entry.skeleton, entry.best_time))
+                found[entry.skeleton] = entry
+        return sorted(found.values(), key=lambda entry: entry.rank)
+
+    def _kinds(self) -> list[tuple[Skeleton, Simulation]]:
+        """Where `descend` begins: the best plan of all, and the best of each kind of pipelines."""
+        best = self._incumbent.best
+        if best is None or not best.fits:
+            return []
+        known = [(e.skeleton, e.simulation) for e in self._space.entries if e.simulation]
+        if not not_chosen_for(best.plan, self._space.situation.graph.fingerprint):
+            known.append((skeleton_of(best.plan), best))
+        first: dict[object, tuple[Skeleton, Simulation]] = {}
+        for skeleton, simulation in sorted(known, key=lambda each: rank(each[1])):
+            if not simulation.fits or simulation.step_time > KIND_SLACK * best.step_time:
+                break
+            if len(skeleton.stages) > 1:
+                first.setdefault(kind_of(skeleton), (skeleton, simulation))
+        most = max(REFINED, min(KINDS, KINDS_OPERATORS // self._num_operators))
+        return list(first.values())[:most]
+
+    def _take_refined(self, before: Skeleton, refined: Refined) -> Entry:
+        self._notes[f"refined {before}"] = "; ".join(refined.changes)
+        best = self._space.situation.simulate(refined.plan)
+        self._incumbent.offer(best)
+        return self._space.take(refined.skeleton, choices_of(refined.plan), best)
 
     def walk(
         self,
@@ -163,3 +221,9 @@ class Improver:
             return entry
         self._notes[f"walked from {entry.skeleton}"] = "; ".join(found.changes)
         return self._space.take(skeleton, choices, simulation)
+
+
+def kind_of(skeleton: Skeleton) -> object:
+    """What pipelines have in common that differ in cuts, shapes of meshes and policies only."""
+    devices = tuple(mesh.num_devices for mesh in skeleton.meshes)
+    return skeleton.schedule, skeleton.num_microbatches, devices

@@ -278,10 +278,9 @@ def _carried(
 def _other_counts(
     skeleton: Skeleton, choices: Choices, graph: OperatorGraph
 ) -> Iterator[Neighbour]:
-    now = skeleton.num_microbatches
-    for count in (now // 2, 2 * now):
-        if 2 * min(count, now) != max(count, now) or count not in graph.microbatch_counts:
-            continue
+    now, every = skeleton.num_microbatches, list(graph.microbatch_counts)
+    near = _around(every, now) + [n for n in every if n == 2 * now or 2 * n == now]
+    for count in sorted(set(near)):
         if run_of(skeleton.schedule, len(skeleton.stages), count, skeleton.num_ranks) is None:
             continue
         what = "1 microbatch" if count == 1 else f"{count} microbatches"

@@ -30,9 +30,10 @@ def vain_devices(plan: Plan, graph: OperatorGraph) -> str:
         unit, each = ("node", per_node) if in_nodes else ("device", 1)
         all_of, vain = plan.num_devices // each, repeated // each
         left = all_of - vain
+        verb = "repeat" if vain > 1 else "repeats"
         found.append(
-            f"{vain} of {all_of} {unit}s repeat{'' if vain > 1 else 's'} the work of others: "
-            f"the same step needs {left} {unit}{'s' if left > 1 else ''}"
+            f"{vain} of {all_of} {unit}s {verb} the work of others: the same step "
+            f"needs {left} {unit}{'s' if left > 1 else ''}"
         )
     if plan.num_devices < total:
         idle = cluster.num_nodes - len({cluster.node_of(d) for d in _used(plan)})

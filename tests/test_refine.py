@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from stratagem.search.choices import Choices, choices_of
 from stratagem.search.computing import ComputingBounds
 from stratagem.search.constraints import Constraints
-from stratagem.search.neighbours import MOST_ROUNDS, Neighbour, Neighbourhood, neighbours
+from stratagem.search.neighbours import MOST_ROUNDS, Kind, Neighbour, Neighbourhood, neighbours
 from stratagem.search.partition import StageCutter
 from stratagem.search.refine import MORE, Refiner
 from stratagem.search.result import Budget
 from stratagem.search.search import search
 from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton
+from stratagem.search.space import Options, Skeleton, skeleton_of
 from stratagem.search.strategies import data_parallel, tensor_parallel, with_recompute
 from stratagem.simulator.cluster import Cluster
 from stratagem.simulator.graph import OperatorGraph
@@ -263,6 +263,35 @@ def test_rounds_of_an_interleaved_pipeline_stay_whole() -> None:
     found = near_by(skeleton, data_parallel(graph, (1,)), graph, schedules=("interleaved",))
     counts = {near.skeleton.num_microbatches for near in found}
     assert counts == {4, 8}
+
+
+def test_numbers_of_microbatches_that_are_no_powers_of_two_are_neighbours_too() -> None:
+    """A walk led nowhere from 3 microbatches of a batch of 15: neither half nor twice divides."""
+    graph = mlp([16] * 4, batch=15)
+    skeleton = Skeleton(cut_at(graph, 4), meshes_of((1,), (1,)), 3, "1f1b")
+    found = near_by(skeleton, data_parallel(graph, (1,)), graph)
+    assert {near.skeleton.num_microbatches for near in found} == {1, 3, 5}
+
+
+@pytest.mark.parametrize(("schedule", "batch"), [("zb-h1", 12), ("1f1b", 15)])
+def test_no_single_change_betters_the_pipeline_that_a_search_ends_with(
+    schedule: str, batch: int
+) -> None:
+    graph = mlp([256, 4096, 256, 4096, 16, 4096], batch=16 * batch)
+    base = Cluster.preset("dgx-a100", num_nodes=3, devices_per_node=1)
+    link = replace(base.inter_node, bandwidth_gb_s=0.5)
+    wishes = Constraints(pipeline=3, schedules=(schedule,))
+    budget = Budget(evaluations=100)
+    cluster = replace(base, inter_node=link)
+    result = search(graph, cluster, constraints=wishes, budget=budget, num_threads=1)
+    situation = situation_of(graph, cluster)
+    skeleton = skeleton_of(result.plan)
+    assert len(skeleton.stages) == 3
+    found = near_by(skeleton, choices_of(result.plan), graph, POLICIES)
+    for near in found:
+        plan = situation.plan(near.skeleton, near.choices, name="near", options=Options())
+        assert situation.simulate(plan).step_time >= result.simulation.step_time * (1 - 2e-4)
+    assert {near.kind for near in found} >= {Kind.CUT, Kind.MICROBATCHES}
 
 
 EVERY = ("1f1b", "gpipe", "interleaved")
