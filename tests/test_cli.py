@@ -320,21 +320,56 @@ def test_out_that_cannot_be_written(place: Path) -> None:
     assert_one_line(shown, "graph.json")
 
 
+def interruptible(command: list[str]) -> subprocess.Popen[str]:
+    """A Python process that heeds interrupts.
+
+    Even where the tests run in the background of a shell, which ignores them.
+    """
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+MOMENTS = [0.02 * 1.6**k for k in range(9)]
+"""Seconds from the first line of the program, while it imports, and a while after."""
+
+STARTED = """
+import sys
+from stratagem import starting
+
+begin = starting.prepare
+starting.prepare = lambda: (begin(), print("prepared", flush=True))
+sys.argv[1:] = ["capture", "small_model:build", "-o", "g.json"]
+from stratagem.__main__ import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_interrupt_of_imports_ends_with_130_too(place: Path, moment: float) -> None:
+    """Ctrl-C in the first two seconds printed where in torch or numba it had come."""
+    with interruptible(["-c", STARTED]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "prepared\n"
+        time.sleep(moment)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=120)
+    assert (process.returncode, error) == (130, "")
+
+
 @pytest.mark.slow
 def test_interrupt_ends_with_130(place: Path) -> None:
     (place / "sleepy.py").write_text(
         "import pathlib, time\n\ndef build():\n"
         "    pathlib.Path('began').touch()\n    time.sleep(600)\n"
     )
-    command = [sys.executable, "-m", "stratagem.cli", "capture", "sleepy:build", "-o", "g.json"]
-
-    def heed_interrupts() -> None:
-        """Even where the tests run in the background of a shell, which ignores them."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
-    ) as process:
+    command = ["-m", "stratagem.cli", "capture", "sleepy:build", "-o", "g.json"]
+    with interruptible(command) as process:
         while process.poll() is None and not (place / "began").exists():
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)

@@ -9,14 +9,15 @@ not allow it, with the reason in a line on standard error; 130, it was interrupt
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from stratagem.starting import prepare
+
+    prepare()
+
 import os
+import re
 import signal
 import sys
-
-if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
-    del sys.path[0]  # `python -m` puts it first, and a torch.py there would be imported.
-
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from stratagem.cache_cli import cache_app
-from stratagem.cli_options import INTERRUPTED, WRONG_INPUT, AsJson, Model, print_json, speaker
+from stratagem.cli_options import WRONG_INPUT, AsJson, Model, print_json, speaker
 from stratagem.clusters_cli import clusters
 from stratagem.doctor_cli import doctor
 from stratagem.export_cli import export
@@ -39,6 +40,7 @@ from stratagem.simulate_cli import compare, diff, schedules, simulate
 from stratagem.simulator.files import write_text
 from stratagem.simulator.graph_io import graph_to_json
 from stratagem.simulator.texts import printable
+from stratagem.starting import INTERRUPTED, heed_interrupts
 from stratagem.version import __version__
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
@@ -94,6 +96,7 @@ def main() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
+        heed_interrupts()
         app(prog_name="stratagem")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

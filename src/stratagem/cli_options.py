@@ -29,8 +29,6 @@ ANSWER_IS_NO = 1
 """Exit code where the work was done and its answer is no: no plan fits, a machine cannot train."""
 WRONG_INPUT = 2
 """Exit code where the input, a file or the machine does not allow what was asked."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 MAX_ROWS = 20
 """Rows of a table that are printed; its title counts the others, and --tables writes them."""

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from stratagem.cli_options import (
-    INTERRUPTED,
     AsJson,
     Devices,
     Model,
@@ -31,6 +30,7 @@ from stratagem.simulator.cluster import Cluster, preset_names
 from stratagem.simulator.files import encode, write_text
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.training import Training
+from stratagem.starting import INTERRUPTED
 from stratagem.tables import result_table
 
 if TYPE_CHECKING:
