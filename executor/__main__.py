@@ -16,6 +16,7 @@ which the read_timeout of --rdzv-conf is one part.
 from __future__ import annotations
 
 import argparse
+import gc
 import warnings
 from pathlib import Path
 
@@ -170,6 +171,7 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
 @record
 def main() -> None:
     """Parse the command line and run this process's rank."""
+    gc.freeze()  # What is imported so far is no garbage; to look through it takes a second.
     arguments = parser().parse_args()
     backend = arguments.backend or default_backend(Plan.load(arguments.plan))
     with process_rank(limits_of(arguments), backend=backend) as (comm, watch):

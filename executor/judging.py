@@ -5,12 +5,16 @@ Nothing here talks to other processes; a judge is called once a period with what
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stratagem.executor.where import Where
 
 PERIOD = 1.0
 """Seconds between two messages of a rank."""
+
+STOPPED_SECONDS = 4.0
+"""How long a process of this machine may be stopped (SIGSTOP), which only a person undoes."""
 
 BACKEND_SECONDS = 86_400.0
 """For an operation of a backend, whose own timeouts name nobody: the watch always acts before."""
@@ -25,7 +29,8 @@ class Limits:
         (20.0, 60.0)
 
     Attributes:
-        silent: seconds after which a rank that says nothing counts as lost.
+        silent: seconds after which a rank that says nothing counts as lost, unless its process is
+            seen to compute on this machine: then it may take as long as `preparing`.
         stalled: seconds after which a run in which no rank goes on counts as stuck, and a rank
             that never said anything as lost.
         patience: how many times as long as expected an instruction may take, where that is longer.
@@ -50,6 +55,19 @@ class Limits:
     def allowed(self, expected: float) -> float:
         """Seconds for an instruction that is expected to take so many."""
         return max(self.stalled, self.patience * expected)
+
+    def quiet(self, state: str) -> int:
+        """Periods that a rank may say nothing whose process is in a state (`activity.state_of`).
+
+        Code in C that holds Python's lock, such as a big file that json reads, silences a rank
+        that computes.
+        """
+        seconds = self.silent
+        if state == "T":
+            seconds = min(self.silent, STOPPED_SECONDS)
+        elif state in ("R", "D"):
+            seconds = max(self.silent, self.preparing)
+        return max(2, round(seconds / PERIOD))
 
 
 @dataclass(frozen=True)
@@ -87,10 +105,15 @@ class Judge:
         self._still = 0
         self._idle = 0
 
-    def __call__(self, beats: dict[int, Beat], limit: int) -> Finding | None:
-        """What is wrong, if anything; is called once a period."""
+    def __call__(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Finding | None:
+        """What is wrong, if anything; is called once a period.
+
+        Args:
+            beats: what each rank told last.
+            limits: periods that each of them may say nothing.
+        """
         self._periods += 1
-        return self._missing(beats) or self._silent(beats, limit) or self._stuck(beats)
+        return self._missing(beats) or self._silent(beats, limits) or self._stuck(beats)
 
     def _missing(self, beats: dict[int, Beat]) -> Finding | None:
         missing = [rank for rank in range(len(self._counts)) if rank not in beats]
@@ -98,17 +121,13 @@ class Judge:
             return None
         return Finding(not_arrived(missing, f"{self._limits.stalled:g} s after rank 0"))
 
-    def _silent(self, beats: dict[int, Beat], limit: int) -> Finding | None:
+    def _silent(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Finding | None:
         for rank, beat in beats.items():
             same = self._counts[rank] == beat.count and not beat.done
             self._quiet[rank] = self._quiet[rank] + 1 if same else 0
             self._counts[rank] = beat.count
-            if self._quiet[rank] >= limit:
-                return Finding(
-                    f"rank {rank} has been silent for {self._limits.silent:g} s (killed, frozen "
-                    f"or cut off); it was last at {beat.where}",
-                    silent=rank,
-                )
+            if self._quiet[rank] >= limits[rank]:
+                return _silenced(rank, self._quiet[rank], beat)
         return None
 
     def _stuck(self, beats: dict[int, Beat]) -> Finding | None:
@@ -136,8 +155,8 @@ class Follower:
         self._limits = limits
         self._count, self._quiet = 0, 0
 
-    def __call__(self, beats: dict[int, Beat], limit: int) -> Finding | None:
-        """What is wrong with rank 0, if anything; is called once a period."""
+    def __call__(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Finding | None:
+        """What is wrong with rank 0, if anything; is called once a period, as `Judge` is."""
         leader = beats.get(0)
         if leader is None:
             self._quiet += 1
@@ -148,13 +167,7 @@ class Follower:
             return None
         self._quiet = self._quiet + 1 if leader.count == self._count else 0
         self._count = leader.count
-        if self._quiet < limit + 2:
-            return None
-        return Finding(
-            f"rank 0 has been silent for {self._quiet * PERIOD:g} s (killed, frozen or cut off); "
-            f"it was last at {leader.where}",
-            silent=0,
-        )
+        return None if self._quiet < limits[0] + 2 else _silenced(0, self._quiet, leader)
 
 
 MOST_NAMED = 8
@@ -166,6 +179,14 @@ def not_arrived(ranks: list[int], when: str) -> str:
     named = ", ".join(map(str, ranks[:MOST_NAMED])) + (" …" if len(ranks) > MOST_NAMED else "")
     are = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
     return f"{are} not joined the run {when} (killed, hung or still starting its program)"
+
+
+def _silenced(rank: int, periods: int, beat: Beat) -> Finding:
+    text = (
+        f"rank {rank} has been silent for {periods * PERIOD:g} s (killed, frozen or cut off); "
+        f"it was last at {beat.where}"
+    )
+    return Finding(text, silent=rank)
 
 
 def _stalled(places: dict[int, Where], seconds: float) -> str:

@@ -130,13 +130,12 @@ class Watch:
         """Tell and read once a period, until the end or until the store is gone."""
         first = self._rank == 0
         judge = Judge(self._world_size, self._limits) if first else Follower(self._limits)
-        limit = max(2, round(self._limits.silent / PERIOD))
         while not self._stop.wait(PERIOD):
             try:
                 if self._closing is None:
                     self._tell()
                 beats = self._beats(range(self._world_size) if first else [0])
-                finding = judge(beats, limit)
+                finding = judge(beats, {rank: self._quiet(beats[rank]) for rank in beats})
                 if finding is not None:
                     self._accuse(finding.text)
                     self._kill(finding.silent)
@@ -161,6 +160,11 @@ class Watch:
             rank: msgspec.json.decode(text, type=Beat)
             for rank, text in zip(known, texts, strict=True)
         }
+
+    def _quiet(self, beat: Beat) -> int:
+        """Periods that a rank may say nothing; of one elsewhere nobody knows what it does."""
+        here = self._host and beat.host == self._host
+        return self._limits.quiet(state_of(beat.pid) if here else "")
 
     def _accuse(self, text: str) -> None:
         """Let every rank know of a fault, unless one is known."""

@@ -110,6 +110,14 @@ def busy():
     return Rows(12, compute_forever, 0.02)
 
 
+def locking():
+    def hold_the_lock():
+        begun = time.monotonic()
+        sum(range(10**7))
+        sum(range(round(13e7 / (time.monotonic() - begun))))
+    return Rows(2, hold_the_lock)
+
+
 def never_built():
     if RANK == 1:
         time.sleep(10**6)
@@ -250,8 +258,15 @@ def test_a_killed_rank_is_named(place: Path) -> None:
 @pytest.mark.slow
 def test_a_frozen_rank_is_named_and_ended(place: Path) -> None:
     told = fail("slow", lambda found: os.kill(found[1], signal.SIGSTOP))
-    assert re.search(rf"rank 1 has been silent for 10 s .*; it was last at .*{WHERE}", told)
+    assert re.search(rf"rank 1 has been silent for 4 s .*; it was last at .*{WHERE}", told)
     assert_checkpoint_is_whole()
+
+
+@pytest.mark.long
+def test_a_batch_that_holds_pythons_lock_is_waited_for(place: Path) -> None:
+    """Such as a big file that json reads: the rank said nothing for 10 s, and was ended."""
+    report = launch("plan.json", "faulty:build", data="faulty:locking", steps=4, warmup=0)
+    assert len(report.losses) == 4
 
 
 @pytest.mark.slow
@@ -456,14 +471,18 @@ def beats(count: int, *places: Where, done: bool = False) -> dict[int, Beat]:
 
 
 MOVING = Where(3, "taking the batch", slow=False)
+THREE = {0: 3, 1: 3, 2: 3}
+"""Periods that each rank may say nothing."""
 WAITING = Where(3, "fc sync", 12, waits=True, slow=False)
 
 
 def test_only_ranks_that_say_nothing_are_silent() -> None:
     judge = Judge(2, Limits())
     for count in range(1, 50):
-        assert judge(beats(count, Where(count), MOVING), 3) is None
-    findings = [judge({**beats(60 + i, Where(i)), 1: beats(49, MOVING)[0]}, 3) for i in range(3)]
+        assert judge(beats(count, Where(count), MOVING), THREE) is None
+    findings = [
+        judge({**beats(60 + i, Where(i)), 1: beats(49, MOVING)[0]}, THREE) for i in range(3)
+    ]
     assert findings[:2] == [None, None]
     assert findings[2] is not None
     assert findings[2].silent == 1
@@ -476,7 +495,7 @@ def test_a_step_in_which_no_rank_goes_on_is_stuck() -> None:
         ((WAITING, WAITING), "rank 0 is at step 3, instruction 12 'fc sync'; rank 1 is at"),
     ):
         judge = Judge(2, Limits(stalled=5))
-        findings = [judge(beats(count, *places), 3) for count in range(1, 8)]
+        findings = [judge(beats(count, *places), THREE) for count in range(1, 8)]
         assert findings[:5] == [None] * 5
         assert findings[5] is not None
         assert words in findings[5].text
@@ -484,7 +503,7 @@ def test_a_step_in_which_no_rank_goes_on_is_stuck() -> None:
 
 def first_finding(judge: Judge, told: Callable[[int], dict[int, Beat]], most: int) -> int | None:
     """The second at which a judge first finds something wrong."""
-    return next((count for count in range(1, most) if judge(told(count), 3) is not None), None)
+    return next((count for count in range(1, most) if judge(told(count), THREE) is not None), None)
 
 
 def test_a_long_instruction_is_given_time() -> None:
@@ -511,7 +530,7 @@ def test_what_has_no_expected_time_may_take_as_long_as_it_works() -> None:
     assert first_finding(judge, lambda count: told(count, works=True), 60) == 31
     judge = Judge(2, Limits(stalled=5, preparing=30))
     assert first_finding(judge, lambda count: told(count, works=count < 9), 60) == 13
-    finding = judge(told(99, works=False), 3)
+    finding = judge(told(99, works=False), THREE)
     assert finding is not None
     assert "rank 1 is at building the model, while the others wait for it" in finding.text
 
@@ -541,12 +560,12 @@ def test_ranks_that_connect_may_be_idle_for_long(monkeypatch: pytest.MonkeyPatch
 def test_a_rank_that_never_comes_is_missed() -> None:
     judge = Judge(3, Limits(stalled=5))
     alone = {0: beats(1, WAITING)[0]}
-    findings = [judge({0: replace(alone[0], count=count)}, 3) for count in range(1, 6)]
+    findings = [judge({0: replace(alone[0], count=count)}, THREE) for count in range(1, 6)]
     assert findings[:4] == [None] * 4
     assert findings[4] is not None
     assert findings[4].text.startswith("ranks 1, 2 have not joined the run 5 s after rank 0")
     follower = Follower(Limits(stalled=5))
-    missed = [follower({}, 3) for _ in range(5)]
+    missed = [follower({}, THREE) for _ in range(5)]
     assert missed[:4] == [None] * 4
     assert missed[4] is not None
     assert missed[4].text.startswith("rank 0 has not joined the run 5 s after others")
@@ -594,15 +613,24 @@ def test_working_is_told_from_waiting() -> None:
 def test_what_is_done_is_left_alone() -> None:
     judge = Judge(2, Limits(stalled=5))
     for _ in range(40):
-        assert judge(beats(50, MOVING, MOVING, done=True), 3) is None
+        assert judge(beats(50, MOVING, MOVING, done=True), THREE) is None
 
 
 def test_the_others_notice_when_the_first_rank_is_gone() -> None:
     follower = Follower(Limits())
     for count in range(1, 20):
-        assert follower(beats(count, MOVING), 3) is None
-    findings = [follower(beats(19, MOVING), 3) for _ in range(5)]
+        assert follower(beats(count, MOVING), THREE) is None
+    findings = [follower(beats(19, MOVING), THREE) for _ in range(5)]
     assert findings[:4] == [None] * 4
     assert findings[4] is not None
     assert "rank 0 has been silent for 5 s" in findings[4].text
-    assert follower(beats(19, MOVING, done=True), 3) is None
+    assert follower(beats(19, MOVING, done=True), THREE) is None
+
+
+def test_what_is_seen_of_a_silent_process_says_how_long_it_may_be() -> None:
+    """One that computes may hold Python's lock, one that is stopped goes on no more."""
+    limits = Limits()
+    seen = {state: limits.quiet(state) for state in ("", "S", "R", "D", "T")}
+    assert seen == {"": 10, "S": 10, "R": 600, "D": 600, "T": 4}
+    assert Limits(silent=2.0).quiet("T") == 2
+    assert Limits(preparing=3.0).quiet("R") == 10

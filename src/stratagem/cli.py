@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
     prepare()
 
+import gc
 import os
 import re
 import signal
@@ -100,6 +101,8 @@ def main() -> None:
         app(prog_name="stratagem")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    finally:
+        gc.freeze()  # Python would look through all of torch for garbage before it ends.
 
 
 def _version(asked: bool) -> None:

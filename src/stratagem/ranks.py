@@ -5,6 +5,7 @@ The model's state and its batches travel through a temporary folder; every rank 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -159,6 +160,7 @@ def _feeder(
 
 def main() -> None:
     """Run this process's rank of the task in a folder; rank 0 leaves the result there."""
+    gc.freeze()  # What is imported so far is no garbage; to look through it takes a second.
     (folder,) = sys.argv[1:]
     torch.set_num_threads(1)
     task = torch.load(Path(folder, TASK), map_location="cpu", weights_only=True)
