@@ -27,7 +27,7 @@ from stratagem.simulator.placement import (
 )
 from stratagem.simulator.plan import Plan, ranks_of
 from stratagem.simulator.recompute import Triggers, triggers
-from stratagem.simulator.resharding import Resharder, Step
+from stratagem.simulator.resharding import Resharder, Step, shared_resharder
 from stratagem.simulator.schedule import Action
 from stratagem.simulator.segments import run_again
 from stratagem.simulator.token_slices import TokenSlice
@@ -172,7 +172,9 @@ class Context:
         cluster = self.plan.cluster
         numbers = numbers_of(self.plan, range(len(self.plan.stages)))
         return tuple(
-            Resharder(mesh.shape, [mesh.link(axis, cluster) for axis in range(len(mesh.axes))])
+            shared_resharder(
+                mesh.shape, tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
+            )
             for mesh in map(self.mesh, numbers)
         )
 

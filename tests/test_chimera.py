@@ -38,7 +38,7 @@ from tests.plans import (
     TOLERANCE,
     Case,
     Chooser,
-    assert_equal_to_torch,
+    assert_runs_like_torch,
     assert_same_gradients,
     assert_trains_like_torch,
     drawing,
@@ -186,8 +186,7 @@ def test_two_pipelines_train_like_torch(name: str) -> None:
     case = case_of("gpt")
     plan = opposite(case, choose, *shapes, num_microbatches=parts)
     verify(lower(plan, case.graph))
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 def unpinned(seed: int) -> Chooser:
@@ -229,8 +228,7 @@ def random_plan(case: Case, seed: int) -> Plan:
 def test_random_plans_train_like_torch(model: str, seed: int) -> None:
     case = case_of(model)
     plan = random_plan(case, seed)
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
     check_postings(lower(plan, case.graph))
 
 
@@ -258,8 +256,7 @@ def test_other_models_train_like_torch(model: str) -> None:
     case = case_of(model)
     training = Training(optimizer="sgd", learning_rate=0.01)
     plan = opposite(case, sharding("sample"), TWO, TWO, training=training)
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 def test_a_tie_may_join_any_stages() -> None:
@@ -269,8 +266,7 @@ def test_a_tie_may_join_any_stages() -> None:
     cuts = (names.index("blocks.0.up"), names.index("blocks.1.add"), names.index("head") + 1)
     plan = opposite(case, sharding("parameter", zero=1), *(TWO,) * 4, cuts=cuts)
     assert (plan.stage_of["tokens"], plan.stage_of["head"]) == (0, 2)
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize(

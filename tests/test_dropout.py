@@ -30,6 +30,7 @@ from stratagem.simulator.windows import shard_bounds
 from tests.plans import (
     Case,
     assert_equal_to_torch,
+    assert_runs_like_torch,
     assert_same_gradients,
     assert_trains_like_torch,
     make_plan,
@@ -306,8 +307,7 @@ def test_one_device_equals_torch_with_these_masks(case: Case) -> None:
 def test_every_plan_drops_the_same(case: Case, seed: int) -> None:
     training = Training(optimizer="sgd", learning_rate=0.05)
     plan = replace(random_plan(case, seed, training), seed=SEED)
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("dim", ["sample", "query", "kv_head", "group"])

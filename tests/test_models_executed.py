@@ -22,8 +22,7 @@ from stratagem.simulator.training import Training
 from tests import small_models
 from tests.plans import (
     Case,
-    assert_equal_to_torch,
-    assert_trains_like_torch,
+    assert_runs_like_torch,
     built_case,
     chosen,
     drawing,
@@ -81,8 +80,7 @@ def check(case: Case, seed: int) -> None:
     optimizer = ("sgd", "adam")[seed % 2]
     training = Training(optimizer=optimizer, learning_rate=0.01)
     plan = random_plan(case, seed, training)
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -116,11 +114,6 @@ def collectives(plan: Plan, case: Case, rank: int = 0) -> dict[str, set[Collecti
     return found
 
 
-def train(case: Case, plan: Plan) -> None:
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
-
-
 @pytest.mark.parametrize(
     ("shapes", "zero", "num_microbatches"),
     [(((4,),), 0, 1), (((2,),), 1, 1), (((2, 2),), 3, 1), (((2,), (2,)), 2, 2)],
@@ -136,7 +129,7 @@ def test_expert_parallel_plans(
     assert Shard("expert") in plan.choice("moe.up").config
     used = (kinds for rank in (0, -1) for kinds in collectives(plan, case, rank).values())
     assert any(Collective.ALL_TO_ALL in kinds for kinds in used)
-    train(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -150,7 +143,7 @@ def test_a_device_may_have_fewer_experts_than_another(zero: int) -> None:
 
     plan = make_plan(case, choose, (3,))
     assert {plan.choice(name).config for name in config} == {(Shard("expert"),)}
-    train(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
@@ -170,7 +163,7 @@ def test_attention_of_sharded_queries_gathers_keys_and_values(
     found = collectives(plan, case)
     into = [found[task] for task in found if task.endswith(f"→ {attention.name}")]
     assert {Collective.ALL_GATHER} in into
-    train(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
@@ -191,7 +184,7 @@ def test_vocabulary_parallel_embedding_and_cross_entropy(
         assert all(isinstance(p, Shard) for p in plan.choice(name).config), name
     assert not any(task.endswith("head → cross_entropy") for task in collectives(plan, case))
     assert forwards(plan, case)["cross_entropy"].meetings
-    train(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -215,7 +208,7 @@ def test_uneven_shards(model: str) -> None:
         if isinstance(placed, Shard) and operator.sizes[str(placed.dim)] % 3
     ]
     assert len(uneven) >= 5
-    train(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -230,7 +223,7 @@ def test_operators_pinned_in_turn(model: str) -> None:
     plan = make_plan(case, choose, (3,))
     ran = [forwards(plan, case, rank).keys() for rank in range(3)]
     assert sum(map(len, ran)) == len(set().union(*ran)) == len(names)
-    train(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("model", ["resnet", "inception"])
@@ -247,4 +240,4 @@ def test_batch_norms_take_their_statistics_together(
     done = forwards(plan, case)
     assert norms
     assert all(done[name].meetings for name in norms)
-    train(case, plan)
+    assert_runs_like_torch(case, plan)

@@ -38,7 +38,7 @@ from stratagem.simulator.windows import Window, shard_bounds, window_of
 from tests.plans import (
     Case,
     assert_equal_to_torch,
-    assert_trains_like_torch,
+    assert_runs_like_torch,
     is_legal,
     make_plan,
     one_stage,
@@ -196,8 +196,7 @@ def test_split_images_train_like_torch(
     windows = [o.name for o in case.graph.operators if o.windows]
     assert any(Shard(dims[-1]) in plan.choice(name).config for name in windows)
     verify(lower(plan, case.graph))
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -37,8 +37,8 @@ from tests.plans import (
     Case,
     Chooser,
     assert_equal_to_torch,
+    assert_runs_like_torch,
     assert_same_gradients,
-    assert_trains_like_torch,
     make_case,
     make_plan,
     random_plan,
@@ -126,8 +126,7 @@ def test_slices_train_like_torch(model: str, name: str) -> None:
     plan = sliced(case, slices, *shapes, choose=choose, parts=parts)
     program = lower(plan, case.graph)
     verify(program)
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 def drawn(case: Case, seed: int) -> Plan:

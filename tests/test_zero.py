@@ -35,7 +35,7 @@ from stratagem.simulator.training import Training
 from tests.plans import (
     Case,
     assert_equal_to_torch,
-    assert_trains_like_torch,
+    assert_runs_like_torch,
     make_case,
     make_plan,
     mesh_of,
@@ -199,8 +199,7 @@ def mlp_of(ways: int, *, adapted: bool = False) -> Case:
 def test_parts_of_uneven_size_train_like_torch(ways: int, zero: int) -> None:
     case = mlp_of(ways)
     plan = make_plan(case, sharding("sample", zero=zero), (ways,), num_microbatches=2)
-    assert_equal_to_torch(case, plan)
-    assert_trains_like_torch(case, plan)
+    assert_runs_like_torch(case, plan)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
