@@ -308,6 +308,12 @@ def optional(choose: Chooser, seed: int) -> Chooser:
     return chosen
 
 
+def seeds(numbers: range, few: int) -> list[object]:
+    """Seeds of random plans: `make test` runs a few of them, `make test-all` the others, too."""
+    marks = [pytest.mark.slow] * few + [pytest.mark.long] * (len(numbers) - few)
+    return [pytest.param(n, marks=mark) for n, mark in zip(numbers, marks, strict=True)]
+
+
 # -- truth --------------------------------------------------------------------------------------
 
 

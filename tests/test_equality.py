@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.equality import compare, main
 from benchmarks.random_training import Drawn, Scalar, adds_up, draw
+from tests.plans import seeds
 
 torch.set_num_threads(1)
 SEED = 7
@@ -29,8 +30,7 @@ def test_a_rank_whose_part_is_empty_has_a_timeline_too() -> None:
     assert tally.tried
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(10, 60, 10))
+@pytest.mark.parametrize("first", seeds(range(10, 60, 10), 1))
 def test_more_random_models_train_what_torch_trains(first: int) -> None:
     found = [line for number in range(first, first + 10) for line in compare(SEED, number)[2]]
     assert not found

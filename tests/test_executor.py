@@ -51,6 +51,7 @@ from tests.plans import (
     megatron,
     mlp_case,
     random_plan,
+    seeds,
     sharding,
     whole,
 )
@@ -186,8 +187,7 @@ def test_random_plans_equal_torch(model: str, seed: int, request: pytest.Fixture
     assert_equal_to_torch(case, random_plan(case, seed))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
+@pytest.mark.parametrize("seed", seeds(range(100, 200), 10))
 @pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
 def test_many_random_plans_equal_torch(
     model: str, seed: int, request: pytest.FixtureRequest

@@ -30,6 +30,7 @@ from tests.plans import (
     make_case,
     make_plan,
     random_plan,
+    seeds,
     sharding,
 )
 from tests.small_models import SmallInception, SmallLlama, SmallLSTM
@@ -89,8 +90,7 @@ def test_random_plans_train_like_torch(model: str, seed: int) -> None:
     check(case_of(model), seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1030))
+@pytest.mark.parametrize("seed", seeds(range(1000, 1030), 6))
 @pytest.mark.parametrize("model", MODELS)
 def test_many_random_plans_train_like_torch(model: str, seed: int) -> None:
     check(case_of(model), seed)

@@ -41,6 +41,7 @@ from tests.plans import (
     mesh_of,
     one_stage,
     random_plan,
+    seeds,
     sharding,
 )
 
@@ -82,7 +83,7 @@ def state_bytes(graph: OperatorGraph, shape: tuple[int, ...], setup: TrainingSet
 
 
 ANY_NUMBER = [
-    *[pytest.param(name, range(2, 257), marks=pytest.mark.slow) for name in SIZES],
+    *[pytest.param(name, range(2, 257), marks=pytest.mark.long) for name in SIZES],
     ("GPT-2 XL", (3, 40, 229, 256)),
     ("Llama-2-13B", (7, 96, 104)),
 ]
@@ -273,9 +274,7 @@ FOUND = (4, 15)
 """Plans with frozen weights that are gathered once and read by several pieces of a pass."""
 
 
-@pytest.mark.parametrize(
-    "seed", [*FOUND, *(pytest.param(k, marks=pytest.mark.slow) for k in range(100, 130))]
-)
+@pytest.mark.parametrize("seed", [*FOUND, *seeds(range(100, 130), 6)])
 def test_random_plans_with_frozen_parameters_train_like_torch(seed: int) -> None:
     torch.manual_seed(seed)
     x, target = torch.randn(8, 10), torch.randint(0, 7, (8,))
