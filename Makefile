@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help demo docs test test-all test-fast lint format setup clean
+.PHONY: help demo docs test test-all test-fast lint kernels format setup clean
 
 help:
 	@echo "make demo       find a plan for GPT-2 on 16 A100s, then plan and run a small GPT here"
@@ -47,17 +47,24 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What tests run compiled, so that not each of their processes begins by compiling it.
+kernels: $(READY)
+	$(BIN)/python -m stratagem search examples.small_gpt:build --cluster dgx-a100 --nodes 1 --devices 4 \
+	    --evaluations 200 --json --out $(VENV)/plan.json >/dev/null
+
 # Files of tests are dealt out to this many processes; 0 runs all in one.
 TEST_PROCESSES ?= 2
 
-test: lint
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 # With the tests of `long`, whose few cases `make test` has too.
-test-all: lint
+test-all: $(READY)
+	$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'long or not long'
 
-test-fast: $(READY)
+test-fast: kernels
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow and not notebook and not long'
 
 format: $(READY)
