@@ -33,6 +33,7 @@ from torch import nn
 
 from benchmarks.random_training import Drawing, draw
 from stratagem.executor import ExecutionResult, execute, model_state
+from stratagem.executor.counters import COUNTER
 from stratagem.executor.reference import gradient_errors, relative_error, statistics_apart
 from stratagem.executor.run import prepare
 from stratagem.simulator.graph import OperatorGraph
@@ -176,6 +177,9 @@ def _truth(drawn: Drawing, plan: Plan, num_norms: int) -> Truth:
             nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
         losses.append(loss.item())
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] == COUNTER:
+            buffer *= plan.num_microbatches  # They are normalised one by one, in one call here.
     return Truth(tuple(losses), model)
 
 

@@ -100,6 +100,7 @@ def save_checkpoint(
             files=files,
             scale=interpreter.scale,
             finite=finite,
+            counters=interpreter.counters.at(course.step),
         )
         path = temporary / INDEX_NAME
         path.write_text(index.to_json(), encoding="utf-8")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -104,6 +104,7 @@ class CheckpointIndex:
         files: the shards.
         scale: the loss scale of the next step, of a run in float16.
         finite: whether the last loss and all tensors are.
+        counters: how often batch norms had normalised, by the names of their buffers.
         sha256: of the index itself, without it.
     """
 
@@ -121,6 +122,7 @@ class CheckpointIndex:
     files: tuple[ShardFile, ...]
     scale: LossScale | None = None
     finite: bool = True
+    counters: dict[str, int] = field(default_factory=dict)
     sha256: str = ""
 
     @cached_property
@@ -151,8 +153,11 @@ class CheckpointIndex:
         return encode(replace(self, sha256=self.own_hash()))
 
     def own_hash(self) -> str:
-        """The SHA-256 of all that the index says."""
-        return hashlib.sha256(encode(replace(self, sha256="")).encode()).hexdigest()
+        """The SHA-256 of all that the index says, as it was before there were counters if not."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)} | {"sha256": ""}
+        if not self.counters:
+            del said["counters"]
+        return hashlib.sha256(encode(said).encode()).hexdigest()
 
     def check_model(self, program: Program, where: Path) -> None:
         """Refuse to load the checkpoint into another model, or for another optimizer.

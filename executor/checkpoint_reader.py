@@ -27,6 +27,7 @@ from stratagem.executor.checkpoint_index import (
     SavedTensor,
     key_of,
 )
+from stratagem.executor.counters import as_tensors
 from stratagem.executor.program import part_shape
 from stratagem.executor.reshard import put_together
 from stratagem.executor.seats import box_shape, cut, cut_part
@@ -64,7 +65,7 @@ def load_checkpoint(path: str | Path, model: nn.Module | None = None) -> dict[st
         whole = {
             tensor.name: checkpoint.whole(PARAMETER, tensor) for tensor in checkpoint.index.tensors
         }
-        state = to_model(checkpoint.index.maps, whole)
+        state = to_model(checkpoint.index.maps, whole) | as_tensors(checkpoint.index.counters)
     if model is not None:
         _put(state, model, path)
     return state
@@ -120,6 +121,7 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
             interpreter.optimizer.load(name, state, index.updates)
         if interpreter.scale is not None and index.scale is not None:
             interpreter.scale = index.scale
+        interpreter.counters = interpreter.counters.going_on(index.course.step, index.counters)
         return index.course
 
 

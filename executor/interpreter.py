@@ -12,6 +12,7 @@ from torch import Tensor
 from stratagem.executor import compute, movement, prefixes
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.clock import Mark
+from stratagem.executor.counters import counters_of
 from stratagem.executor.endings import Ending
 from stratagem.executor.gpu.random_words import words_on
 from stratagem.executor.homes import all_meshes, numbers_of
@@ -72,6 +73,7 @@ class Interpreter:
     `at` is the number of the instruction under way, -1 outside the instructions of a step, and
     their count while the device is waited for.
     `scale` is the loss scale of the next step in float16, None in other precisions.
+    `counters` are those of batch norms, as they follow from the steps made.
     `optimizer` is that of the parameters at home; its rate may be set before every step, as
     may the step of `random`, by which dropout draws.
 
@@ -103,6 +105,7 @@ class Interpreter:
         for mesh in all_meshes(program.plan):
             comm.prepare(mesh_groups(mesh, program.rank_of))
         self._state = to_rewritten(program.maps, state)
+        self.counters = counters_of(program, state)
         self._memory = Memory()
         plan = program.plan
         self.random = RandomStream(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from stratagem.executor.counters import COUNTER
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
 from stratagem.executor.verdict import BUFFER, LOSS_NAME
@@ -170,8 +171,11 @@ class _Torch:
         buffers = {
             name: buffer
             for name, buffer in model.named_buffers()
-            if buffer.is_floating_point() and not torch.equal(buffer, before[name])
+            if not torch.equal(buffer, before[name])
         }
+        for name in (name for name in buffers if name.rpartition(".")[2] == COUNTER):
+            # Batch norms normalise each part on its own, but see torch count the whole once.
+            buffers[name] = before[name] + self.parts * (buffers[name] - before[name])
         return Outcome(float(loss.detach()), gradients, buffers)
 
 

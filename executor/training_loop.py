@@ -27,6 +27,7 @@ from stratagem.executor.checkpoint_folder import (
 )
 from stratagem.executor.checkpoint_index import Course
 from stratagem.executor.checkpoint_reader import Checkpoint, restore
+from stratagem.executor.counters import as_tensors
 from stratagem.executor.gpu.graphs import GraphedSteps, refusal
 from stratagem.executor.held import most_held_bytes
 from stratagem.executor.interpreter import Interpreter, StepRecord
@@ -353,11 +354,14 @@ def _result(
     times = tuple(ns * 1e-9 for ns in slowest.tolist())
     middle = median_index(tuple(times[number] for number, _ in timed))
     spans = _spans(interpreter, timed[middle][1])
+    parameters = interpreter.parameters()
+    if comm.rank == 0:
+        parameters |= as_tensors(interpreter.counters.at(start + len(losses)))
     return ExecutionResult(
         losses=tuple(shared.tolist()),
         step_times=times,
         timeline=timeline(program, spans),
-        parameters=interpreter.parameters(),
+        parameters=parameters,
         provenance=provenance_of(comm, program.plan.training.precision),
         gradients=interpreter.whole_gradients() if gradients else None,
         first_step=start,
