@@ -243,14 +243,19 @@ def run_fake(
     size: int,
     function: Callable[[NcclCommunicator], T],
     make: Callable[[Hub], tuple[Any, FakeStreams]] = plain,
+    *,
+    ordered: bool = True,
 ) -> list[T]:
-    """Run `function` as every rank of a world of `NcclCommunicator`."""
+    """Run `function` as every rank of a world of `NcclCommunicator`.
+
+    Where NCCL is not `ordered`, operations are put in line by events.
+    """
     hub, results, errors = Hub(), {}, []
 
     def rank_of(rank: int) -> None:
         try:
             fake, streams = make(hub)
-            made = NcclCommunicator(fake, b"world", rank, size, streams)
+            made = NcclCommunicator(fake, b"world", rank, size, streams, ordered=ordered)
             with made as comm, comm.working():
                 results[rank] = function(comm)
         except BaseException as error:

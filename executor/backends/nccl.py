@@ -9,8 +9,8 @@ to any other one:
     0 ▶ 1        send ────────  send ────────
 
 Messages have no tags, see `postings`. The host only issues work; it waits at barriers and where
-somebody reads a result. All ranks issue their communications in one common order, which is what
-NCCL asks for where several communicators are in use at a time.
+somebody reads a result. All ranks issue their communications in one common order, and devices start
+them in that order, see `gpu.launch_order`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from stratagem.executor.backends.member import ProcessMember, packed, prepared
 from stratagem.executor.endings import Ending
 from stratagem.executor.gpu.event_clock import EventClock
 from stratagem.executor.gpu.kernels import check_gpu
+from stratagem.executor.gpu.launch_order import LaunchOrder, ordered_by_nccl
 from stratagem.executor.gpu.memory import use_torch_memory
 from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
@@ -77,11 +78,14 @@ def join_nccl(*, timeout: float = 120.0) -> NcclCommunicator:
     claim(store, NCCL_KEY, gpu)
     streams = CudaStreams(torch.device("cuda", gpu), cupy=True)
     use_torch_memory()
+    ordered = ordered_by_nccl(nccl)
     if rank == 0:
         store.set(NCCL_KEY, nccl.get_unique_id().hex())
     unique = bytes.fromhex(store.get(NCCL_KEY).decode())
     with streams.used():
-        return NcclCommunicator(nccl, unique, rank, world_size, streams, store=store)
+        return NcclCommunicator(
+            nccl, unique, rank, world_size, streams, ordered=ordered, store=store
+        )
 
 
 @dataclass
@@ -115,6 +119,7 @@ class NcclCommunicator(ProcessMember):
         rank: of this process.
         world_size: number of ranks.
         streams: of this rank's device.
+        ordered: whether NCCL starts operations in the order in which it is given them.
         store: through which the ranks found one another; kept open as long as this is.
     """
 
@@ -128,6 +133,7 @@ class NcclCommunicator(ProcessMember):
         world_size: int,
         streams: Streams,
         *,
+        ordered: bool,
         store: Any = None,
     ) -> None:
         self.rank = rank
@@ -135,7 +141,7 @@ class NcclCommunicator(ProcessMember):
         self.device = streams.device
         self.sent: Counter[str] = Counter()
         self.clock = EventClock(streams)
-        self._wire = Wire(nccl, streams, rank)
+        self._wire = Wire(nccl, streams, rank, LaunchOrder(streams, by_nccl=ordered))
         self._store = store
         self._streams = streams
         self._compute = streams.compute
@@ -260,8 +266,7 @@ class NcclCommunicator(ProcessMember):
         if len(group) == 1:
             return copy
         comm, members = self._of(group, self._groups)
-        at, root = copy.data_ptr(), members.index(source)
-        comm.broadcast(at, at, num_bytes(copy), self._wire.nccl.NCCL_UINT8, root, self._here)
+        self._wire.broadcast(comm, copy, members.index(source), self._compute)
         return copy
 
     def reduce(self, tensor: Tensor, target: int, group: Group) -> Tensor | None:
@@ -270,9 +275,7 @@ class NcclCommunicator(ProcessMember):
             return tensor
         comm, members = self._of(group, self._groups)
         total = packed(tensor)
-        at, root = total.data_ptr(), members.index(target)
-        dtype, op = self._wire.dtype(tensor), self._wire.nccl.NCCL_SUM
-        comm.reduce(at, at, total.numel(), dtype, op, root, self._here)
+        self._wire.reduce(comm, total, members.index(target), self._compute)
         if self.rank == target:
             return total
         self._count(Collective.REDUCE, num_bytes(tensor), group)
@@ -295,7 +298,7 @@ class NcclCommunicator(ProcessMember):
             tensor if rank == target else self._wire.empty(shape, tensor.dtype)
             for rank, shape in zip(group, shapes, strict=True)
         ]
-        with self._wire.together():
+        with self._wire.together(self._compute):
             for rank, part in zip(group, parts, strict=True):
                 if rank != target:
                     self._wire.get(comm, part, members.index(rank), self._compute)
@@ -319,7 +322,7 @@ class NcclCommunicator(ProcessMember):
         own = self._count_chunks(Collective.SCATTER, chunks, group)
         self._check_shape(own, shape)
         pieces = [chunk.detach().contiguous() for chunk in chunks]
-        with self._wire.together():
+        with self._wire.together(self._compute):
             for rank, chunk in zip(group, pieces, strict=True):
                 if rank != source:
                     self._wire.give(comm, chunk, members.index(rank), self._compute)
@@ -409,6 +412,7 @@ class NcclCommunicator(ProcessMember):
         What is sent is held until all is recorded, since no event can be asked about meanwhile.
         """
         self._settle()
+        self._wire.order.restart()
         forked: list[Stream] = []
         self._forked, before = forked, self.sent.copy()
 
@@ -422,6 +426,7 @@ class NcclCommunicator(ProcessMember):
         finally:
             self._forked = None
             self._let_go()
+            self._wire.order.restart()
         self._graphs.add(graph)
         each = self.sent - before
         self.sent.subtract(each)
@@ -469,10 +474,6 @@ class NcclCommunicator(ProcessMember):
         self._groups.clear()
 
     # -- pieces ---------------------------------------------------------------------------------
-
-    @property
-    def _here(self) -> int:
-        return self._streams.address(self._compute)
 
     def _aside(self, issue: Callable[[], None], result: Callable[[], Tensor]) -> Pending:
         """Issue a collective beside the compute stream, which waits for it at `finish`.

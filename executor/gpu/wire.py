@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Group, Reduction, Shape, num_bytes, position
+from stratagem.executor.gpu.launch_order import LaunchOrder
 from stratagem.executor.gpu.streams import Stream, Streams
 
 Among = tuple[Any, list[int]]
@@ -40,11 +41,15 @@ OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX"}
 
 
 class Wire:
-    """NCCL as one rank uses it: ``cupy.cuda.nccl``, or what stands in for it."""
+    """NCCL as one rank uses it: ``cupy.cuda.nccl``, or what stands in for it.
 
-    def __init__(self, nccl: Any, streams: Streams, rank: int) -> None:
+    `order` is that in which the device starts what is given here.
+    """
+
+    def __init__(self, nccl: Any, streams: Streams, rank: int, order: LaunchOrder) -> None:
         self.nccl = nccl
         self.streams = streams
+        self.order = order
         self._rank = rank
 
     def dtype(self, tensor: Tensor) -> Any:
@@ -58,7 +63,21 @@ class Wire:
         """Reduce in place over all members."""
         at, what = total.data_ptr(), getattr(self.nccl, OPERATIONS[op])
         address = self.streams.address(stream)
-        comm.allReduce(at, at, total.numel(), self.dtype(total), what, address)
+        with self.order.turn(stream):
+            comm.allReduce(at, at, total.numel(), self.dtype(total), what, address)
+
+    def broadcast(self, comm: Any, copy: Tensor, root: int, stream: Stream) -> None:
+        """Overwrite a tensor in one piece by that of a rank of the communicator."""
+        at, kind = copy.data_ptr(), self.nccl.NCCL_UINT8
+        with self.order.turn(stream):
+            comm.broadcast(at, at, num_bytes(copy), kind, root, self.streams.address(stream))
+
+    def reduce(self, comm: Any, total: Tensor, root: int, stream: Stream) -> None:
+        """Add up in place on a rank of the communicator."""
+        at, dtype, op = total.data_ptr(), self.dtype(total), self.nccl.NCCL_SUM
+        address = self.streams.address(stream)
+        with self.order.turn(stream):
+            comm.reduce(at, at, total.numel(), dtype, op, root, address)
 
     def gather_filled(
         self,
@@ -79,7 +98,8 @@ class Wire:
         flat = self.empty((len(group), own.numel()), tensor.dtype)
         nbytes, dtype = num_bytes(own), self.nccl.NCCL_UINT8
         address = self.streams.address(stream)
-        comm.allGather(own.data_ptr(), flat.data_ptr(), nbytes, dtype, address)
+        with self.order.turn(stream):
+            comm.allGather(own.data_ptr(), flat.data_ptr(), nbytes, dtype, address)
         return [
             flat[members.index(rank), :size].view(shape)
             for rank, size, shape in zip(group, sizes, shapes, strict=True)
@@ -105,7 +125,7 @@ class Wire:
             mine if rank == self._rank else chunk.detach().contiguous()
             for rank, chunk in zip(group, chunks, strict=True)
         ]
-        with self.together():
+        with self.together(stream):
             for rank, leaves, comes in zip(group, packed, received, strict=True):
                 if rank != self._rank:
                     self.give(comm, leaves, members.index(rank), stream)
@@ -127,16 +147,16 @@ class Wire:
             sums = self.empty((max(sizes),), own.dtype)
 
             def scatter() -> None:
-                comm.reduceScatter(
-                    flat.data_ptr(), sums.data_ptr(), sums.numel(), dtype, op, address
-                )
+                at, to, size = flat.data_ptr(), sums.data_ptr(), sums.numel()
+                with self.order.turn(stream):
+                    comm.reduceScatter(at, to, size, dtype, op, address)
 
             return scatter, lambda: sums[: own.numel()].view(own.shape)
         total = self.empty(tuple(own.shape), own.dtype)
         packed = [chunk.contiguous() for chunk in ordered]
 
         def reduce() -> None:
-            with self.together():
+            with self.together(stream):
                 for root, chunk in enumerate(packed):
                     to = total if members[root] == self._rank else chunk
                     if chunk.numel():
@@ -149,22 +169,25 @@ class Wire:
         """Send a tensor in one piece; the peer is a rank of the communicator."""
         if tensor.numel():
             kind, address = self.nccl.NCCL_UINT8, self.streams.address(stream)
-            comm.send(tensor.data_ptr(), num_bytes(tensor), kind, peer, address)
+            with self.order.turn(stream):
+                comm.send(tensor.data_ptr(), num_bytes(tensor), kind, peer, address)
 
     def get(self, comm: Any, tensor: Tensor, peer: int, stream: Stream) -> None:
         """Receive into a tensor in one piece."""
         if tensor.numel():
             kind, address = self.nccl.NCCL_UINT8, self.streams.address(stream)
-            comm.recv(tensor.data_ptr(), num_bytes(tensor), kind, peer, address)
+            with self.order.turn(stream):
+                comm.recv(tensor.data_ptr(), num_bytes(tensor), kind, peer, address)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Everything in the block is one operation of NCCL."""
-        self.nccl.groupStart()
-        try:
-            yield
-        finally:
-            self.nccl.groupEnd()
+    def together(self, stream: Stream) -> Iterator[None]:
+        """Everything that the block gives to a stream is one operation of NCCL."""
+        with self.order.turn(stream):
+            self.nccl.groupStart()
+            try:
+                yield
+            finally:
+                self.nccl.groupEnd()
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Memory on the device."""
