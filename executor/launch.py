@@ -264,6 +264,7 @@ def _environment(num_ranks: int, store: Path, *, ours: bool) -> dict[str, str]:
     environment = dict(os.environ)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("NCCL_DEBUG", "WARN")  # Else its errors say only that it has more.
     environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return environment | {

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +74,8 @@ class Watch:
         self._closing: float | None = None
         self._failure = ""
         self._unheard = 0
+        self._backend: Callable[[], str] = str
+        self._alone: float | None = None
         self._ending = threading.Lock()
         self._count = 0
         self._signals = TerminationSignal()
@@ -123,6 +125,13 @@ class Watch:
             self._stop.set()
             with suppress(RuntimeError):
                 self._tell(done=True)
+
+    def ask(self, backend: Callable[[], str]) -> None:
+        """Ask a backend now and then what it has found wrong, which it says in words.
+
+        What was issued to a device goes wrong there, and whoever waits for it would never hear.
+        """
+        self._backend = backend
 
     # -- what a rank tells ----------------------------------------------------------------------
 
@@ -203,11 +212,28 @@ class Watch:
                     or self._missing()
                     or f"it was asked to stop (SIGTERM) at {self.place.now}"
                 )
+            elif (trouble := self._trouble(self._backend())) is not None:
+                self._end(trouble)
             elif self._unheard * JUDGE_SECONDS > self._limits.silent + PERIOD:
                 self._end(
                     f"rank {self._rank} has been cut off from rank 0 and the store of the run for "
                     f"{self._limits.silent:g} s; it was at {self.place.now}"
                 )
+
+    def _trouble(self, told: str) -> str | None:
+        """Why to stop for what the backend has told: at once, unless another rank is to blame.
+
+        A lost rank is known by its silence, if not by its own words, a while later.
+        """
+        if not told:
+            return None
+        text = f"rank {self._rank} failed at {self.place.now}: {told}"
+        if not _is_of_others(told):
+            self._accuse(text)
+            return text
+        self._alone = self._alone or time.monotonic()
+        waited = time.monotonic() - self._alone
+        return self._found() or (text if waited > self._limits.silent + 3 * PERIOD else None)
 
     def _blame(self, error: RuntimeError, where: Where) -> str:
         """Why the backend lost another rank, once that is known."""
@@ -275,9 +301,17 @@ def _beat_key(rank: int) -> str:
     return f"beat/{rank}"
 
 
+_LOST_BY_NCCL = ("NCCL_ERROR_REMOTE_ERROR", "NCCL_ERROR_SYSTEM_ERROR")
+"""What NCCL says, through CuPy, when another rank is gone; all else is this rank's own fault."""
+
+
+def _is_of_others(text: str) -> bool:
+    return any(each in text for each in ("gloo", *_LOST_BY_NCCL))
+
+
 def _lost_contact(error: RuntimeError) -> bool:
     """Whether the backend complains that another rank is gone."""
-    return isinstance(error, dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL_"))
+    return isinstance(error, dist.DistError) or _is_of_others(str(error))
 
 
 def _host() -> str:

@@ -65,6 +65,7 @@ def process_rank(
             with watch.guard():
                 watch.place.enter(-1, "joining the other ranks", waits=True, slow=True, idle=True)
                 comm = join(backend)
+                watch.ask(comm.fault)
                 watch.place.enter(-1, "starting", slow=True)
                 with comm.working():
                     yield comm, watch

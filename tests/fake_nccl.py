@@ -187,6 +187,9 @@ class FakeCommunicator:
         key = self.name, peer, self.rank
         self.nccl.point_to_point("receive", key, at, count * dtype.itemsize)
 
+    def check_async_error(self) -> None:
+        assert self.size, "NCCL is asked about a communicator that is gone"
+
     def destroy(self) -> None:
         self.size = 0
 

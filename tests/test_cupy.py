@@ -98,6 +98,6 @@ def test_the_stand_in_for_nccl_takes_what_nccl_takes() -> None:
     split = nccl.NcclCommunicator.commSplit.__doc__
     assert "int color, int key" in split
     assert list(inspect.signature(FakeCommunicator.commSplit).parameters)[1:] == ["color", "key"]
-    for name in ("destroy", "abort"):
+    for name in ("destroy", "abort", "check_async_error"):
         assert hasattr(nccl.NcclCommunicator, name)
     assert isinstance(FakeNccl.available, type(nccl.available))

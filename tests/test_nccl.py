@@ -28,7 +28,7 @@ from stratagem.executor.where import Place
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.timeline import lane_name
 from stratagem.simulator.training import Training
-from tests.fake_nccl import StuckError, run_fake
+from tests.fake_nccl import FakeCommunicator, StuckError, run_fake
 from tests.plans import (
     TOLERANCE,
     Case,
@@ -278,6 +278,39 @@ def test_receives_that_are_not_posted_in_time_hang(gpt: Case, monkeypatch: Any) 
 
     with pytest.raises(StuckError):
         run_fake(2, rank)
+
+
+def test_nccl_is_asked_what_went_wrong_with_what_it_was_given(monkeypatch: Any) -> None:
+    """Of every communicator, since each knows of its own operations only, until all have ended."""
+    faulty: dict[int, str] = {}
+
+    def check(comm: FakeCommunicator) -> None:
+        assert comm.size, "NCCL is asked about a communicator that is gone"
+        if comm.size == faulty.get(comm.rank, 0):
+            raise RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
+
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", check)
+
+    def rank(comm: NcclCommunicator) -> tuple[str, NcclCommunicator]:
+        comm.prepare([(0, 1, 2)])
+        comm.open([(0, 1)])
+        assert comm.fault() == ""
+        comm.barrier()
+        faulty[0] = 2  # Only the channel joins two ranks, in which rank 0 of the world is 0 too.
+        comm.barrier()
+        found = comm.fault()
+        comm.barrier()
+        faulty.clear()
+        comm.barrier()
+        return found, comm
+
+    found = run_fake(3, rank)
+    assert [told for told, _ in found] == [
+        "RuntimeError: NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error",
+        "",
+        "",
+    ]
+    assert [comm.fault() for _, comm in found] == [""] * 3
 
 
 # -- refusals -----------------------------------------------------------------------------------

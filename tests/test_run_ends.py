@@ -23,6 +23,7 @@ from stratagem.executor.judging import Limits
 from stratagem.executor.launch import launch
 from stratagem.executor.scratch import Scratch
 from stratagem.executor.stores import FolderStore
+from stratagem.executor.watch import RankError, Watch
 from tests.test_faults import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -247,6 +248,66 @@ def test_what_a_store_says_of_a_process_ends_no_process(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.wait()
+
+
+TOLD = """
+import sys, time
+from stratagem.executor.judging import Limits
+from stratagem.executor.watch import Watch
+
+with Watch(0, 2, Limits(silent=2.0, stalled=60.0)) as watch, watch.guard():
+    watch.ask(lambda: sys.argv[1])
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "finding"),
+    [
+        ("NcclError: NCCL_ERROR_INVALID_USAGE: duplicate GPU", "NCCL_ERROR_INVALID_USAGE"),
+        ("NcclError: NCCL_ERROR_REMOTE_ERROR: reset by peer", "rank 1 stopped: no disk left"),
+    ],
+)
+def test_what_a_backend_finds_wrong_ends_a_rank_that_waits(
+    told: str, finding: str, tmp_path: Path
+) -> None:
+    """Its own fault is told at once; of another rank's, what that one says of itself."""
+    store = FolderStore(tmp_path / "watch-0-0")
+    settings = {"STRATAGEM_STORE": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen(
+        [sys.executable, "-c", TOLD, told],
+        env=os.environ | settings,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        if "REMOTE" in told:
+            wait_for(lambda: store.check(["beat/0"]))
+            store.set("fault", "rank 1 stopped: no disk left")
+        _, said = run.communicate(timeout=60)
+    assert f"RankError: {'rank 0 failed at starting: ' if finding in told else ''}" in said
+    assert finding in said
+    assert store.get("fault").decode() in said
+
+
+@pytest.mark.parametrize(
+    "error", ["UNHANDLED_CUDA_ERROR", "INVALID_USAGE", "INVALID_ARGUMENT", "INTERNAL_ERROR"]
+)
+def test_a_fault_of_a_rank_is_not_taken_for_the_loss_of_another(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL says so of memory that it does not get, or of an address that is none."""
+    monkeypatch.setenv("STRATAGEM_STORE", str(tmp_path))
+    wrong = RuntimeError(f"NCCL_ERROR_{error}: unhandled (run with NCCL_DEBUG=INFO)")
+    with (
+        Watch(0, 2, Limits()) as watch,
+        pytest.raises(RuntimeError, match=error) as told,
+        watch.guard(),
+    ):
+        raise wrong
+    assert not isinstance(told.value, RankError)
+    (folder,) = tmp_path.glob("watch-*")
+    fault = FolderStore(folder).get("fault").decode()
+    assert fault.startswith(f"rank 0 failed at starting: RuntimeError: NCCL_ERROR_{error}")
 
 
 def test_a_rank_is_found_by_its_environment_and_its_parent() -> None:

@@ -64,6 +64,13 @@ class ProcessMember(Member, ABC):
     def leave(self) -> None:
         """Leave the world without waiting for anyone."""
 
+    def fault(self) -> str:
+        """What has gone wrong behind the calls that were made, empty if nothing has.
+
+        Another thread may ask, at any time.
+        """
+        return ""
+
     def __enter__(self) -> Self:
         return self
 

@@ -9,13 +9,14 @@ to any other one:
     0 ▶ 1        send ────────  send ────────
 
 Messages have no tags, see `postings`. The host only issues work; it waits at barriers and where
-somebody reads a result. All ranks issue their communications in one common order, and devices start
-them in that order, see `gpu.launch_order`.
+somebody reads a result. All ranks issue their communications in one common order, in which devices
+start them too, see `gpu.launch_order`.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -154,6 +155,7 @@ class NcclCommunicator(ProcessMember):
         self._graphs: WeakSet[Graph] = WeakSet()
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._posted: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
+        self._ending = threading.Lock()
 
     # -- groups ---------------------------------------------------------------------------------
 
@@ -164,14 +166,17 @@ class NcclCommunicator(ProcessMember):
             ValueError: when a group names a rank that is not in the world, or names one twice.
         """
         new = self._new_groups(groups, self._groups)
-        self._groups |= self._split(new)
-        self._beside |= self._split(new)
+        self._groups = self._groups | self._split(new)
+        self._beside = self._beside | self._split(new)
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """See `Untagged.open`."""
         new = sorted(set(pairs) - self._channels.keys())
-        for pair, comm in self._split(new).items():
-            self._channels[pair[0], pair[1]] = _Channel(comm, self._streams.new())
+        opened = {
+            (sender, receiver): _Channel(comm, self._streams.new())
+            for (sender, receiver), comm in self._split(new).items()
+        }
+        self._channels = self._channels | opened
 
     def _split(self, groups: Sequence[Group]) -> dict[Group, Any]:
         """Communicators of new groups, None where this rank is in none; ranks in group order."""
@@ -461,17 +466,32 @@ class NcclCommunicator(ProcessMember):
         """Leave the world without waiting for anyone."""
         self._end("abort")
 
+    def fault(self) -> str:
+        """See `ProcessMember.fault`: what NCCL has found wrong with what it was given before."""
+        with self._ending:
+            for comm in self._communicators():
+                try:
+                    comm.check_async_error()
+                except RuntimeError as error:
+                    return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _communicators(self) -> list[Any]:
+        channels = [channel.comm for channel in self._channels.values()]
+        found = (*channels, *self._beside.values(), *self._groups.values())
+        return [comm for comm in found if comm is not None]
+
     def _end(self, how: str) -> None:
         """Let go of all communicators, each of which waits for graphs that it was recorded in."""
         for graph in self._graphs:
             graph.reset()
-        channels = [channel.comm for channel in self._channels.values()]
-        for comm in (*channels, *self._beside.values(), *self._groups.values()):
-            if comm is not None:
-                getattr(comm, how)()
-        self._channels.clear()
-        self._beside.clear()
-        self._groups.clear()
+        with self._ending:
+            ended = self._communicators()
+            self._channels.clear()
+            self._beside.clear()
+            self._groups.clear()
+        for comm in ended:
+            getattr(comm, how)()
 
     # -- pieces ---------------------------------------------------------------------------------
 
