@@ -204,6 +204,7 @@ class Interpreter:
                 start = end
                 if self._memory.begun:
                     begun[number] = self._memory.begun.pop()
+            self._memory.everything()
         self.at = len(self._actions)
         spans = clock.spans(zero, marks, begun)
         self.at = -1

@@ -157,7 +157,7 @@ def _write(
     for each in parameters:
         each.receive_values()
     for passes in stages.values():
-        passes.sum_loss()
+        passes.loss.bring_home()
     stored = {one.value: one for each in parameters for one in each.stored()}
     whole = [*_sources(body, context), *body]
     return tuple(stored.values()), _freed(whole, {*stored, LOSS})

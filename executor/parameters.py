@@ -4,13 +4,15 @@
     gradient of a tied user ──↔──▲                 ╰──────↔──────▶ as the tied user uses it
 
 Gradients are brought together as soon as an operator's last backward pass is over, or that of the
-last operator of its bucket; backward goes on meanwhile. Updates wait for the end of the step, when
-stages first exchange the gradients of the parameters that they share. Where weights are stashed,
-each microbatch ends in updates of its stage.
+last operator of its bucket; backward goes on meanwhile. A weight is gathered while the operator in
+front of its own runs, and a new value published while others are updated. Updates wait for the end
+of the step, when stages first exchange the gradients of the parameters that they share. Where
+weights are stashed, each microbatch ends in updates of its stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from stratagem.executor.instructions import (
@@ -25,6 +27,7 @@ from stratagem.executor.program import Stored
 from stratagem.executor.stashes import Stashes
 from stratagem.executor.weights import Weights, WeightUse
 from stratagem.executor.writer import Writer
+from stratagem.simulator.block import PREFETCH
 from stratagem.simulator.boundary import summed
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.joint_mesh import after_sum, before_sum
@@ -51,7 +54,8 @@ def _can_share(convert: Convert) -> bool:
 class ParameterWriter:
     """Writes what the ranks of one stage do with its parameters.
 
-    `_held` has the syncs of a bucket that is not full.
+    `_held` has the syncs of a bucket that is not full, `_passed` where gathers may begin: at the
+    start of the block, and behind each of its passes with weights.
     """
 
     def __init__(self, writer: Writer, weights: Weights) -> None:
@@ -69,6 +73,7 @@ class ParameterWriter:
         self._returned = [use for use in self._remote if context.runs_backward[use.user]]
         self._ready: list[int] = []
         self._held: list[Convert] = []
+        self._passed: list[int] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
         self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
@@ -87,13 +92,24 @@ class ParameterWriter:
                     found.setdefault(stored.value, stored)
         return tuple(found.values())
 
+    def begin_block(self) -> None:
+        """Say that what is gathered from now on is so for a new block."""
+        self._passed = [len(self._writer.instructions)] * PREFETCH
+
+    def ran(self, i: int) -> None:
+        """Say that operator `i` has been run, which lets the next but `PREFETCH` gather."""
+        if self._weights.of[i]:
+            self._passed.append(len(self._writer.instructions))
+
     def bring(self, i: int, label: str, microbatch: int, *, again: bool) -> tuple[str, ...]:
         """The values of the weights of operator `i`, gathered where they are sharded at home.
 
-        In the backward pass, `again`, they are those that the forward pass had.
+        They are so as long before as the simulator has it. In the backward pass, `again`, they are
+        those that the forward pass had.
         """
         name = self._name(i)
         values: list[str] = []
+        gathers: list[Instruction] = []
         for use in self._weights.of[i]:
             value: str | None = use.used_value
             if use.trained:
@@ -110,10 +126,19 @@ class ParameterWriter:
                     before=use.home,
                     after=use.used,
                     layout=use.weight.layout,
+                    later=True,
+                    into=gathers,
                 )
             if value is not None:
                 values.append(value)
+        self._write_ahead(gathers)
         return tuple(values)
+
+    def _write_ahead(self, gathers: Sequence[Instruction]) -> None:
+        """Write gathers behind the pass `PREFETCH` before the one that is to be written next."""
+        at = self._passed[-PREFETCH]
+        self._writer.instructions[at:at] = gathers
+        self._passed = [n + len(gathers) if n >= at else n for n in self._passed]
 
     def gathered(self, i: int, microbatch: int) -> tuple[int, ...]:
         """Which weights of operator `i` no tape keeps: backward gathers them, or has a copy."""
@@ -365,6 +390,7 @@ class ParameterWriter:
             after=use.used,
             layout=use.weight.layout,
             alias=False,
+            later=True,
         )
 
     # -- between stages -------------------------------------------------------------------------

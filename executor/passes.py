@@ -19,15 +19,14 @@ from stratagem.executor.instructions import (
     Piece,
     Portion,
 )
+from stratagem.executor.loss_writer import LossWriter
 from stratagem.executor.parameters import ParameterWriter
 from stratagem.executor.pieces import Pieces, named, piece_sizes, pieces_of, portion
 from stratagem.executor.prefix_values import PrefixValues
-from stratagem.executor.program import LOSS
 from stratagem.executor.weights import Weights
 from stratagem.executor.writer import Writer
-from stratagem.simulator.joint_mesh import after_sum, before_sum
 from stratagem.simulator.operators import Edge, factors
-from stratagem.simulator.placement import REPLICATE, Placements, output_placements
+from stratagem.simulator.placement import REPLICATE, Placements
 from stratagem.simulator.saved import saved_slots
 from stratagem.simulator.schedule import Action, ActionKind
 from stratagem.simulator.task_kinds import TaskKind
@@ -59,6 +58,7 @@ class PassWriter:
         self.parameters: ParameterWriter = (
             first.parameters if first else ParameterWriter(self.writer, weights)
         )
+        self.loss = LossWriter(self.writer)
         self._prefixes: PrefixValues = PrefixValues(context, first._prefixes if first else None)
         self._context = context
         self._operators = context.operators[stage]
@@ -84,14 +84,11 @@ class PassWriter:
             case ActionKind.WEIGHT_GRADIENT:
                 self._weight_block(microbatch)
 
-    @property
-    def _loss(self) -> int:
-        return self._context.graph.index[self._context.graph.loss]
-
     # -- forward --------------------------------------------------------------------------------
 
     def _forward_block(self, microbatch: int) -> None:
         self._receive_all(self._context.crossings, microbatch)
+        self.parameters.begin_block()
         for i in self._operators:
             self._forward(i, microbatch)
             for crossing in self._context.crossings:
@@ -131,11 +128,16 @@ class PassWriter:
 
     def _forward(self, i: int, microbatch: int) -> None:
         self._run(i, microbatch, again=False)
-        if i == self._loss and self.writer.holds(self._context.configs[i]):
-            self._add_loss(self._output(i, 0, microbatch), microbatch)
+        if i == self.loss.operator and self.writer.holds(self._context.configs[i]):
+            self.loss.add(self._output(i, 0, microbatch), microbatch)
 
     def _run(self, i: int, microbatch: int, *, again: bool) -> None:
-        """Run an operator, in pieces if it has some; in the backward pass, it runs again."""
+        """Run an operator where it runs at all; in the backward pass, it runs again."""
+        self._write_run(i, microbatch, again=again)
+        self.parameters.ran(i)
+
+    def _write_run(self, i: int, microbatch: int, *, again: bool) -> None:
+        """Write an operator's run, in pieces if it has some."""
         context, label = self._context, "R" if again else "F"
         operator, pieces = context.graph.operators[i], self._pieces[i]
         weights = self.parameters.bring(i, f"{label}{microbatch}", microbatch, again=again)
@@ -342,57 +344,13 @@ class PassWriter:
             return Operand(value)
         return Operand(value, Cut(sizes, placements, offset))
 
-    # -- loss -----------------------------------------------------------------------------------
-
-    def _add_loss(self, value: str, microbatch: int) -> None:
-        placements = self._loss_placements()
-        self._convert_loss(value, "loss unreduced", microbatch, placements)
-
-    def sum_loss(self) -> None:
-        """Bring the sum over microbatches to all ranks of the loss's stage."""
-        if self._context.stage_of[self._loss] != self.writer.stage:
-            return
-        replicated = tuple(REPLICATE for _ in self._loss_placements())
-        if not self._context.plan.is_mirrored:
-            self._convert_loss("loss unreduced", LOSS, -1, replicated)
-            return
-        self._convert_loss("loss unreduced", "loss of this home", -1, replicated)
-        self.writer.on_both_homes().convert(
-            "loss",
-            TaskKind.OTHER,
-            -1,
-            source="loss of this home",
-            target=LOSS,
-            sizes=(),
-            dtype=self._context.output_dtype(self._loss, 0),
-            before=before_sum(replicated),
-            after=after_sum(replicated),
-        )
-
-    def _convert_loss(self, source: str, target: str, microbatch: int, after: Placements) -> None:
-        self.writer.convert(
-            "loss",
-            TaskKind.OTHER,
-            microbatch,
-            source=source,
-            target=target,
-            sizes=(),
-            dtype=self._context.output_dtype(self._loss, 0),
-            before=self._loss_placements(),
-            after=after,
-            adds=True,
-        )
-
-    def _loss_placements(self) -> Placements:
-        output = self._context.graph.operators[self._loss].outputs[0]
-        return output_placements(output, self._context.configs[self._loss])
-
     # -- backward -------------------------------------------------------------------------------
 
     def _backward_block(self, microbatch: int, *, split: bool) -> None:
         """Gradients of a microbatch; those of weights are left for later where it is `split`."""
         context = self._context
         self._receive_all(context.returns, microbatch)
+        self.parameters.begin_block()
         for place, i in enumerate(reversed(self._operators)):
             for j in self._triggers.at.get(place, ()):
                 self._run(j, microbatch, again=True)
@@ -400,9 +358,10 @@ class PassWriter:
                 continue
             apart = (split or context.plan.inputs_first) and context.weighs(i)
             self._backward(i, microbatch, Part.INPUTS if apart else Part.ALL)
+            self.parameters.ran(i)
             for edge in context.incoming[i]:
                 if context.flows_back(edge):
-                    self._return(edge, microbatch)
+                    self._return(edge, microbatch, later=apart and not split)
             if not split:
                 self._weight_gradient(i, microbatch)
                 self.parameters.after_backward(i, microbatch)
@@ -473,7 +432,7 @@ class PassWriter:
         totals = tuple(
             named(f"∂{self._output(i, n, microbatch)} total", piece)
             for n, values in enumerate(gradients)
-            if part is not Part.ALL and (values or i == self._loss)
+            if part is not Part.ALL and (values or i == self.loss.operator)
         )
         pieces = self._pieces[i]
         cut = None if pieces is None else pieces.of_output(operator)
@@ -483,7 +442,7 @@ class PassWriter:
             microbatch=microbatch,
             tape=named(self._tape(i, microbatch), piece),
             gradients=gradients,
-            seed=context.seed if i == self._loss else 0.0,
+            seed=context.seed if i == self.loss.operator else 0.0,
             inputs=inputs,
             weights=self.parameters.gradients(i, microbatch),
             dtypes=self.parameters.gradient_dtypes(i),
@@ -562,8 +521,8 @@ class PassWriter:
             return f"∂{self._made(edge, microbatch)} of {consumer}"
         return f"∂{context.name(context.sums.get(edge, edge), '→')} m{microbatch}"
 
-    def _return(self, edge: Edge, microbatch: int) -> None:
-        """Bring the gradient along an edge to its producer."""
+    def _return(self, edge: Edge, microbatch: int, *, later: bool) -> None:
+        """Bring the gradient along an edge to its producer, `later` while weights' are made."""
         context = self._context
         made = self._gradient(edge, microbatch)
         if context.crosses(edge):
@@ -589,6 +548,7 @@ class PassWriter:
             dtype=context.dtype(edge),
             before=context.gradient_made(edge),
             after=context.gradient_wanted(edge),
+            later=later,
         )
         arrived = self._arrived[edge.producer, edge.output, microbatch]
         if value is not None and value not in arrived:

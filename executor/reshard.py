@@ -7,6 +7,7 @@ sent. The backward of a conversion is another conversion, of the gradient; there
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Communicator, Group, Pending, Shape, done
+from stratagem.executor.gpu.wire import end_to_end
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut, cut_part
 from stratagem.simulator.collectives import Collective
 from stratagem.simulator.parts import Box, Part, intersection
@@ -74,7 +76,7 @@ class Route:
             tensor = None if line is None else _STEPS[line.step.collective](line, tensor)
         return tensor
 
-    def start(self, tensor: Tensor | None) -> Pending:
+    def start(self, tensor: Tensor | None) -> Pending[Tensor]:
         """The same, but the last collective goes on meanwhile, where that can be.
 
         The rank must have a part of the tensor afterwards.
@@ -88,6 +90,9 @@ class Route:
             return last.comm.start_all_reduce(tensor, last.group)
         if tensor is not None and last.step.collective is Collective.REDUCE_SCATTER:
             return last.comm.start_reduce_scatter(last.chunks(tensor), last.group)
+        if tensor is not None and last.step.collective is Collective.ALL_GATHER:
+            gathered = last.comm.start_all_gather(tensor, last.shapes, last.group)
+            return Pending(lambda: last.joined(gathered.finish()), gathered.ending)
         result = _STEPS[last.step.collective](last, tensor)
         assert result is not None
         return done(result)
@@ -104,7 +109,7 @@ class Route:
 
 def start_together(
     routes: Sequence[Route], tensors: Sequence[Tensor]
-) -> tuple[Pending, list[Callable[[], Tensor]]]:
+) -> tuple[Pending[Tensor], list[Callable[[], Tensor]]]:
     """Begin routes of equal steps, all their tensors in one collective a step.
 
     Every rank has a part of every tensor, and steps are all-reduces, reduce-scatters and slices.
@@ -137,7 +142,7 @@ def start_together(
 
 def _start_step(
     lines: Sequence[_Line], tensors: Sequence[Tensor]
-) -> tuple[Pending, list[torch.Size]]:
+) -> tuple[Pending[Tensor], list[torch.Size]]:
     """One collective for all tensors laid end to end, and the shapes of the results."""
     first = lines[0]
     match first.step.collective:
@@ -242,12 +247,18 @@ class _Line:
         return torch.unflatten(tensor, dim, (len(self.after), -1)).movedim(dim, 0)
 
     def joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The members' pieces, which were shards of one dim or ranges, in one tensor."""
+        """The members' pieces, which were shards of one dim or ranges, in one tensor.
+
+        It is a view of them where they lie one behind the other, as a gather leaves them.
+        """
+        assert self.result is not None
         if self.step.source == FLAT:
-            assert self.result is not None
-            return torch.cat(list(pieces)).view(self.result)
+            return end_to_end(pieces).view(self.result)
         assert isinstance(self.step.source, Shard)
-        return torch.cat(list(pieces), int(self.step.source.dim))
+        dim = int(self.step.source.dim)
+        if math.prod(self.result[:dim]) == 1:
+            return end_to_end(pieces).view(self.result)
+        return torch.cat(list(pieces), dim)
 
 
 def _line(spec: TensorSpec, step: Step, seat: Seat, comm: Communicator) -> _Line | None:

@@ -27,13 +27,14 @@ class Entry:
     """What the host gives to a stream, or does: ``run``, ``record`` or ``wait`` of an event, or
     ``host``, where it waits for one itself.
 
-    A run meets others in `meets`, each with how many ranks come to it.
+    A run is of `calls` of NCCL, and meets others in `meets`, each with how many ranks come to it.
     """
 
     what: str
     stream: int
     event: int = -1
     meets: tuple[tuple[Any, int], ...] = ()
+    calls: tuple[str, ...] = ()
 
 
 @dataclass
@@ -41,24 +42,24 @@ class Log:
     """What a rank has given to its device, in order."""
 
     entries: list[Entry] = field(default_factory=list)
-    group: list[tuple[tuple[Any, int], int]] | None = None
+    group: list[tuple[str, tuple[Any, int], int]] | None = None
     counts: Counter[Any] = field(default_factory=Counter)
     num_events: int = 0
 
-    def meet(self, key: Any, size: int, stream: int) -> None:
+    def meet(self, call: str, key: Any, size: int, stream: int) -> None:
         """A collective, or one side of a message; alone, or of the group under way."""
         self.counts[key] += 1
         met = (key, self.counts[key]), size
         if self.group is not None:
-            self.group.append((met, stream))
+            self.group.append((call, met, stream))
         else:
-            self.entries.append(Entry("run", stream, meets=(met,)))
+            self.entries.append(Entry("run", stream, meets=(met,), calls=(call,)))
 
     def end_group(self) -> None:
         found, self.group = self.group, None
         if found:
-            (stream,) = {stream for _, stream in found}
-            self.entries.append(Entry("run", stream, meets=tuple(met for met, _ in found)))
+            calls, meets, (stream, *_) = zip(*found, strict=True)
+            self.entries.append(Entry("run", stream, meets=meets, calls=calls))
 
 
 class LoggingStreams(FakeStreams):
@@ -126,10 +127,10 @@ class LoggingCommunicator:
         def call(*given: Any) -> Any:
             peer, stream = given[-2:]
             if name in MEETING:
-                self._log.meet(comm.name, comm.size, stream)
+                self._log.meet(name, comm.name, comm.size, stream)
             else:
                 ends = (comm.rank, peer) if name == "send" else (peer, comm.rank)
-                self._log.meet((comm.name, ends), 2, stream)
+                self._log.meet(name, (comm.name, ends), 2, stream)
             return there(*given)
 
         return call if name in (*MEETING, "send", "recv") else there

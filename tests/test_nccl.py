@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,17 +19,19 @@ from stratagem.executor.backends.local import run_local
 from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.batches import Batches
 from stratagem.executor.gpu.wire import end_to_end, rounds
-from stratagem.executor.instructions import Receive, Send
+from stratagem.executor.instructions import Backward, Convert, Forward, Receive, Send
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.measure import timeline
 from stratagem.executor.reference import gradient_errors
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
+from stratagem.simulator.block import PREFETCH
 from stratagem.simulator.plan import Plan
 from stratagem.simulator.timeline import lane_name
 from stratagem.simulator.training import Training
 from tests.fake_nccl import FakeCommunicator, StuckError, run_fake
+from tests.kernel_places import issued
 from tests.plans import (
     TOLERANCE,
     Case,
@@ -156,6 +159,80 @@ def test_messages_of_one_task_may_end_before_those_in_front_of_them() -> None:
         first = next(n for n, each in enumerate(rank.instructions) if isinstance(each, Receive))
         lane = found.lanes.index(lane_name(f"rank {rank.rank}", "communication"))
         assert found.end[found.lane == lane].max() == 10_000 - first
+
+
+# -- what goes on beside compute ----------------------------------------------------------------
+
+
+def calls_of(case: Case, plan: Plan) -> dict[str, Counter[str]]:
+    """How often rank 0 calls NCCL for what, on the compute stream and on others."""
+    program, state = lower(plan, case.graph), model_state(case.model)
+
+    def rank(comm: NcclCommunicator) -> None:
+        Interpreter(program, comm, state).step(case.batch)
+
+    found = {"compute": Counter[str](), "aside": Counter[str]()}
+    for entry in issued(program.world_size, rank)[0]:
+        found["compute" if entry.stream == 1 else "aside"].update(entry.calls)
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_weights_are_gathered_and_published_beside_compute(gpt: Case, zero: int) -> None:
+    """As the simulator has it: what computes waits for a gather only where it needs it."""
+    calls = calls_of(gpt, make_plan(gpt, sharding("sample", zero=zero), (2,)))
+    assert calls["compute"].keys() == {"allReduce"}  # The loss, and the barriers.
+    assert calls["aside"].keys() == {"allGather", "reduceScatter"}
+    trained = sum(each.trainable for each in gpt.graph.parameters)
+    assert calls["aside"]["allGather"] >= trained
+
+
+def test_gradients_of_inputs_that_come_first_go_while_those_of_weights_are_made(
+    gpt: Case,
+) -> None:
+    plan = make_plan(gpt, megatron, (2,))
+    whole, first = (
+        calls_of(gpt, replace(plan, inputs_first=inputs_first)) for inputs_first in (False, True)
+    )
+    moved = whole["compute"]["reduceScatter"] - first["compute"]["reduceScatter"]
+    assert moved == first["aside"]["reduceScatter"] - whole["aside"]["reduceScatter"] > 0
+    assert_equals_torch(gpt, replace(plan, inputs_first=True))
+
+
+def test_a_weight_is_gathered_while_the_operator_before_its_own_runs(mlp: Case) -> None:
+    """Behind the pass that is `PREFETCH` before, in forward and in backward, and no sooner."""
+    program = lower(make_plan(mlp, sharding("sample", zero=3), (2,)), mlp.graph)
+    weighs = {each.name for each in mlp.graph.operators if each.weights}
+    begun: dict[str, int] = {}
+    passes = 0
+    for each in program.ranks[0].instructions:
+        if isinstance(each, Convert) and each.task.endswith(" gather"):
+            begun[each.writes[0]] = passes
+        elif isinstance(each, Forward | Backward) and each.operator in weighs:
+            anew = each.anew if isinstance(each, Backward) else ()
+            read = each.weights if isinstance(each, Forward) else [one.value for one in anew]
+            first = len(weighs) * isinstance(each, Backward)
+            for value in read:
+                assert begun[str(value)] == max(first, passes - PREFETCH + 1)
+            passes += 1
+    assert passes == 2 * len(weighs)
+    assert len(begun) == 4 * len(weighs)
+
+
+def test_what_is_gathered_in_rows_is_not_copied(mlp: Case, monkeypatch: Any) -> None:
+    """The pieces of a gather lie one behind the other, which is how a row of elements lies."""
+    copies = []
+
+    def watched(chunks: Sequence[Tensor]) -> Tensor:
+        made = end_to_end(chunks)
+        copies.append(made.data_ptr() != chunks[0].data_ptr())
+        return made
+
+    monkeypatch.setattr("stratagem.executor.reshard.end_to_end", watched)
+    case = make_case(MLP([8, 6, 4]), x=torch.randn(6, 8), target=torch.randint(0, 4, (6,)))
+    run_plan(case, make_plan(case, sharding("sample", zero=3), (2,)))
+    assert copies
+    assert not any(copies)
 
 
 # -- operations ---------------------------------------------------------------------------------

@@ -57,6 +57,11 @@ def disorder(plan: Plan, graph: OperatorGraph, costs: CostModel) -> list[str]:
     return found
 
 
+def _is_sync(each: Bundle | Convert) -> bool:
+    """Whether it brings gradients together, and not values or what passes return."""
+    return isinstance(each, Bundle) or each.adds or each.task.endswith(BOTH)
+
+
 def _first_of_each_crew(plan: Plan, program: Program) -> list[RankProgram]:
     devices = dict.fromkeys(stage.mesh.devices[0] for stage in plan.stages)
     by_device = {each.device: each for each in program.ranks}
@@ -113,7 +118,7 @@ class _Order:
                     yield f"{each.operator} update"
                 case Send() if last[each.task] == number:
                     yield each.task
-                case Bundle() | Convert(later=True):
+                case Bundle() | Convert(later=True) if _is_sync(each):
                     parts = each.parts if isinstance(each, Bundle) else (each,)
                     for sync in dict.fromkeys((part.task, part.microbatch) for part in parts):
                         if sync not in begun:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,17 +21,18 @@ Group = tuple[int, ...]
 """Ranks in the order of their pieces; every member passes the same tuple."""
 Shape = tuple[int, ...]
 Reduction = Literal["sum", "max"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pending:
+class Pending(Generic[T]):
     """A collective on its way: `finish` waits for it and gives this member's result."""
 
-    finish: Callable[[], Tensor]
+    finish: Callable[[], T]
     ending: Ending
 
 
-def done(result: Tensor) -> Pending:
+def done(result: T) -> Pending[T]:
     """What is over already."""
     return Pending(lambda: result, Ending(perf_counter_ns()))
 
@@ -65,14 +66,19 @@ class Communicator(Protocol):
 
     def start_all_reduce(
         self, tensor: Tensor, group: Group, *, overwrite: bool = False
-    ) -> Pending:
+    ) -> Pending[Tensor]:
         """Begin a sum that goes on meanwhile; `tensor` must not change until it is over.
 
         With `overwrite` the result may take its memory.
         """
 
-    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending[Tensor]:
         """Begin a reduce-scatter likewise."""
+
+    def start_all_gather(
+        self, tensor: Tensor, shapes: Sequence[Shape], group: Group
+    ) -> Pending[list[Tensor]]:
+        """Begin an all-gather likewise."""
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """The members' tensors, of `shapes`, on every member."""

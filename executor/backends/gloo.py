@@ -23,6 +23,7 @@ from stratagem.executor.backends.base import (
     Pending,
     Reduction,
     Shape,
+    T,
     done,
     num_bytes,
     position,
@@ -97,7 +98,7 @@ class GlooCommunicator(ProcessMember):
 
     def start_all_reduce(
         self, tensor: Tensor, group: Group, *, overwrite: bool = False
-    ) -> Pending:
+    ) -> Pending[Tensor]:
         """See `Communicator.start_all_reduce`."""
         if len(group) == 1:
             return done(tensor)
@@ -122,7 +123,7 @@ class GlooCommunicator(ProcessMember):
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
         return _sum(addends)
 
-    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending[Tensor]:
         """See `Communicator.start_reduce_scatter`."""
         if len(group) == 1:
             return done(chunks[0])
@@ -130,6 +131,18 @@ class GlooCommunicator(ProcessMember):
         work, pieces = self._start_exchange(chunks, [own] * len(group), group)
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
         return _pending(work, lambda: _sum(pieces()))
+
+    def start_all_gather(
+        self, tensor: Tensor, shapes: Sequence[Shape], group: Group
+    ) -> Pending[list[Tensor]]:
+        """See `Communicator.start_all_gather`."""
+        self._check_shape(tensor, shapes[position(self.rank, group)])
+        if len(group) == 1:
+            return done([tensor])
+        work, pieces = self._start_exchange([tensor] * len(group), shapes, group)
+        nbytes = tensor.element_size() * sum(map(math.prod, shapes))
+        self._count(Collective.ALL_GATHER, nbytes, group)
+        return _pending(work, pieces)
 
     def all_to_all(
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
@@ -143,9 +156,10 @@ class GlooCommunicator(ProcessMember):
         self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
     ) -> Tensor:
         """See `Communicator.broadcast`."""
-        copy = self._to_broadcast(tensor, shape, dtype, source, group)
+        given = self._to_broadcast(tensor, shape, dtype, source, group)
         if len(group) == 1:
-            return copy
+            return given
+        copy = packed(given) if self.rank == source else given
         dist.broadcast(_bytes(copy), source, self._process_group(group))
         return copy
 
@@ -290,12 +304,12 @@ def _sum(addends: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _pending(work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+def _pending(work: dist.Work | None, result: Callable[[], T]) -> Pending[T]:
     """An operation of torch as one that is waited for, and notes when it is over."""
     assert work is not None
     ending = Ending()
 
-    def finish() -> Tensor:
+    def finish() -> T:
         work.wait()
         if not ending.ns:
             ending.ns = perf_counter_ns()

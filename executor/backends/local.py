@@ -143,13 +143,19 @@ class LocalCommunicator(Member):
 
     def start_all_reduce(
         self, tensor: Tensor, group: Group, *, overwrite: bool = False
-    ) -> Pending:
+    ) -> Pending[Tensor]:
         """See `Communicator.start_all_reduce`; it is over when this returns."""
         return done(self.all_reduce(tensor, group))
 
-    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending[Tensor]:
         """See `Communicator.start_reduce_scatter`; it is over when this returns."""
         return done(self.reduce_scatter(chunks, group))
+
+    def start_all_gather(
+        self, tensor: Tensor, shapes: Sequence[Shape], group: Group
+    ) -> Pending[list[Tensor]]:
+        """See `Communicator.start_all_gather`; it is over when this returns."""
+        return done(self.all_gather(tensor, shapes, group))
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""

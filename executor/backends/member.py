@@ -101,16 +101,13 @@ class ProcessMember(Member, ABC):
     def _to_broadcast(
         self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
     ) -> Tensor:
-        """What a broadcast works on: a copy of the tensor at its source, room elsewhere.
-
-        In a group of one it is the tensor itself.
-        """
+        """What a broadcast works on: the tensor at its source, room elsewhere."""
         if self.rank != source:
             return torch.empty(shape, dtype=dtype, device=self.device)
         assert tensor is not None, "the source of a broadcast has the tensor"
         self._check_shape(tensor, shape)
         self._count(Collective.BROADCAST, num_bytes(tensor), group)
-        return tensor if len(group) == 1 else packed(tensor)
+        return tensor.detach()
 
 
 def packed(tensor: Tensor) -> Tensor:

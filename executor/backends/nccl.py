@@ -32,6 +32,7 @@ from stratagem.executor.backends.base import (
     Pending,
     Reduction,
     Shape,
+    T,
     done,
     num_bytes,
     position,
@@ -44,7 +45,7 @@ from stratagem.executor.gpu.launch_order import LaunchOrder, ordered_by_nccl
 from stratagem.executor.gpu.memory import use_torch_memory
 from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
-from stratagem.executor.gpu.wire import Among, Wire, rounds, worth_filling
+from stratagem.executor.gpu.wire import Among, Begun, Wire, rounds, worth_filling
 from stratagem.executor.stores import world_store
 from stratagem.simulator.collectives import Collective
 
@@ -202,37 +203,64 @@ class NcclCommunicator(ProcessMember):
         if len(group) == 1:
             return tensor
         comm, _ = self._of(group, self._groups)
-        total = packed(tensor)
-        self._wire.sum(comm, total, op, self._compute)
+        given, total = self._summed(tensor)
+        self._wire.sum(comm, given, total, op, self._compute)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         return total
 
     def start_all_reduce(
         self, tensor: Tensor, group: Group, *, overwrite: bool = False
-    ) -> Pending:
+    ) -> Pending[Tensor]:
         """See `Communicator.start_all_reduce`."""
         if len(group) == 1:
             return done(tensor)
         comm, _ = self._of(group, self._beside)
-        keeps = not overwrite or not tensor.is_contiguous()
-        total = packed(tensor) if keeps else tensor.detach()
+        given, total = self._summed(tensor, overwrite=overwrite)
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
-        return self._aside(lambda: self._wire.sum(comm, total, "sum", self._side), lambda: total)
+        return self._aside(
+            lambda: self._wire.sum(comm, given, total, "sum", self._side), lambda: total
+        )
+
+    def _summed(self, tensor: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+        """What a sum reads and what it writes, both in one piece; NCCL needs no copy between."""
+        given = tensor.detach().contiguous()
+        if overwrite or given.data_ptr() != tensor.data_ptr():
+            return given, given
+        return given, self._wire.empty(tuple(given.shape), given.dtype)
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""
         self._check_shape(tensor, shapes[position(self.rank, group)])
         if len(group) == 1:
             return [tensor]
-        among = self._of(group, self._groups)
+        run, result = self._gathered(tensor, shapes, group, self._groups, self._compute)
+        run()
+        return result()
+
+    def start_all_gather(
+        self, tensor: Tensor, shapes: Sequence[Shape], group: Group
+    ) -> Pending[list[Tensor]]:
+        """See `Communicator.start_all_gather`."""
+        self._check_shape(tensor, shapes[position(self.rank, group)])
+        if len(group) == 1:
+            return done([tensor])
+        return self._aside(*self._gathered(tensor, shapes, group, self._beside, self._side))
+
+    def _gathered(
+        self,
+        tensor: Tensor,
+        shapes: Sequence[Shape],
+        group: Group,
+        known: dict[Group, Any],
+        stream: Stream,
+    ) -> Begun[list[Tensor]]:
+        """An all-gather: what issues it, and what then gives the pieces."""
+        among = self._of(group, known)
+        nbytes = tensor.element_size() * sum(map(math.prod, shapes))
+        self._count(Collective.ALL_GATHER, nbytes, group)
         if worth_filling([math.prod(shape) for shape in shapes]):
-            gathered = self._wire.gather_filled(tensor, shapes, group, among, self._compute)
-        else:
-            gathered = self._wire.exchange(
-                [tensor] * len(group), shapes, group, among, self._compute
-            )
-        self._count(Collective.ALL_GATHER, num_bytes(*gathered), group)
-        return gathered
+            return self._wire.gather_filled(tensor, shapes, group, among, stream)
+        return self._wire.exchange([tensor] * len(group), shapes, group, among, stream)
 
     def reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Tensor:
         """See `Communicator.reduce_scatter`."""
@@ -244,7 +272,7 @@ class NcclCommunicator(ProcessMember):
         run()
         return result()
 
-    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending:
+    def start_reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Pending[Tensor]:
         """See `Communicator.start_reduce_scatter`."""
         if len(group) == 1:
             return done(chunks[0])
@@ -259,19 +287,21 @@ class NcclCommunicator(ProcessMember):
         if len(group) == 1:
             return list(chunks)
         among = self._of(group, self._groups)
-        received = self._wire.exchange(chunks, shapes, group, among, self._compute)
+        run, result = self._wire.exchange(chunks, shapes, group, among, self._compute)
+        run()
         self._count_chunks(Collective.ALL_TO_ALL, chunks, group)
-        return received
+        return result()
 
     def broadcast(
         self, tensor: Tensor | None, shape: Shape, dtype: torch.dtype, source: int, group: Group
     ) -> Tensor:
         """See `Communicator.broadcast`."""
-        copy = self._to_broadcast(tensor, shape, dtype, source, group)
+        given = self._to_broadcast(tensor, shape, dtype, source, group).contiguous()
         if len(group) == 1:
-            return copy
+            return given
         comm, members = self._of(group, self._groups)
-        self._wire.broadcast(comm, copy, members.index(source), self._compute)
+        copy = self._wire.empty(shape, dtype) if self.rank == source else given
+        self._wire.broadcast(comm, given, copy, members.index(source), self._compute)
         return copy
 
     def reduce(self, tensor: Tensor, target: int, group: Group) -> Tensor | None:
@@ -279,8 +309,9 @@ class NcclCommunicator(ProcessMember):
         if len(group) == 1:
             return tensor
         comm, members = self._of(group, self._groups)
-        total = packed(tensor)
-        self._wire.reduce(comm, total, members.index(target), self._compute)
+        given = tensor.detach().contiguous()
+        total = self._wire.empty(tuple(given.shape), given.dtype) if self.rank == target else given
+        self._wire.reduce(comm, given, total, members.index(target), self._compute)
         if self.rank == target:
             return total
         self._count(Collective.REDUCE, num_bytes(tensor), group)
@@ -400,7 +431,7 @@ class NcclCommunicator(ProcessMember):
     def barrier(self) -> None:
         """See `Communicator.barrier`; the event behind it is the zero of the next step."""
         one = torch.zeros(1, dtype=torch.float32, device=self.device)
-        self._wire.sum(self._world, one, "sum", self._compute)
+        self._wire.sum(self._world, one, one, "sum", self._compute)
         self.clock.common = self._streams.record(self._compute)
         self._streams.synchronize(self.clock.common)
 
@@ -495,7 +526,7 @@ class NcclCommunicator(ProcessMember):
 
     # -- pieces ---------------------------------------------------------------------------------
 
-    def _aside(self, issue: Callable[[], None], result: Callable[[], Tensor]) -> Pending:
+    def _aside(self, issue: Callable[[], None], result: Callable[[], T]) -> Pending[T]:
         """Issue a collective beside the compute stream, which waits for it at `finish`.
 
         Until then the two functions hold all memory that it works on.
@@ -507,9 +538,9 @@ class NcclCommunicator(ProcessMember):
         last = self._streams.record(self._side)
         self.clock.note(first, last)
 
-        def finish() -> Tensor:
+        def finish() -> T:
             self._streams.wait(self._compute, last)
-            made: Tensor = held[1]()
+            made: T = held[1]()
             held.clear()
             return made
 

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.executor.backends.base import Group, Reduction, Shape, num_bytes, position
+from stratagem.executor.backends.base import Group, Reduction, Shape, T, num_bytes, position
 from stratagem.executor.gpu.launch_order import LaunchOrder
 from stratagem.executor.gpu.streams import Stream, Streams
+
+Begun = tuple[Callable[[], None], Callable[[], T]]
+"""A collective: what issues it, and what gives its result once it is issued."""
 
 Among = tuple[Any, list[int]]
 """A communicator, and the ranks of the world that it joins, in its order."""
@@ -59,25 +62,25 @@ class Wire:
             raise ValueError(f"NCCL does not add up {tensor.dtype}; it does {known}")
         return getattr(self.nccl, DTYPES[tensor.dtype])
 
-    def sum(self, comm: Any, total: Tensor, op: Reduction, stream: Stream) -> None:
-        """Reduce in place over all members."""
-        at, what = total.data_ptr(), getattr(self.nccl, OPERATIONS[op])
+    def sum(self, comm: Any, given: Tensor, total: Tensor, op: Reduction, stream: Stream) -> None:
+        """Reduce over all members, from one tensor into another, or in place if they are one."""
+        at, to, what = given.data_ptr(), total.data_ptr(), getattr(self.nccl, OPERATIONS[op])
         address = self.streams.address(stream)
         with self.order.turn(stream):
-            comm.allReduce(at, at, total.numel(), self.dtype(total), what, address)
+            comm.allReduce(at, to, total.numel(), self.dtype(total), what, address)
 
-    def broadcast(self, comm: Any, copy: Tensor, root: int, stream: Stream) -> None:
-        """Overwrite a tensor in one piece by that of a rank of the communicator."""
-        at, kind = copy.data_ptr(), self.nccl.NCCL_UINT8
+    def broadcast(self, comm: Any, given: Tensor, copy: Tensor, root: int, stream: Stream) -> None:
+        """Fill a tensor in one piece by that which the root, a rank of the communicator, gives."""
+        at, to, kind = given.data_ptr(), copy.data_ptr(), self.nccl.NCCL_UINT8
         with self.order.turn(stream):
-            comm.broadcast(at, at, num_bytes(copy), kind, root, self.streams.address(stream))
+            comm.broadcast(at, to, num_bytes(copy), kind, root, self.streams.address(stream))
 
-    def reduce(self, comm: Any, total: Tensor, root: int, stream: Stream) -> None:
-        """Add up in place on a rank of the communicator."""
-        at, dtype, op = total.data_ptr(), self.dtype(total), self.nccl.NCCL_SUM
-        address = self.streams.address(stream)
+    def reduce(self, comm: Any, given: Tensor, total: Tensor, root: int, stream: Stream) -> None:
+        """Add up on a rank of the communicator, which alone writes its total."""
+        at, to, op = given.data_ptr(), total.data_ptr(), self.nccl.NCCL_SUM
+        dtype, address = self.dtype(given), self.streams.address(stream)
         with self.order.turn(stream):
-            comm.reduce(at, at, total.numel(), dtype, op, root, address)
+            comm.reduce(at, to, given.numel(), dtype, op, root, address)
 
     def gather_filled(
         self,
@@ -86,7 +89,7 @@ class Wire:
         group: Group,
         among: Among,
         stream: Stream,
-    ) -> list[Tensor]:
+    ) -> Begun[list[Tensor]]:
         """An all-gather of pieces that are filled up to the size of the largest."""
         comm, members = among
         sizes = [math.prod(shape) for shape in shapes]
@@ -98,9 +101,12 @@ class Wire:
         flat = self.empty((len(group), own.numel()), tensor.dtype)
         nbytes, dtype = num_bytes(own), self.nccl.NCCL_UINT8
         address = self.streams.address(stream)
-        with self.order.turn(stream):
-            comm.allGather(own.data_ptr(), flat.data_ptr(), nbytes, dtype, address)
-        return [
+
+        def gather() -> None:
+            with self.order.turn(stream):
+                comm.allGather(own.data_ptr(), flat.data_ptr(), nbytes, dtype, address)
+
+        return gather, lambda: [
             flat[members.index(rank), :size].view(shape)
             for rank, size, shape in zip(group, sizes, shapes, strict=True)
         ]
@@ -112,7 +118,7 @@ class Wire:
         group: Group,
         among: Among,
         stream: Stream,
-    ) -> list[Tensor]:
+    ) -> Begun[list[Tensor]]:
         """Chunk j to member j, what the members have for this one, of `shapes`; all at once."""
         comm, members = among
         own = position(self._rank, group)
@@ -125,17 +131,20 @@ class Wire:
             mine if rank == self._rank else chunk.detach().contiguous()
             for rank, chunk in zip(group, chunks, strict=True)
         ]
-        with self.together(stream):
-            for rank, leaves, comes in zip(group, packed, received, strict=True):
-                if rank != self._rank:
-                    self.give(comm, leaves, members.index(rank), stream)
-                    self.get(comm, comes, members.index(rank), stream)
-        return received
+
+        def exchange() -> None:
+            with self.together(stream):
+                for rank, leaves, comes in zip(group, packed, received, strict=True):
+                    if rank != self._rank:
+                        self.give(comm, leaves, members.index(rank), stream)
+                        self.get(comm, comes, members.index(rank), stream)
+
+        return exchange, lambda: received
 
     def scatter_sums(
         self, chunks: Sequence[Tensor], group: Group, among: Among, stream: Stream
-    ) -> tuple[Callable[[], None], Callable[[], Tensor]]:
-        """A reduce-scatter: what issues it, and what then gives the result."""
+    ) -> Begun[Tensor]:
+        """A reduce-scatter."""
         comm, members = among
         ordered = [chunks[group.index(rank)].detach() for rank in members]
         own = chunks[position(self._rank, group)]
