@@ -25,6 +25,9 @@ class Clock(Protocol):
     def mark(self) -> Mark:
         """This moment."""
 
+    def wait(self, mark: Mark) -> None:
+        """Let the host wait until a moment has come."""
+
     def spans(
         self,
         zero: Mark,
@@ -43,6 +46,9 @@ class HostClock:
     """The clock of the host, for devices that work while their instruction runs."""
 
     start = mark = staticmethod(perf_counter_ns)
+
+    def wait(self, mark: Mark) -> None:
+        """See `Clock.wait`: it has come."""
 
     def spans(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from stratagem.executor.clock import Mark
 from stratagem.executor.counters import counters_of
 from stratagem.executor.endings import Ending
 from stratagem.executor.gpu.random_words import words_on
+from stratagem.executor.gradients import Change, clipped, handfuls, sum_of_squares
 from stratagem.executor.homes import all_meshes, numbers_of
 from stratagem.executor.instructions import (
     Backward,
@@ -44,6 +45,7 @@ from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.operators import Operator, factor_sizes
 from stratagem.simulator.parts import Part
+from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.token_slices import PREFIX
 from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
 from stratagem.simulator.torch_ops.randomness import RandomStream
@@ -57,11 +59,12 @@ Action = Callable[[], None]
 class StepRecord:
     """One step of one rank: start and end of every instruction in ns, 0 at the barrier before it.
 
-    `loss` is None on ranks of stages without the loss. Instructions are not `timed` in steps that
-    are run as a whole, and then have no spans.
+    `loss` is None on ranks of stages without the loss, and still on the device where the host has
+    not waited for it. Instructions are not `timed` in steps that are run as a whole, and then have
+    no spans; nor does a step have a duration while it goes on.
     """
 
-    loss: float | None
+    loss: float | Tensor | None
     spans: tuple[tuple[int, int], ...]
     duration_ns: int
     timed: bool = True
@@ -120,7 +123,9 @@ class Interpreter:
         self._shards: dict[tuple[str, int], Shards] = {}
         self._flows = _flows(program.graph)
         actions = [self._action(each) for each in self.mine.instructions]
-        self._actions = movement.posted(program, self._ports, actions)
+        posting = movement.posters(program, self._ports)
+        self._actions = movement.posted(actions, posting)
+        self._issued = movement.posted(self._together(actions), posting)
 
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
@@ -182,12 +187,10 @@ class Interpreter:
         With `keep_gradients`, `gradients` then has this rank's part of every gradient at home.
         `between` is run before every instruction, and does not count as part of it.
         """
-        device, clock = self.comm.device, self.comm.clock
+        clock = self.comm.clock
         mark = clock.mark
-        self._batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        self._begin(batch)
         self.gradients = {} if keep_gradients else None
-        self._memory.values.pop(LOSS, None)
-        self._memory.seed = 1.0 if self.scale is None else self.scale.value
         marks: list[tuple[Mark, Mark]] = []
         begun: dict[int, Ending] = {}
         with torch.no_grad():
@@ -212,16 +215,28 @@ class Interpreter:
         duration = max((end for _, end in spans), default=0)
         return StepRecord(None if loss is None else float(loss), tuple(spans), duration)
 
-    def issue(self, batch: Mapping[str, Tensor]) -> None:
-        """Run the instructions of a step on inputs on the device, without a barrier or a clock."""
-        self._batch, self.gradients = batch, None
-        self._memory.values.pop(LOSS, None)
+    def issue(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Run the instructions of a step without a barrier or a clock; the loss, where it is.
+
+        Parameters that are updated one behind the other are so at once. Where the device works by
+        itself, the host waits for nothing but what it must read to go on.
+        """
+        self._begin(batch)
+        self.gradients = None
         with torch.no_grad():
-            for number, action in enumerate(self._actions):
+            for number, action in enumerate(self._issued):
                 self.at = number
                 action()
+            self._memory.everything()
         self._memory.begun.clear()
         self.at = -1
+        return self._memory.values.get(LOSS)
+
+    def _begin(self, batch: Mapping[str, Tensor]) -> None:
+        device = self.comm.device
+        self._batch = {name: _on(device, tensor) for name, tensor in batch.items()}
+        self._memory.values.pop(LOSS, None)
+        self._memory.seed = 1.0 if self.scale is None else self.scale.value
 
     def settled(self) -> dict[str, Tensor]:
         """Values by name, none of them on its way: between steps, parameters, buffers and loss."""
@@ -278,9 +293,27 @@ class Interpreter:
             case Stash():
                 return movement.stash(instruction, memory)
             case Update():
-                return self._update(instruction)
+                return self._update([instruction])
             case Free():
                 return lambda: memory.free(instruction.values)
+
+    def _together(self, actions: Sequence[Action]) -> list[Action]:
+        """The actions with updates of several operators in the place of the first of them.
+
+        What stands between updates lets go of gradients, or brings new values to their users.
+        """
+        made, run = list(actions), list[int]()
+        instructions = self.mine.instructions
+        for number, each in enumerate([*instructions, None]):
+            if isinstance(each, Update):
+                run.append(number)
+            elif not (isinstance(each, Free) or _publishes(each)) and run:
+                updates = [instructions[n] for n in run]
+                made[run[0]] = self._update([u for u in updates if isinstance(u, Update)])
+                for n in run[1:]:
+                    made[n] = _nothing
+                run = []
+        return made
 
     def _shards_of(self, operator: Operator, microbatch: int, piece: Piece | None) -> Shards:
         """This rank's shards of an operator, or of a piece of it."""
@@ -351,11 +384,7 @@ class Interpreter:
         ]
 
         def run() -> None:
-            squares = torch.zeros((), dtype=torch.float64, device=comm.device)
-            for value in counted:
-                gradient = values[value]
-                widest = torch.promote_types(gradient.dtype, torch.float32)
-                squares += torch.linalg.vector_norm(gradient, dtype=widest).double() ** 2
+            squares = sum_of_squares([values[value] for value in counted], comm.device)
             norm = comm.all_reduce(squares, everyone).sqrt() / self._memory.seed
             values[instruction.value] = norm
             if self.scale is not None:
@@ -364,27 +393,42 @@ class Interpreter:
 
         return run
 
-    def _update(self, instruction: Update) -> Action:
-        values, masters, norm = self._memory.values, self._masters, instruction.norm
-        longest = self.program.plan.training.clip_norm
+    def _update(self, instructions: Sequence[Update]) -> Action:
+        """What updates the parameters of some operators, a handful of them at a time."""
+        named = [(each, update) for update in instructions for each in update.parameters]
 
         def run() -> None:
-            for each in instruction.parameters:
-                gradient, value = values[each.gradient], values[each.value]
-                if self.scale is not None:
-                    gradient = gradient.float() / self._memory.seed
-                if longest and norm is not None:
-                    gradient = clipped(gradient, values[norm], longest)
-                self._keep_gradient(each.parameter, gradient, instruction.share)
-                if self._overflowed:
-                    continue
-                master = masters.get(each.value)
-                if master is None:
-                    self.optimizer(each.parameter, value, gradient)
-                else:
-                    self.optimizer(each.parameter, master, gradient, value)
+            values, masters = self._memory.values, self._masters
+            changes = [
+                Change(each.parameter, master, values[each.gradient], values[each.value])
+                if (master := masters.get(each.value)) is not None
+                else Change(each.parameter, values[each.value], values[each.gradient])
+                for each, _ in named
+            ]
+            shares = {each.parameter: update.share for each, update in named}
+            norm = instructions[0].norm
+            for handful in handfuls(changes):
+                scaled = self._scaled(handful, None if norm is None else values[norm])
+                for change in scaled:
+                    self._keep_gradient(change.name, change.gradient, shares[change.name])
+                if not self._overflowed:
+                    self.optimizer.all_of(scaled)
 
         return run
+
+    def _scaled(self, changes: Sequence[Change], norm: Tensor | None) -> Sequence[Change]:
+        """Changes whose gradients are without the loss scale, and clipped."""
+        longest = self.program.plan.training.clip_norm
+        gradients = [change.gradient for change in changes]
+        if self.scale is not None:
+            whole = [gradient.float() for gradient in gradients]
+            gradients = list(torch._foreach_div(whole, self._memory.seed))
+        if longest and norm is not None:
+            gradients = clipped(gradients, norm, longest)
+        return [
+            change._replace(gradient=gradient)
+            for change, gradient in zip(changes, gradients, strict=True)
+        ]
 
     def _keep_gradient(self, parameter: str, gradient: Tensor, share: float) -> None:
         """Note what a parameter was updated by, if gradients are wanted."""
@@ -393,6 +437,26 @@ class Interpreter:
         if share != 1.0:
             gradient = self.gradients.get(parameter, 0.0) + share * gradient
         self.gradients[parameter] = gradient
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor on a device; on its way to a GPU, from memory that torch keeps for such copies."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _nothing() -> None:
+    """What is done already."""
+
+
+def _publishes(instruction: Instruction | None) -> bool:
+    """Whether it brings the new value of a parameter to its users in this stage."""
+    return (
+        isinstance(instruction, Convert)
+        and instruction.kind is TaskKind.GRADIENT_SYNC
+        and not instruction.adds
+    )
 
 
 def _flows(graph: OperatorGraph) -> dict[str, list[bool]]:

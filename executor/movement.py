@@ -176,17 +176,25 @@ def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
     return run
 
 
-def posted(program: Program, ports: Ports, actions: Sequence[Action]) -> list[Action]:
-    """The actions of a rank's instructions, which post receives where messages have no tags."""
+def posters(program: Program, ports: Ports) -> dict[int, list[Action]]:
+    """By instruction what posts receives in front of it, where messages have no tags."""
     comm = ports.comm
     if not isinstance(comm, Untagged):
-        return list(actions)
+        return {}
     everyone = postings(program)
     comm.open({(each.sender, rank) for rank, found in enumerate(everyone) for each in found})
-    made = list(actions)
-    for each in reversed(everyone[comm.rank]):
-        made[each.before] = _in_turn(_poster(program, ports, each), made[each.before])
-    return made
+    found: dict[int, list[Action]] = {}
+    for each in everyone[comm.rank]:
+        found.setdefault(each.before, []).append(_poster(program, ports, each))
+    return found
+
+
+def posted(actions: Sequence[Action], posting: Mapping[int, Sequence[Action]]) -> list[Action]:
+    """The actions of a rank's instructions, with what posts receives in front of them."""
+    return [
+        _in_turn([*posting[number], action]) if number in posting else action
+        for number, action in enumerate(actions)
+    ]
 
 
 def _poster(program: Program, ports: Ports, posting: Posting) -> Action:
@@ -201,10 +209,10 @@ def _poster(program: Program, ports: Ports, posting: Posting) -> Action:
     return partial(comm.post, shapes, dtype, posting.sender, tag)
 
 
-def _in_turn(first: Action, then: Action) -> Action:
+def _in_turn(actions: Sequence[Action]) -> Action:
     def run() -> None:
-        first()
-        then()
+        for action in actions:
+            action()
 
     return run
 

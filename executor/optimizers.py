@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stratagem.executor.gpu.kernels import has_cupy
 from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
+from stratagem.executor.gradients import Change, by_dtype
 from stratagem.simulator.training import Training
 
 EPSILON = 1e-8
@@ -30,6 +31,9 @@ class Optimizer(Protocol):
 
         A `copy` in another dtype then gets the same value.
         """
+
+    def all_of(self, changes: Sequence[Change]) -> None:
+        """Make several changes, with as few kernels as can be."""
 
     def state(self, name: str) -> dict[str, Tensor]:
         """What is remembered of a parameter: tensors of its shape, by name; empty before it is
@@ -61,20 +65,6 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
     return _Adam(training) if training.optimizer == "adam" else _SGD(training)
 
 
-def clipped(gradient: Tensor, norm: Tensor, longest: float) -> Tensor:
-    """A gradient, shorter where the `norm` of all gradients is above `longest`.
-
-    The formula of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013, arXiv 1211.5063); no
-    value is read back, so that a device is not waited for.
-
-    Example:
-        >>> clipped(torch.tensor([3.0, 4.0]), torch.tensor(5.0), 1.0)
-        tensor([0.6000, 0.8000])
-    """
-    scale = (longest / (norm + 1e-6)).clamp(max=1.0)
-    return gradient * scale.to(gradient.dtype)
-
-
 def state_names(training: Training) -> tuple[str, ...]:
     """The names of the tensors that `Optimizer.state` gives for a parameter that was updated.
 
@@ -96,13 +86,19 @@ class _SGD:
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
     ) -> None:
-        self._updates[name] = self.updates(name) + 1
-        gradient = gradient.to(parameter.dtype)
-        if self._decay:
-            gradient = gradient.add(parameter, alpha=self._decay)
-        parameter.add_(gradient, alpha=-self.rate)
-        if copy is not None:
-            copy.copy_(parameter)
+        self.all_of([Change(name, parameter, gradient, copy)])
+
+    def all_of(self, changes: Sequence[Change]) -> None:
+        """See `Optimizer.all_of`."""
+        for change in changes:
+            self._updates[change.name] = self.updates(change.name) + 1
+        for alike in by_dtype(changes):
+            parameters = [change.parameter for change in alike]
+            gradients = _cast(alike, parameters)
+            if self._decay:
+                gradients = list(torch._foreach_add(gradients, parameters, alpha=self._decay))
+            torch._foreach_add_(parameters, gradients, alpha=-self.rate)
+            _follow(alike)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
@@ -136,19 +132,37 @@ class _Adam:
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
     ) -> None:
-        worked = parameter.contiguous()
-        if name not in self._states:
-            self._states[name] = (torch.zeros_like(worked), torch.zeros_like(worked))
-        mean, square = self._states[name]
+        self.all_of([Change(name, parameter, gradient, copy)])
+
+    def all_of(self, changes: Sequence[Change]) -> None:
+        """See `Optimizer.all_of`."""
+        for alike in by_dtype(changes):
+            worked = [change.parameter.contiguous() for change in alike]
+            self._step(alike, worked)
+            for change, each in zip(alike, worked, strict=True):
+                if each is not change.parameter:
+                    change.parameter.copy_(each)
+            _follow(alike)
+
+    def _step(self, changes: Sequence[Change], worked: list[Tensor]) -> None:
+        """One kernel for all parameters, which lie in one piece each."""
+        for change, parameter in zip(changes, worked, strict=True):
+            if change.name not in self._states:
+                zeros = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                self._states[change.name] = zeros
+            self._updates[change.name] = self.updates(change.name) + 1
+        states = [self._states[change.name] for change in changes]
+        counts = [self._updates[change.name] for change in changes]
+        device = worked[0].device
+        number = {each: torch.full((), float(each), device=device) for each in set(counts)}
         first, second = self._betas
-        step = self._updates[name] = self.updates(name) + 1
         torch._fused_adamw_(
-            [worked],
-            [gradient.to(parameter.dtype).contiguous()],
-            [mean],
-            [square],
+            worked,
+            [gradient.contiguous() for gradient in _cast(changes, worked)],
+            [mean for mean, _ in states],
+            [square for _, square in states],
             [],
-            [torch.full((), float(step), device=parameter.device)],
+            [number[each] for each in counts],
             lr=self.rate,
             beta1=first,
             beta2=second,
@@ -157,10 +171,6 @@ class _Adam:
             amsgrad=False,
             maximize=False,
         )
-        if worked is not parameter:
-            parameter.copy_(worked)
-        if copy is not None:
-            copy.copy_(parameter)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
@@ -177,3 +187,23 @@ class _Adam:
         """See `Optimizer.load`."""
         self._states[name] = (state["mean"].contiguous(), state["square"].contiguous())
         self._updates[name] = updates
+
+
+def _cast(changes: Sequence[Change], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients in the dtype of their parameters: themselves where they have it."""
+    gradients = [change.gradient for change in changes]
+    others = [n for n, each in enumerate(gradients) if each.dtype != parameters[n].dtype]
+    if others:
+        made = [torch.empty_like(parameters[n]) for n in others]
+        torch._foreach_copy_(made, [gradients[n] for n in others])
+        for n, each in zip(others, made, strict=True):
+            gradients[n] = each
+    return gradients
+
+
+def _follow(changes: Sequence[Change]) -> None:
+    """Let copies have the values of their parameters."""
+    followed = [(change.copy, change.parameter) for change in changes if change.copy is not None]
+    if followed:
+        copies, parameters = zip(*followed, strict=True)
+        torch._foreach_copy_(list(copies), list(parameters))

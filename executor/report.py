@@ -25,7 +25,8 @@ class Report:
     Attributes:
         plan: its name.
         losses: of every step.
-        step_times: of every step in seconds, that of the slowest rank.
+        step_times, wall_times: of every step in seconds, see `ExecutionResult`; files from before
+            they were told have none of the latter.
         timeline: of the step with the median time, measured.
         verdict: whether a first step was that of one device, if it was checked.
         peak_bytes: per rank the most bytes that it held at once; empty unless asked for.
@@ -42,6 +43,7 @@ class Report:
     peak_bytes: tuple[int, ...] = ()
     no_graph: str = ""
     provenance: Provenance | None = None
+    wall_times: tuple[float, ...] = ()
 
     @property
     def step_time(self) -> float:
@@ -55,6 +57,7 @@ class Report:
             "plan": self.plan,
             "losses": self.losses,
             "step_times": self.step_times,
+            "wall_times": self.wall_times,
             "timeline": self.timeline.to_dict(),
             "verdict": None if self.verdict is None else asdict(self.verdict),
             "peak_bytes": self.peak_bytes,
@@ -84,6 +87,7 @@ class Report:
                 peak_bytes=tuple(columns.get("peak_bytes", ())),
                 no_graph=columns.get("no_graph", ""),
                 provenance=msgspec.convert(columns.get("provenance"), Provenance | None),
+                wall_times=tuple(columns.get("wall_times", ())),
             )
 
 
@@ -98,4 +102,5 @@ def report_of(plan: str, result: ExecutionResult, verdict: Verdict | None = None
         peak_bytes=result.peak_bytes,
         no_graph=result.no_graph,
         provenance=result.provenance,
+        wall_times=result.wall_times,
     )

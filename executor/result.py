@@ -17,7 +17,10 @@ class ExecutionResult:
 
     Attributes:
         losses: of every step of this run.
-        step_times: of every step in seconds, that of the slowest rank.
+        step_times: of every step in seconds, that of the slowest rank: from the barrier before it
+            to its last instruction; of steps whose instructions are not timed, as `wall_times`.
+        wall_times: of every step in seconds, from the end of the one before it on the host: with
+            taking the batch, writing checkpoints and all else; that of the slowest rank.
         timeline: of a step with the median time, measured.
         parameters: whole parameters and buffers after the steps, by name.
         provenance: what ran it: backend, devices, precision and versions.
@@ -36,6 +39,7 @@ class ExecutionResult:
     first_step: int = 0
     peak_bytes: tuple[int, ...] = ()
     no_graph: str = ""
+    wall_times: tuple[float, ...] = ()
 
     @property
     def backend(self) -> str:

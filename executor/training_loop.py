@@ -27,6 +27,7 @@ from stratagem.executor.checkpoint_folder import (
 )
 from stratagem.executor.checkpoint_index import Course
 from stratagem.executor.checkpoint_reader import Checkpoint, restore
+from stratagem.executor.clock import Clock, Mark
 from stratagem.executor.counters import as_tensors
 from stratagem.executor.gpu.graphs import GraphedSteps, refusal
 from stratagem.executor.held import most_held_bytes
@@ -42,6 +43,12 @@ from stratagem.simulator.units import format_duration
 
 TIMED_STEPS = 100
 """How many of the last steps are kept to choose the measured timeline from."""
+
+FIRST_TIMED, TIMED_EVERY = 10, 20
+"""On a GPU, how many of the first steps are timed, and then one of how many."""
+
+MOST_AHEAD = 2
+"""Steps that the host may have given a device before it waits for the first of them."""
 
 SHOW_SECONDS = 0.25
 """The least time between two calls that show progress."""
@@ -62,6 +69,8 @@ class RunOptions:
         keep: how many checkpoints stay; the last finite one stays in any case.
         finite: whether a loss that is not finite is an error; it is a warning otherwise.
         memory: whether to find the most bytes that each rank holds, in a step that is undone.
+        timed_every: the instructions of one step of so many are timed, beside the first and the
+            last; None times all steps on CPUs, where it costs next to nothing, and few on GPUs.
         cuda_graph: whether to record a step as a CUDA graph, where that can be, and to run the
             steps but a few as that graph, see `GraphedSteps`.
 
@@ -81,12 +90,28 @@ class RunOptions:
     finite: bool = False
     memory: bool = False
     cuda_graph: bool = False
+    timed_every: int | None = None
+
+    def times(self, step: int, start: int, comm: Communicator) -> bool:
+        """Whether the instructions of a step are timed, in a run that begins at `start`."""
+        number, last = step - start, step == self.steps - 1
+        if self.timed_every is None and comm.device.type == "cpu":
+            return True
+        first = 1 if self.timed_every else FIRST_TIMED
+        return last or number < first or number % (self.timed_every or TIMED_EVERY) == 0
 
     def __post_init__(self) -> None:
+        if self.timed_every is not None and self.timed_every < 1:
+            raise ValueError(f"timed_every={self.timed_every}; at least one step of 1 is timed")
         if self.steps < 1 or self.warmup < 0 or self.every < 0:
             raise ValueError(
                 f"steps={self.steps}, warmup={self.warmup}, every={self.every}; at least 1 step "
                 f"and 0 of warm-up are run, and checkpoints are written every so many steps"
+            )
+        if self.timed_every is not None and self.cuda_graph:
+            raise ValueError(
+                f"timed_every={self.timed_every} with cuda_graph=True: inside a graph nothing is "
+                f"timed; leave out one of them"
             )
         if self.keep < 1:
             raise ValueError(f"keep={self.keep}; at least 1 checkpoint must stay")
@@ -135,8 +160,10 @@ def _train(
     comm = interpreter.comm
     place.follow(interpreter)
     start, most_held = _begin(interpreter, batches, options, place)
-    losses: list[float | None] = []
+    losses: list[float | Tensor | None] = []
     durations: list[int] = []
+    walls: list[int] = []
+    flight = _Flight(comm.clock)
     timed: deque[tuple[int, StepRecord]] = deque(maxlen=TIMED_STEPS)
     refused = refusal(interpreter, options.steps - start) if options.cuda_graph else None
     graphed = GraphedSteps(interpreter) if options.cuda_graph and refused is None else None
@@ -154,10 +181,14 @@ def _train(
         place.enter(step, "waiting for the other ranks to begin", waits=True)
         last = step == options.steps - 1
         keep = options.gradients and last
-        if graphed is None:
+        if graphed is not None:
+            record = graphed.step(batch, keep_gradients=keep, timed=last)
+        elif options.times(step, start, comm):
             record = interpreter.step(batch, keep_gradients=keep)
         else:
-            record = graphed.step(batch, keep_gradients=keep, timed=last)
+            record = StepRecord(interpreter.issue(batch), (), 0, timed=False)
+            place.enter(step, "waiting for the device", waits=True)
+            flight.issued()
         place.enter(step, "between two steps")
         if record.timed:
             place.saw(record)
@@ -165,19 +196,20 @@ def _train(
         losses.append(record.loss)
         if options.finite:
             _check_finite(record.loss, step)
-        durations.append(record.duration_ns)
+        walls.append(flight.passed())
+        durations.append(record.duration_ns or walls[-1])
         if show is not None and comm.rank == interpreter.program.loss_rank:
             speed.report(step + 1, record.loss, show)
         if options.checkpoint and (last or (options.every and (step + 1) % options.every == 0)):
             place.enter(step, "writing a checkpoint", slow=True)
             course = Course(step + 1, *batches.position)
-            save_checkpoint(
-                interpreter, options.checkpoint, course, loss=record.loss, keep=options.keep
-            )
+            found = None if record.loss is None else float(record.loss)
+            save_checkpoint(interpreter, options.checkpoint, course, loss=found, keep=options.keep)
     place.enter(options.steps - 1, "bringing results together", slow=True)
-    result = _result(interpreter, losses, durations, timed, start, gradients=options.gradients)
+    times, spent = _slowest(durations, comm), _slowest(walls, comm)
+    result = _result(interpreter, losses, times, timed, start, gradients=options.gradients)
     peaks = _of_all(most_held, comm) if options.memory else ()
-    return replace(result, peak_bytes=peaks, no_graph=refused or "")
+    return replace(result, wall_times=spent, peak_bytes=peaks, no_graph=refused or "")
 
 
 def first_step(interpreter: Interpreter, batches: Batches, place: Place) -> ExecutionResult:
@@ -261,10 +293,10 @@ def _checked_rate(rate: float, step: int) -> float:
     return rate
 
 
-def _check_finite(loss: float | None, step: int) -> None:
+def _check_finite(loss: float | Tensor | None, step: int) -> None:
     if loss is not None and not math.isfinite(loss):
         raise ArithmeticError(
-            f"the loss of step {step} is {loss}, and was to be finite; {_NOT_FINITE}"
+            f"the loss of step {step} is {float(loss)}, and was to be finite; {_NOT_FINITE}"
         )
 
 
@@ -318,7 +350,7 @@ class _Speed:
         self._start, self._steps = start, steps
         self._begun = self._shown = time.monotonic()
 
-    def report(self, done: int, loss: float | None, show: Show) -> None:
+    def report(self, done: int, loss: float | Tensor | None, show: Show) -> None:
         now = time.monotonic()
         if now - self._shown < SHOW_SECONDS and done < self._steps:
             return
@@ -334,10 +366,37 @@ class _Speed:
         show("training", done / self._steps, remark)
 
 
+class _Flight:
+    """The steps that a device still works on, and the host's time from one step to the next."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ends: deque[Mark] = deque()
+        self._last = time.perf_counter_ns()
+
+    def issued(self) -> None:
+        """Say that a step was given to the device, and wait for the one before those under way."""
+        self._ends.append(self._clock.mark())
+        if len(self._ends) > MOST_AHEAD:
+            self._clock.wait(self._ends.popleft())
+
+    def passed(self) -> int:
+        """Nanoseconds since this was last called, or since the first step."""
+        before, self._last = self._last, time.perf_counter_ns()
+        return self._last - before
+
+
+def _slowest(durations: Sequence[int], comm: Communicator) -> tuple[float, ...]:
+    """The seconds of every step, that of the rank that took longest."""
+    spent = torch.tensor(durations, dtype=torch.int64).to(comm.device)
+    slowest = comm.all_reduce(spent, tuple(range(comm.world_size)), "max")
+    return tuple(ns * 1e-9 for ns in slowest.tolist())
+
+
 def _result(
     interpreter: Interpreter,
-    losses: list[float | None],
-    durations: list[int],
+    losses: Sequence[float | Tensor | None],
+    times: tuple[float, ...],
     timed: deque[tuple[int, StepRecord]],
     start: int,
     *,
@@ -347,11 +406,9 @@ def _result(
     everyone = tuple(range(comm.world_size))
     own = None
     if comm.rank == program.loss_rank:
-        own = torch.tensor(losses, dtype=torch.float64).to(comm.device)
+        known = [torch.as_tensor(each, dtype=torch.float64).cpu() for each in losses]
+        own = torch.stack(known).to(comm.device)
     shared = comm.broadcast(own, (len(losses),), torch.float64, program.loss_rank, everyone)
-    spent = torch.tensor(durations, dtype=torch.int64)
-    slowest = comm.all_reduce(spent.to(comm.device), everyone, "max")
-    times = tuple(ns * 1e-9 for ns in slowest.tolist())
     middle = median_index(tuple(times[number] for number, _ in timed))
     spans = _spans(interpreter, timed[middle][1])
     parameters = interpreter.parameters()

@@ -399,8 +399,8 @@ def test_what_breaks_a_recording_is_named(mlp: Case) -> None:
 
     def rank(comm: NcclCommunicator) -> None:
         interpreter = Interpreter(program, comm, model_state(mlp.model))
-        action = interpreter._actions[-1]
-        interpreter._actions[-1] = lambda: (action(), comm.barrier())[0]  # type: ignore[func-returns-value]
+        action = interpreter._issued[-1]
+        interpreter._issued[-1] = lambda: (action(), comm.barrier())[0]  # type: ignore[func-returns-value]
         steps = GraphedSteps(interpreter)
         for _ in range(FIRST_STEPS):
             steps.step(mlp.batch)
@@ -417,18 +417,22 @@ def side_work_left(comm: NcclCommunicator) -> None:
     streams = comm._streams
     side = streams.new()
     streams.wait(side, streams.record(streams.compute))
-    comm._wire.sum(comm._world, torch.ones(1), "sum", side)
+    one = torch.ones(1)
+    comm._wire.sum(comm._world, one, one, "sum", side)
 
 
 def memory_given_away(comm: NcclCommunicator) -> None:
     streams = comm._streams
     streams.wait(comm._side, streams.record(streams.compute))
-    comm._wire.sum(comm._world, torch.ones(1000), "sum", comm._side)
+    ones = torch.ones(1000)
+    comm._wire.sum(comm._world, ones, ones, "sum", comm._side)
+    del ones
     torch.ones(1000)
 
 
 def work_beside(comm: NcclCommunicator) -> None:
-    comm._wire.sum(comm._world, torch.ones(1), "sum", comm._side)
+    one = torch.ones(1)
+    comm._wire.sum(comm._world, one, one, "sum", comm._side)
 
 
 def wait_for_before(comm: NcclCommunicator, event: Any) -> None:

@@ -36,6 +36,10 @@ class EventClock:
         self._last = self._streams.record(self._streams.compute)
         return self._last
 
+    def wait(self, mark: Mark) -> None:
+        """See `Clock.wait`."""
+        self._streams.synchronize(mark)
+
     def note(self, first: Event, last: Event) -> None:
         """Say that the instruction under way works on another stream between two events."""
         self._aside.setdefault(id(self._last), []).append((first, last))

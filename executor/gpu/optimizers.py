@@ -5,13 +5,14 @@ Rate and number of updates lie on the device, so that a captured step can be run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stratagem.executor.gpu.kernels import start
+from stratagem.executor.gradients import Change
 from stratagem.simulator.training import Training
 
 
@@ -45,6 +46,11 @@ class FusedSGD:
             *(self._rate.on(parameter.device), self._decay, np.int64(parameter.numel())),
         )
         _finish(worked, parameter, copy)
+
+    def all_of(self, changes: Sequence[Change]) -> None:
+        """See `Optimizer.all_of`: a kernel each, which casts and copies too."""
+        for change in changes:
+            self(*change)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""

@@ -134,6 +134,7 @@ def run_processes(
         first_step=found["first_step"],
         peak_bytes=tuple(found["peak_bytes"]),
         no_graph=found["no_graph"],
+        wall_times=tuple(found["wall_times"]),
     )
 
 
@@ -179,6 +180,7 @@ def main() -> None:
         found = {
             "losses": list(result.losses),
             "step_times": list(result.step_times),
+            "wall_times": list(result.wall_times),
             "timeline": result.timeline.to_dict(),
             "parameters": dict(result.parameters),
             "provenance": asdict(result.provenance),

@@ -1,0 +1,80 @@
+"""What a step does with its gradients before it updates: their norm, and cutting them to it.
+
+Few kernels work on many tensors at a time, since each costs the host as much as a layer's own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HANDFUL_BYTES = 2**26
+"""Of gradients that are worked on at a time: what is made of them is in memory meanwhile."""
+
+
+class Change(NamedTuple):
+    """A parameter that is to be changed in place by its gradient; a `copy` of it follows."""
+
+    name: str
+    parameter: Tensor
+    gradient: Tensor
+    copy: Tensor | None = None
+
+
+def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Of all their elements, a number of float64 on the device.
+
+    Example:
+        >>> sum_of_squares([torch.tensor([3.0]), torch.tensor([4.0, 0.0])], torch.device("cpu"))
+        tensor(25., dtype=torch.float64)
+    """
+    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if gradient.numel():
+            alike[gradient.dtype].append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for dtype, each in alike.items():
+        widest = torch.promote_types(dtype, torch.float32)
+        total += torch.stack(torch._foreach_norm(each, 2, dtype=widest)).double().square().sum()
+    return total
+
+
+def clipped(gradients: Sequence[Tensor], norm: Tensor, longest: float) -> list[Tensor]:
+    """Gradients, shorter where the `norm` of all gradients of the model is above `longest`.
+
+    The formula of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013, arXiv 1211.5063); no
+    value is read back, so that a device is not waited for.
+
+    Example:
+        >>> clipped([torch.tensor([3.0, 4.0])], torch.tensor(5.0), 1.0)
+        [tensor([0.6000, 0.8000])]
+    """
+    scale = (longest / (norm + 1e-6)).clamp(max=1.0)
+    return list(torch._foreach_mul(list(gradients), scale))
+
+
+def handfuls(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    """Changes in their order, as many at a time as have `HANDFUL_BYTES` of gradients, or one."""
+    taken: list[Change] = []
+    nbytes = 0
+    for change in changes:
+        size = change.gradient.numel() * change.gradient.element_size()
+        if taken and nbytes + size > HANDFUL_BYTES:
+            yield taken
+            taken, nbytes = [], 0
+        taken.append(change)
+        nbytes += size
+    if taken:
+        yield taken
+
+
+def by_dtype(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    """Changes of parameters of one dtype at a time, which kernels can work on together."""
+    alike: dict[torch.dtype, list[Change]] = defaultdict(list)
+    for change in changes:
+        alike[change.parameter.dtype].append(change)
+    yield from alike.values()
