@@ -193,6 +193,27 @@ class RecordingStreams(FakeStreams):
         return graph
 
 
+def refuse_waiting(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse an operator for which the host waits for the device, or copies to it."""
+    name = func.overloadpacket.__name__
+    if name in READS_BACK:
+        raise CaptureError(f"the host waits for {name}")
+    if name in COPIES_IN:
+        raise CaptureError("the host copies a value to the device")
+    if name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1]):
+        raise CaptureError("the host waits for the count of a mask")
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what the host waits for, and runs all else."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        refuse_waiting(func, args)
+        return func(*args, **(kwargs or {}))
+
+
 class _Operators(TorchDispatchMode):
     """Records what torch runs on the compute stream."""
 
@@ -203,15 +224,8 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if name in READS_BACK:
-            raise CaptureError(f"the host waits for {name}")
-        if name in COPIES_IN:
-            raise CaptureError("the host copies a value to the device")
-        if name == "index" and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
-        ):
-            raise CaptureError("the host waits for the count of a mask")
+        kwargs = kwargs or {}
+        refuse_waiting(func, args)
         self.graph.tick(self.stream)
         self.graph.check_memory(self.stream)
         written = [

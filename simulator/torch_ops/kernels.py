@@ -27,7 +27,7 @@ from stratagem.simulator.torch_ops.kernels_loss import cross_entropy
 from stratagem.simulator.torch_ops.kernels_norm import batch_norm, layer_norm, rms_norm, softmax
 from stratagem.simulator.torch_ops.kernels_spatial import conv2d, pool2d
 from stratagem.simulator.torch_ops.programs import elementwise
-from stratagem.simulator.torch_ops.shards import Shards, aligned, look_up
+from stratagem.simulator.torch_ops.shards import Shards, aligned, look_up, place_of
 
 Tensors = Sequence[Tensor]
 Kernel = Callable[[Operator, Shards, Tensors, Tensors], Tensor]
@@ -102,8 +102,7 @@ def _embedding(operator: Operator, shards: Shards, inputs: Tensors, weights: Ten
     if not shards.split(operator, vocabulary):
         return functional.embedding(inputs[0], weights[0], padding)
     if padding is not None:
-        row, known = look_up(inputs[0].new_tensor(padding), operator, shards, vocabulary)
-        padding = int(row) if bool(known) else None
+        padding = place_of(padding, operator, shards, vocabulary)
     index, held = look_up(inputs[0], operator, shards, vocabulary)
     return functional.embedding(index, weights[0], padding).masked_fill(~held[..., None], 0.0)
 

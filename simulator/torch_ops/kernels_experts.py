@@ -39,7 +39,9 @@ def _routes(gates: Tensor, top_k: int, capacity: int) -> _Routes:
     share = gates.gather(-1, ranked)
     weight = share / share.sum(-1, keepdim=True)
     expert = ranked.transpose(1, 2)
-    taken = functional.one_hot(expert.flatten(1), gates.shape[-1])
+    # Not `one_hot`, which may read its argument back to check it.
+    every = torch.arange(gates.shape[-1], device=gates.device)
+    taken = (expert.flatten(1)[..., None] == every).long()
     before = ((taken.cumsum(1) - 1) * taken).sum(-1).reshape(expert.shape)
     return _Routes(expert, before.clamp(max=capacity), weight.transpose(1, 2))
 

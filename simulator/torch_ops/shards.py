@@ -120,6 +120,30 @@ def look_up(
     return index, held[index] == ids
 
 
+def place_of(element: int, operator: Operator, shards: Shards, group: Sequence[str]) -> int | None:
+    """Where this rank holds one element of a tensor dim, None where it does not.
+
+    It is worked out on the host, which then has nothing to ask a device for.
+
+    Example:
+        >>> from stratagem.simulator.graph import Dim, DimKind
+        >>> dims = (Dim("a", 3, DimKind.REDUCTION), Dim("b", 4, DimKind.REDUCTION))
+        >>> operator = Operator("x", "source", dims, (), (), ())
+        >>> right = Shards({"a": (0, 3), "b": (2, 4)}, _alone)
+        >>> [place_of(element, operator, right, ("a", "b")) for element in (0, 2, 5, 6)]
+        [None, 0, None, 2]
+    """
+    place, weight = 0, 1
+    for name in reversed(group):
+        element, index = divmod(element, operator.sizes[name])
+        start, stop = shards.bounds[name]
+        if not start <= index < stop:
+            return None
+        place += weight * (index - start)
+        weight *= stop - start
+    return place
+
+
 def aligned(tensor: Tensor, layout: Layout, target: Layout, sizes: Mapping[str, int]) -> Tensor:
     """A tensor of `layout` seen with the dims of `target`, so that it broadcasts against such.
 
