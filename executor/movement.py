@@ -13,7 +13,7 @@ from torch import Tensor
 from stratagem.executor.backends.base import Communicator, Shape, Untagged
 from stratagem.executor.instructions import Bundle, Convert, Join, Receive, Send, Stash
 from stratagem.executor.memory import Memory
-from stratagem.executor.postings import Posting, postings
+from stratagem.executor.postings import Posting, common_order
 from stratagem.executor.program import Program, part_shape, stored_shape
 from stratagem.executor.reshard import Route, put_together, start_together
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut_part
@@ -181,10 +181,10 @@ def posters(program: Program, ports: Ports) -> dict[int, list[Action]]:
     comm = ports.comm
     if not isinstance(comm, Untagged):
         return {}
-    everyone = postings(program)
-    comm.open({(each.sender, rank) for rank, found in enumerate(everyone) for each in found})
+    order = common_order(program)
+    comm.open(order.pairs())
     found: dict[int, list[Action]] = {}
-    for each in everyone[comm.rank]:
+    for each in order.postings(comm.rank):
         found.setdefault(each.before, []).append(_poster(program, ports, each))
     return found
 

@@ -14,6 +14,10 @@ replay lets all collectives of an instruction happen together, once everyone has
 they join: with two axes a rank could else have met along one of them while a rank that it still
 has to meet along the other waits until its message is taken, and so on around a ring of ranks.
 
+Ranks that do the same are played as one, as in `replay`: each instruction is then one of all of
+them, whose messages are in the order of their senders. Where such ranks send one another
+something, in the middle of an instruction of theirs, each is played for itself.
+
 The first communication that a rank issues behind the point where the replay sends a message bounds
 how late it may be posted; before that bound, one message of a sender is set aside at a time.
 """
@@ -21,12 +25,12 @@ how late it may be posted; before that bound, one message of a sender is set asi
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.executor.instructions import Receive, Send, meetings_of
 from stratagem.executor.program import Program
-from stratagem.executor.replay import World, play_in
+from stratagem.executor.replay import Players, World, play_in, players
 
 
 @dataclass(frozen=True)
@@ -50,39 +54,90 @@ class _Arrival:
     sender: int
 
 
-def postings(program: Program) -> tuple[tuple[Posting, ...], ...]:
-    """Per rank the receives of a step in the order in which they must be posted.
+@dataclass(frozen=True)
+class Sent:
+    """Where in the common order some ranks send what an instruction says.
+
+    `ahead` is the first instruction of each player of which nothing has happened then.
+    """
+
+    senders: tuple[int, ...]
+    instruction: Send
+    ahead: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CommonOrder:
+    """The messages of a step, in an order in which all ranks may issue all that they issue.
 
     Example:
-        >>> for each in postings(lower(plan, graph))[1]:  # doctest: +SKIP
+        >>> order = common_order(lower(plan, graph))  # doctest: +SKIP
+        >>> for each in order.postings(rank=1):  # doctest: +SKIP
         ...     print(each.before, each.needed, each.sender)
         0 0 0
         1 7 0
+    """
 
-    What a rank sends itself is not among them, nor are messages inside conversions, which sender
-    and receiver come to together.
+    program: Program
+    player_of: Mapping[int, int]
+    messages: tuple[Sent, ...]
+
+    def pairs(self) -> set[tuple[int, int]]:
+        """The ranks between which messages go: sender and receiver."""
+        transfers = {id(t): t for t in (each.instruction.transfer for each in self.messages)}
+        ranks = self.program.rank_of
+        found = {
+            (ranks[move.sender], ranks[move.receiver])
+            for transfer in transfers.values()
+            for move in transfer.moves
+        }
+        return {(sender, receiver) for sender, receiver in found if sender != receiver}
+
+    def postings(self, rank: int) -> tuple[Posting, ...]:
+        """The receives of a rank in the order in which they must be posted.
+
+        What a rank sends itself is not among them, nor are messages inside conversions, which
+        sender and receiver come to together.
+        """
+        own, needs = self.program.ranks[rank], _needs(self.program, rank)
+        arrivals: list[_Arrival] = []
+        for sent in self.messages:
+            moves = sent.instruction.transfer.moves_to(own.device)
+            senders = {self.program.rank_of[move.sender] for move in moves} - {rank}
+            for sender in sorted(senders.intersection(sent.senders)):
+                needed = needs[sender, sent.instruction.label].popleft()
+                arrivals.append(_Arrival(sent.ahead[self.player_of[rank]], needed, sender))
+        return _placed(arrivals, _issues(self.program, rank))
+
+
+def common_order(program: Program) -> CommonOrder:
+    """The order of the messages of a step, by the replay of its program.
 
     Raises:
         ValueError: when there is no such order, because a rank would have to go on behind an
             instruction before another one that its collectives join has come to it.
     """
-    world = World(program, tuple((each.rank,) for each in program.ranks), whole=True)
-    needs = [_needs(program, rank) for rank in range(program.world_size)]
-    arrivals: list[list[_Arrival]] = [[] for _ in program.ranks]
-    for _, sender, instruction in play_in(world):
-        if isinstance(instruction, Send):
-            for receiver in targets(program, sender, instruction):
-                earliest = world.players[receiver].ahead
-                needed = needs[receiver][sender, instruction.label].popleft()
-                arrivals[receiver].append(_Arrival(earliest, needed, sender))
-    return tuple(_placed(found, _issues(program, rank)) for rank, found in enumerate(arrivals))
+    world = World(program, _apart(program), whole=True)
+    messages = tuple(
+        Sent(world.groups[number], each, tuple(player.ahead for player in world.players))
+        for _, number, each in play_in(world)
+        if isinstance(each, Send)
+    )
+    return CommonOrder(program, world.player_of, messages)
 
 
-def targets(program: Program, sender: int, instruction: Send) -> tuple[int, ...]:
-    """The other ranks that a rank sends to, in order."""
-    moves = instruction.transfer.moves_from(program.ranks[sender].device)
-    ranks = dict.fromkeys(program.rank_of[move.receiver] for move in moves)
-    return tuple(rank for rank in ranks if rank != sender)
+def _apart(program: Program) -> Players:
+    """Ranks that can be played as one, none of which sends another of them anything."""
+    groups = players(program)
+    player_of = {rank: n for n, ranks in enumerate(groups) for rank in ranks}
+    ranks = program.rank_of
+    for group in groups:
+        for each in program.ranks[group[0]].instructions:
+            for move in each.transfer.moves if isinstance(each, Send) else ():
+                pair = ranks[move.sender], ranks[move.receiver]
+                if pair[0] != pair[1] and player_of[pair[0]] == player_of[pair[1]]:
+                    return tuple((rank.rank,) for rank in program.ranks)
+    return groups
 
 
 def _needs(program: Program, rank: int) -> dict[tuple[int, str], deque[int]]:

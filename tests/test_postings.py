@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from examples.models import MLP, SmallGPT
 from stratagem.executor import lower
 from stratagem.executor.instructions import Receive, Send, meetings_of
-from stratagem.executor.postings import Posting, postings, targets
+from stratagem.executor.postings import Posting, common_order
 from stratagem.executor.program import Program
 from tests.plans import Case, make_case, make_plan, random_plan, sharding, whole
 from tests.test_models_executed import case_of
@@ -32,6 +33,22 @@ def mlp() -> Case:
     torch.manual_seed(1)
     model = MLP([10, 13, 9, 7])
     return make_case(model, x=torch.randn(8, 10), target=torch.randint(0, 7, (8,)))
+
+
+def targets(program: Program, sender: int, instruction: Send) -> tuple[int, ...]:
+    """The other ranks that a rank sends to, in order."""
+    moves = instruction.transfer.moves_from(program.ranks[sender].device)
+    ranks = dict.fromkeys(program.rank_of[move.receiver] for move in moves)
+    return tuple(rank for rank in ranks if rank != sender)
+
+
+def postings(program: Program) -> list[tuple[Posting, ...]]:
+    """What every rank posts."""
+    order = common_order(program)
+    found = [order.postings(rank) for rank in range(program.world_size)]
+    sent = {(each.sender, rank) for rank, posted in enumerate(found) for each in posted}
+    assert order.pairs() == sent
+    return found
 
 
 def operations(program: Program, rank: int, posted: tuple[Posting, ...]) -> list[Op]:
@@ -91,7 +108,7 @@ def _happens(rank: int, op: Op, left: list[deque[Op]]) -> bool:
     return False
 
 
-def check(program: Program) -> tuple[tuple[Posting, ...], ...]:
+def check(program: Program) -> list[tuple[Posting, ...]]:
     posted = postings(program)
     for rank, found in enumerate(posted):
         for each in found:
@@ -164,3 +181,26 @@ def test_receiving_only_when_needed_would_hang(mlp: Case) -> None:
 
 def _needed(posting: Posting) -> int:
     return posting.needed
+
+
+def test_ranks_that_do_the_same_are_played_as_one(mlp: Case) -> None:
+    """However many they are: two stages of four ranks play as two of one."""
+    few, many = (
+        lower(make_plan(mlp, sharding("sample"), (n,), (n,), num_microbatches=2), mlp.graph)
+        for n in (1, 4)
+    )
+    orders = common_order(few), common_order(many)
+    assert len(orders[0].messages) == len(orders[1].messages) > 0
+    assert {len(each.senders) for each in orders[1].messages} == {4}
+    check(many)
+
+
+def test_ranks_that_send_one_another_something_are_played_apart(mlp: Case) -> None:
+    """Two stages on the same ranks, cut otherwise: each is in the middle of its own sends."""
+    plan = make_plan(mlp, sharding("sample"), (2,), (2,), num_microbatches=2)
+    first, second = plan.stages
+    swapped = replace(second, mesh=replace(second.mesh, devices=first.mesh.devices[::-1]))
+    plan = replace(plan, stages=(first, swapped), schedule="interleaved")
+    order = common_order(lower(plan, mlp.graph))
+    assert {len(each.senders) for each in order.messages} == {1}
+    check(lower(plan, mlp.graph))

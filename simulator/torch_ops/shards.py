@@ -126,7 +126,7 @@ def place_of(element: int, operator: Operator, shards: Shards, group: Sequence[s
     It is worked out on the host, which then has nothing to ask a device for.
 
     Example:
-        >>> from stratagem.simulator.graph import Dim, DimKind
+        >>> from stratagem.simulator.operators import Dim, DimKind
         >>> dims = (Dim("a", 3, DimKind.REDUCTION), Dim("b", 4, DimKind.REDUCTION))
         >>> operator = Operator("x", "source", dims, (), (), ())
         >>> right = Shards({"a": (0, 3), "b": (2, 4)}, _alone)

@@ -44,11 +44,16 @@ DISPATCH_STEPS = 12
 def executor_update(
     num_parameters: int, training: Training, device: torch.device
 ) -> Callable[[], None]:
-    """An update of one flat parameter as the executor makes it, for `profiler.profile_updates`."""
-    parameter = torch.randn(num_parameters, device=device).to(getattr(torch, training.precision))
-    gradient = torch.randn_like(parameter)
+    """An update of one flat parameter as the executor makes it, for `profiler.profile_updates`.
+
+    Below float32 it is that of a float32 parameter, which a copy in the precision follows.
+    """
+    parameter = torch.randn(num_parameters, device=device)
+    copy = parameter.to(getattr(torch, training.precision))
+    gradient = torch.randn_like(copy)
     update = make_optimizer(training, device)
-    return lambda: update("parameter", parameter, gradient)
+    followed = None if copy is parameter else copy
+    return lambda: update("parameter", parameter, gradient, followed)
 
 
 def executor_dispatch() -> dict[Direction, Measurement]:
