@@ -63,7 +63,9 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
         warnings.warn(elsewhere, stacklevel=2)
     place.enter(-1, "taking the first batch", slow=True, idle=True)
     data: Data = make_data(arguments.data, plan.seed) if arguments.data else example
-    batches = Batches(data, graph, seed=plan.seed, buffers=state)
+    inputs = {given.name for given in graph.inputs}
+    buffers = {name: each for name, each in state.items() if name in inputs}
+    batches = Batches(data, graph, seed=plan.seed, buffers=buffers)
     first = batches.at(0)
     options = RunOptions(
         steps=arguments.steps,
@@ -79,14 +81,16 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     )
     place.enter(-1, "preparing the first step", waits=True, slow=True)
     interpreter = Interpreter(program, comm, state)
+    del state
     verdict: Verdict | None = None
     if arguments.check:
-        once = Batches(first, graph, buffers=state)
+        once = Batches(first, graph, buffers=buffers)
         checked = first_step(interpreter, once, place)
         interpreter.reset()
         place.enter(-1, "comparing with one device", slow=True)
         if comm.rank == 0:
             verdict = judge(model, {k: first[k] for k in example}, checked, plan, graph)
+    del model
     told = comm.rank == program.loss_rank and arguments.status is None
     with progress_bar(enabled=told) as bar:
         show: Show = status_file(arguments.status) if arguments.status else bar

@@ -36,7 +36,7 @@ from stratagem.executor.instructions import (
 from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.memory import Memory
 from stratagem.executor.movement import Ports
-from stratagem.executor.optimizers import clipped, make_optimizer
+from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.program import LOSS, Program, Stored, part_shape
 from stratagem.executor.seats import Seat, mesh_groups
 from stratagem.executor.shards import operator_shards
@@ -45,6 +45,7 @@ from stratagem.executor.substituted import to_model, to_rewritten
 from stratagem.simulator.graph import OperatorGraph
 from stratagem.simulator.operators import Operator, factor_sizes
 from stratagem.simulator.parts import Part
+from stratagem.simulator.steps import inputs_of
 from stratagem.simulator.task_kinds import TaskKind
 from stratagem.simulator.token_slices import PREFIX
 from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
@@ -77,6 +78,7 @@ class Interpreter:
     their count while the device is waited for.
     `scale` is the loss scale of the next step in float16, None in other precisions.
     `counters` are those of batch norms, as they follow from the steps made.
+    `reads` has the inputs of the batch that it needs, which alone are brought to its device.
     `optimizer` is that of the parameters at home; its rate may be set before every step, as
     may the step of `random`, by which dropout draws.
 
@@ -88,7 +90,7 @@ class Interpreter:
     Args:
         program: from `lower`.
         comm: its rank says which part of the program this is; `prepare` is called here.
-        state: whole parameters and buffers of the model, by name.
+        state: whole parameters and buffers of the model, by name; only this rank's part is kept.
 
     Raises:
         ValueError: when `state` does not fit the model.
@@ -107,8 +109,12 @@ class Interpreter:
         }
         for mesh in all_meshes(program.plan):
             comm.prepare(mesh_groups(mesh, program.rank_of))
-        self._state = to_rewritten(program.maps, state)
         self.counters = counters_of(program, state)
+        whole = to_rewritten(program.maps, state)
+        self._start = {
+            each.value: local_part(each, whole[each.parameter], self._seats[each.stage])
+            for each in self.mine.stored
+        }
         self._memory = Memory()
         plan = program.plan
         self.random = RandomStream(
@@ -120,6 +126,7 @@ class Interpreter:
         self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
+        self.reads = _inputs_of(program, self.mine.instructions)
         self._shards: dict[tuple[str, int], Shards] = {}
         self._flows = _flows(program.graph)
         actions = [self._action(each) for each in self.mine.instructions]
@@ -130,8 +137,7 @@ class Interpreter:
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
         for stored in self.mine.stored:
-            whole = self._state[stored.parameter]
-            self._keep(stored, local_part(stored, whole, self._seats[stored.stage]))
+            self._keep(stored, self._start[stored.value].clone())
         training = self.program.plan.training
         self.optimizer = make_optimizer(training, self.comm.device)
         self.scale = LossScale() if training.scales_loss else None
@@ -234,7 +240,10 @@ class Interpreter:
 
     def _begin(self, batch: Mapping[str, Tensor]) -> None:
         device = self.comm.device
-        self._batch = {name: _on(device, tensor) for name, tensor in batch.items()}
+        self._batch = {
+            name: _on(device, tensor) if name in self.reads else tensor
+            for name, tensor in batch.items()
+        }
         self._memory.values.pop(LOSS, None)
         self._memory.seed = 1.0 if self.scale is None else self.scale.value
 
@@ -349,7 +358,8 @@ class Interpreter:
         values, dtype = self._memory.values, torch_dtype(instruction.dtype)
 
         def run() -> None:
-            whole = run_source(operator, self._batch, device=self.comm.device)
+            given = {name: each for name, each in self._batch.items() if name in self.reads}
+            whole = run_source(operator, given, device=self.comm.device)
             values[instruction.value] = whole.to(dtype).reshape(shape)
 
         return run
@@ -437,6 +447,13 @@ class Interpreter:
         if share != 1.0:
             gradient = self.gradients.get(parameter, 0.0) + share * gradient
         self.gradients[parameter] = gradient
+
+
+def _inputs_of(program: Program, instructions: Sequence[Instruction]) -> set[str]:
+    """The inputs of the batch that a rank reads: in a pipeline few stages read any."""
+    sources = [each.operator for each in instructions if isinstance(each, Source)]
+    steps = [program.whole.operator(source).attributes["steps"] for source in sources]
+    return {name for each in steps for name in inputs_of(each)}
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:

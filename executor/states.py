@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
-from stratagem.executor.backends.base import Communicator
+from stratagem.executor.backends.base import Communicator, num_bytes
 from stratagem.executor.program import Home, Program, Stored, part_shape
 from stratagem.executor.reshard import run_transfer
 from stratagem.executor.seats import Seat, cut
@@ -47,13 +46,13 @@ def stored_part(stored: Stored, seat: Seat) -> Part:
 
 
 def local_part(stored: Stored, whole: Tensor, seat: Seat) -> Tensor:
-    """This rank's part of a parameter, in memory of its own."""
+    """This rank's part of a parameter: all of it, or a copy, which holds no more than the part."""
     part = stored_part(stored, seat)
     everything = tuple((0, size) for size in stored.sizes)
     box = cut(whole.detach().reshape(stored.sizes), everything, part.box)
     kept = box if part.span is None else box.reshape(-1)[slice(*part.span)]
-    shape = part_shape(stored.layout, part)
-    return kept.reshape(shape).clone(memory_format=torch.contiguous_format)
+    mine = kept.reshape(part_shape(stored.layout, part)).contiguous()
+    return mine if mine.untyped_storage().nbytes() == num_bytes(mine) else mine.clone()
 
 
 def collect(

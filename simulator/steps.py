@@ -129,6 +129,17 @@ def references(arguments: list[Any]) -> Iterator[list[Any]]:
             yield from references(argument)
 
 
+def inputs_of(steps: Steps) -> set[str]:
+    """The graph inputs that a source program reads.
+
+    Example:
+        >>> inputs_of([["arange", [0, 6, 2, "int64"]], ["add", [["step", 0], ["input", "ids"]]]])
+        {'ids'}
+    """
+    found = (each for _, arguments in steps for each in references(arguments))
+    return {target for kind, target in found if kind == "input"}
+
+
 def check_steps(steps: Steps, *, known: Mapping[str, str], where: str) -> None:
     """Refuse a program that no kernel could run.
 

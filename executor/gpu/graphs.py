@@ -108,7 +108,9 @@ class GraphedSteps:
     def _record(self, batch: Mapping[str, Tensor]) -> None:
         interpreter, comm = self._interpreter, self._interpreter.comm
         assert isinstance(comm, Recorder)
-        self._inputs = {name: each.to(comm.device, copy=True) for name, each in batch.items()}
+        self._inputs = {
+            name: batch[name].to(comm.device, copy=True) for name in sorted(interpreter.reads)
+        }
         self._places = {name: each for name, each in interpreter.settled().items() if name != LOSS}
         self._enter_step()
         try:

@@ -164,7 +164,8 @@ def main() -> None:
     gc.freeze()  # What is imported so far is no garbage; to look through it takes a second.
     (folder,) = sys.argv[1:]
     torch.set_num_threads(1)
-    task = torch.load(Path(folder, TASK), map_location="cpu", weights_only=True)
+    # Mapped, so that the ranks of a machine have the model and the batch in memory once.
+    task = torch.load(Path(folder, TASK), map_location="cpu", weights_only=True, mmap=True)
     rates, batch = task["rates"], task["batch"]
     result = execute(
         Plan.from_json(task["plan"]),
