@@ -33,10 +33,11 @@ from stratagem.profiler import (
     time_operator,
 )
 from stratagem.profiler.background import BackgroundLoad
+from stratagem.profiler.clock import CudaClock
 from stratagem.profiler.keys import summarise, update_key
 from stratagem.profiler.links import KINDS, ROUNDS
 from stratagem.profiler.tensors import random_operands, viewed
-from stratagem.profiler.timing import Trial, operator_work
+from stratagem.profiler.timing import Trial, operator_work, timed
 from stratagem.simulator.builder import GraphBuilder
 from stratagem.simulator.choice import Choice
 from stratagem.simulator.cluster import Cluster, Link
@@ -417,7 +418,57 @@ class TestMeasuredCosts:
                 assert cost.source is Source.MEASURED
 
 
+class FakeEvent:
+    """An event of a device whose clock stands at `device_ms` when it is recorded."""
+
+    device_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+
+    def record(self, stream: object) -> None:
+        self.at = FakeEvent.device_ms
+
+    def synchronize(self) -> None:
+        assert self.at is not None
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.at is not None
+        assert other.at is not None
+        return other.at - self.at
+
+
+@pytest.mark.parametrize(("device_ms", "host_ms"), [(0.25, 0.0), (0.004, 30.0)])
+def test_a_kernel_on_a_gpu_takes_what_the_device_takes(device_ms, host_ms, monkeypatch):
+    """However long the host takes to start it, which the simulator knows of the device type."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+    def kernel() -> None:
+        time.sleep(host_ms * 1e-3)
+        FakeEvent.device_ms += device_ms
+
+    clock = CudaClock(torch.device("cuda"))
+    seconds, _ = timed(kernel, clock, lambda: None)
+    assert seconds == pytest.approx(device_ms * 1e-3)
+
+
 class TestUpdates:
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+    def test_what_is_timed_is_what_runs(self, precision, monkeypatch):
+        """Below float32 that is a float32 parameter, a gradient in the precision, and a copy."""
+        given = []
+        monkeypatch.setattr(
+            "stratagem.measuring.make_optimizer", lambda *_: lambda *each: given.append(each)
+        )
+        executor_update(8, Training(precision), torch.device("cpu"))()
+        ((_, parameter, gradient, copy),) = given
+        assert parameter.dtype == torch.float32
+        assert gradient.dtype == getattr(torch, precision)
+        assert (copy is None) == (precision == "float32")
+        assert copy is None or copy.dtype == gradient.dtype
+
     @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
     @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
     def test_updates_are_timed_once(self, cache, optimizer, precision):
