@@ -58,6 +58,7 @@ def test_a_step_in_line_is_never_stuck() -> None:
     assert find_stuck(issued(size, step, ordered=False), 1, ordered=False) is None
 
 
+@pytest.mark.slow
 def test_plans_are_stuck_without_an_order_and_never_with_one() -> None:
     case = gpt_case()
     piped = make_plan(case, megatron, (2,), (1,), (2,), num_microbatches=2, schedule="1f1b")
