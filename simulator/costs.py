@@ -127,10 +127,9 @@ class RooflineCosts:
         return Cost(seconds, Source.ROOFLINE, self.relative_error)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
-        """Every state is read and written once, gradients are read, parameters written."""
-        per_parameter = 2 * training.optimizer_bytes + 3 * training.parameter_bytes
+        """See `CostModel` and `Training.update_bytes`."""
         rate = device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency
-        seconds = num_parameters * per_parameter / rate + device.launch_us * 1e-6
+        seconds = num_parameters * training.update_bytes / rate + device.launch_us * 1e-6
         return Cost(seconds, Source.ROOFLINE, self.relative_error)
 
     def _flop_rate(

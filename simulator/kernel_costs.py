@@ -87,11 +87,10 @@ class KernelModelCosts:
         return _memory_cost(moved, family, device, device.memory)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
-        """Every state is read and written once, gradients are read, parameters written."""
+        """See `CostModel` and `Training.update_bytes`."""
         if device.memory is None:
             return self._roofline.update_cost(num_parameters, training, device)
-        per_parameter = 2 * training.optimizer_bytes + 3 * training.parameter_bytes
-        moved = Moved(float(num_parameters * per_parameter), 1)
+        moved = Moved(float(num_parameters * training.update_bytes), 1)
         return _memory_cost(moved, "elementwise", device, device.memory)
 
 

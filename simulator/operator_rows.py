@@ -23,6 +23,7 @@ from stratagem.simulator.operators import Operator, Weight, factor_sizes
 from stratagem.simulator.overlap import fuses_forward, piece_dim
 from stratagem.simulator.parameters import (
     Use,
+    home_placements,
     makes_input_gradients,
     residences,
     weight_share,
@@ -32,6 +33,7 @@ from stratagem.simulator.placement import (
     Shard,
     local_elements,
     local_sizes,
+    weight_gradient_placements,
 )
 from stratagem.simulator.resharding import Resharder
 from stratagem.simulator.resources import COMPUTE, HOST, link_mask
@@ -87,9 +89,15 @@ class OperatorPricer:
         forward, backward, input_gradient, weight_gradient, recompute = timed_rows(
             [
                 [p.forward for p in passes],
-                [p.backward for p in passes],
+                [
+                    _adding(p.backward, m, c)
+                    for p, m, c in zip(passes, moved, choices, strict=True)
+                ],
                 [p.input_gradient for p in passes],
-                [p.weight_gradient for p in passes],
+                [
+                    _adding(p.weight_gradient, m, c)
+                    for p, m, c in zip(passes, moved, choices, strict=True)
+                ],
                 [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
             ]
         )
@@ -314,7 +322,27 @@ class OperatorPricer:
             update=update,
             stash_bytes=used * parameter,
             latency=latency,
+            add_seconds=self._add_seconds(operator, uses, choice),
         )
+
+    def _add_seconds(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> float:
+        """Adding the gradients of a microbatch to those before, where no product does it."""
+        if self.training.fused_accumulation:
+            return 0.0
+        added = 0
+        for weight, use in zip(operator.weights, uses, strict=True):
+            if use in (Use.OWNED, Use.TIED_HERE, Use.TIED_ELSEWHERE):
+                whole = factor_sizes(weight.layout, operator.sizes)
+                # From ZeRO-2 on, what is added is the shard that a reduction leaves.
+                sharded = use is Use.OWNED and choice.zero >= 2
+                lies = (
+                    home_placements(weight, choice, self.mesh.shape)
+                    if sharded
+                    else weight_gradient_placements(weight, choice.config)
+                )
+                added += local_elements(whole, lies, self.mesh.shape)
+        nbytes = added * (self.training.parameter_bytes + 2 * self.training.gradient_bytes)
+        return self._moving(nbytes)
 
     def _update_seconds(self, num_parameters: int) -> float:
         scale = self.calibration.memory_scale
@@ -325,14 +353,18 @@ class OperatorPricer:
 
     def _copy(self, nbytes: int) -> Priced:
         """Reading and writing so many bytes once."""
+        return (self._moving(2 * nbytes), COMPUTE) if nbytes else IDLE
+
+    def _moving(self, nbytes: int) -> float:
+        """Seconds of a kernel that reads and writes so many bytes in all; of none, for none."""
         if not nbytes:
-            return IDLE
+            return 0.0
         seconds = max(
-            2 * nbytes / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
+            nbytes / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
             + device.launch_us * 1e-6
             for device in self.devices
         )
-        return self.calibration.memory_scale * seconds, COMPUTE
+        return self.calibration.memory_scale * seconds
 
     def _convert(
         self,
@@ -373,7 +405,10 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Moved:
-    """What happens to the parameters of an operator under one choice."""
+    """What happens to the parameters of an operator under one choice.
+
+    Every microbatch takes `add_seconds` to add their gradients to those before.
+    """
 
     sync: Priced
     each_sync: Priced
@@ -382,6 +417,12 @@ class _Moved:
     update: Priced
     stash_bytes: int
     latency: Mapping[str, tuple[int, float]]
+    add_seconds: float
+
+
+def _adding(passed: Priced, moved: _Moved, choice: Choice) -> Priced:
+    """A piece of a pass that makes gradients of weights, and its part of adding them up."""
+    return passed[0] + moved.add_seconds / choice.chunks, passed[1]
 
 
 def _pass_seconds(passes: _Passes, choice: Choice) -> float:

@@ -24,14 +24,24 @@ class Training:
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
             itself by Adam (AdamW, Loshchilov and Hutter 2019).
         clip_norm: gradients are made shorter where the norm of all of them is above it (Pascanu et
-            al. 2013); 0 for never. It is executed, and not priced: one sum of one number. In
-            float16 the same sum tells whether a gradient of any rank is not finite.
+            al. 2013); 0 for never. It is executed, and priced only where the update is not fused
+            (`fused_update`), without the sum of one number over ranks. In float16 the same sum
+            tells whether a gradient of any rank is not finite.
         gradient_precision: in which gradients are added up and reduced; empty: as `precision`.
             Megatron-LM adds bfloat16 gradients up in float32.
         flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
             or 3 (Shah et al. 2024, on Hopper).
         fused_loss: whether the cross-entropy is one kernel that leaves the gradient where the
             logits were; otherwise it works on float32 copies of the logits.
+        fused_accumulation: whether products add a microbatch's gradients of weights to those before
+            where these lie (Megatron-LM's fusion of 2022). Otherwise every microbatch's are added
+            in a pass of their own, those of the first to zeros: as autograd and hooks do it. It
+            counts in predicted time alone.
+        fused_update: whether an update is one kernel, which reads gradients as backward leaves them
+            and writes parameters as operators use them (the executor's on GPUs). Otherwise
+            optimizers of mixed precision make passes over float32 copies of the gradients, as
+            Megatron-LM's and PyTorch's with a gradient scaler do. It counts in predicted time
+            alone: copies are there when activations are gone.
         bucketed_gradients: whether gradients that are added up in another precision are also held
             as backward makes them: in the buckets of PyTorch's DistributedDataParallel (Li et al.
             2020), or until all of backward is through. It counts in predicted memory alone; the
@@ -58,6 +68,8 @@ class Training:
     fused_elementwise: bool = False
     flash_version: int = 2
     fused_loss: bool = False
+    fused_accumulation: bool = True
+    fused_update: bool = True
     bucketed_gradients: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
@@ -129,3 +141,25 @@ class Training:
         """Bytes of optimizer state per parameter: float32 states and, if needed, a master copy."""
         master = 4 if self.parameter_bytes < 4 else 0
         return master + 4 * OPTIMIZER_STATES[self.optimizer]
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that an update reads and writes per parameter.
+
+        Every state is read and written once, gradients are read, parameters written. Where the
+        update is not fused, gradients are copied to float32 and read there, in float16 unscaled in
+        place, clipped in place after a pass for their norm, and parameters copied from masters.
+
+        Example:
+            >>> Training("float16").update_bytes
+            30
+            >>> Training("float16", fused_update=False, clip_norm=1.0).update_bytes
+            62
+        """
+        fused = 2 * self.optimizer_bytes + 3 * self.parameter_bytes
+        if self.fused_update:
+            return fused
+        copied = 8 if self.gradient_bytes < 4 else 0  # Read, written, and read by the update.
+        masters = 4 if self.parameter_bytes < 4 else 0
+        clipped = 12 if self.clip_norm else 0
+        return fused + copied + masters + clipped + (8 if self.scales_loss else 0)

@@ -373,6 +373,36 @@ def test_update_moves_every_state_once() -> None:
     assert 30e9 / 2039e9 < seconds < 1.5 * 30e9 / 2039e9
 
 
+def test_an_unfused_update_makes_the_passes_of_megatron_lm() -> None:
+    """What its float16 optimizer reads and writes per parameter, pass by pass, in bytes."""
+    passes = {
+        "gradient to float32": 2 + 4,
+        "unscale in place": 4 + 4,
+        "norm": 4,
+        "clip in place": 4 + 4,
+        "Adam: gradient, master, mean and square": 4 + 2 * 12,
+        "parameter from master": 4 + 2,
+    }
+    plain = replace(Training("float16"), fused_update=False)
+    clipping = replace(plain, clip_norm=1.0)
+    # A fused update is counted as 30: with one read of the parameter that it could do without.
+    assert clipping.update_bytes == sum(passes.values()) + 2
+    assert plain.update_bytes == clipping.update_bytes - passes["norm"] - passes["clip in place"]
+    summed = replace(plain, precision="bfloat16", gradient_precision="float32")
+    assert plain.update_bytes - summed.update_bytes == 2 + 4 + 2 + passes["unscale in place"]
+    assert replace(Training(), fused_update=False).update_bytes == Training().update_bytes
+
+
+@pytest.mark.parametrize("costs", [KernelModelCosts(), RooflineCosts()])
+def test_passes_of_an_update_take_their_time(costs: KernelModelCosts | RooflineCosts) -> None:
+    device, count = DeviceType.preset("A100-80GB"), 10**9
+    plain, apart = (
+        costs.update_cost(count, Training("float16", fused_update=fused), device).seconds
+        for fused in (True, False)
+    )
+    assert apart / plain == pytest.approx(50 / 30, rel=0.01)
+
+
 # -- where a cost comes from --------------------------------------------------------------------
 
 

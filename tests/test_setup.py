@@ -13,9 +13,11 @@ from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import LeftWhole
 from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.cost_table import RowMemory
 from stratagem.simulator.costs import RooflineCosts
 from stratagem.simulator.models import gpt, mlp, moe, resnet
 from stratagem.simulator.placement import REPLICATE, Shard
+from stratagem.simulator.plan_model import plan_model
 from stratagem.simulator.simulation import simulate_plan
 from stratagem.simulator.training import Training
 
@@ -208,6 +210,44 @@ def test_the_order_of_gradients_changes_nothing_where_nothing_is_converted():
         for each in (setup, replace(setup, inputs_first=True))
     ]
     assert times[1] == pytest.approx(times[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("zero", "share"), [(0, 1), (1, 1), (2, 8), (3, 8)])
+@pytest.mark.parametrize(("precision", "moved"), [("", 2 + 2 + 2), ("float32", 2 + 4 + 4)])
+def test_gradients_that_no_product_adds_up_are_added_in_every_microbatch(
+    zero, share, precision, moved
+):
+    """They are read, and their sum read and written: of a shard where ZeRO has scattered them.
+
+    The head is tied: it adds its gradient to that of the embedding, before that is scattered.
+    """
+    graph = gpt(num_layers=2, batch=16, **SMALL)
+    cluster = CLUSTER.with_devices(8)
+    apart, fused = (
+        TrainingSetup(
+            zero=zero,
+            training=Training("bfloat16", gradient_precision=precision, fused_accumulation=fuses),
+        ).plan(graph, cluster)
+        for fuses in (False, True)
+    )
+    tables = [
+        plan_model(plan, graph, RooflineCosts(), RowMemory()).stages[0].table
+        for plan in (apart, fused)
+    ]
+    device = cluster.device_types[0]
+    rate = device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency
+    weighing = 0
+    for i, operator in enumerate(graph.operators):
+        names = {weight.parameter for weight in operator.weights}
+        scalars = sum(math.prod(p.shape) for p in graph.parameters if p.name in names)
+        part = scalars if operator.name == "lm_head" else scalars / share
+        expected = 1e9 * (part * moved / rate + device.launch_us * 1e-6)
+        weighing += scalars > 0
+        rows = [table.row(i) for table in tables]
+        for each in ("backward", "weight_gradient"):
+            more, less = (int(getattr(row, each).ns[0]) for row in rows)
+            assert more - less == pytest.approx(expected if scalars else 0, abs=1.5), operator.name
+    assert weighing > 10
 
 
 # -- degrees that do nothing --------------------------------------------------------------------
