@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from stratagem.search.baselines import baseline, baseline_names
 from stratagem.search.canonical import canonical
 from stratagem.search.checkpoint import Checkpoint, Searched, digest
 from stratagem.search.clock import OutOfTimeError
-from stratagem.search.constraints import Constraints
 from stratagem.search.improve import Improver
 from stratagem.search.incumbent import Incumbent
 from stratagem.search.inter.candidates import candidates
 from stratagem.search.inter.drafts import Candidate
-from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.variants import standard_layouts
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.methods import METHODS
@@ -28,7 +26,7 @@ from stratagem.search.problem import NoChoiceError, Problem
 from stratagem.search.result import NOTHING_FITS_NOTE, Budget, StopReason, TracePoint
 from stratagem.search.sharpening import Sharpener, remade
 from stratagem.search.space import Skeleton
-from stratagem.search.space_search import Entry, Space
+from stratagem.search.space_search import Entry, Space, first_policies
 from stratagem.search.starting import entry_of
 from stratagem.search.windows import improve_by_windows
 from stratagem.search.workers import Part, Workers, worker_count
@@ -54,7 +52,12 @@ SHARED_OPERATORS = 100
 """Models of fewer operators are searched faster than other processes start."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
-
+MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
+"""Plans of the program over stages that are simulated: so many, or fewer of a larger model, but at
+least two for each skeleton that is searched."""
+NEARLY, MOST_NEARLY = 1.05, 16
+"""Of small models so many skeletons more are searched, without chains, where a plan was met that
+takes less than so many times the best."""
 
 LARGE_PROGRAM = 400_000
 """Operators times choices above which no integer program over a whole skeleton is tried."""
@@ -167,7 +170,7 @@ class Course:
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
         improver.begin_refining(
-            _first_policies(sorted(planned, key=lambda e: e.rank))[:num_skeletons]
+            first_policies(sorted(planned, key=lambda e: e.rank))[:num_skeletons]
         )
         operators = len(space.situation.graph.operators)
         most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
@@ -177,17 +180,21 @@ class Course:
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
         )
-        best_ranked = _first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
+        best_ranked = first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
         self.report("refining pipelines", 0.25)
         refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
-        best_ranked = _first_policies(refined)[:num_skeletons]
+        best_ranked = first_policies(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
         weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
-        left = self._descend(improver, left)
+        self.report("refining pipelines", 0.35)
+        found = improver.descend(self._time_is_up)
+        left -= self._bound_found(found, left)
+        best_ranked = first_policies(sorted([*found, *refined], key=lambda e: e.rank))
+        best_ranked = best_ranked[:num_skeletons]
         promising = self._promising(best_ranked)[:num_skeletons]
         walked = improver.walk(
             _begun_by(own, [*promising, *self._settled(num_skeletons)]),
@@ -202,7 +209,8 @@ class Course:
             self._search_entry(entry, -(-spare // (len(chosen) - number)), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
-        left = self._descend(improver, left)
+        self._search_nearly_as_good()
+        left -= self._bound_found(improver.descend(self._time_is_up), left)
         self._certify(left, work, self._time_is_up)
         return self._reason()
 
@@ -252,13 +260,13 @@ class Course:
     def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.05)
-        wishes = self.space.constraints.constraints
+        small = DRAFTED_OPERATORS // len(self.space.situation.graph.operators)
         try:
             found = candidates(
                 self.space.situation,
                 schedules=schedules,
-                limit=2 * most,
-                limits=_limits(wishes, self.space),
+                limit=max(2 * most, min(MOST_DRAFTED, small)),
+                limits=self.space.limits,
                 layouts=standard_layouts(regather=self.space.options.regather),
             )
         except ValueError as error:
@@ -294,14 +302,13 @@ class Course:
             return weakest
         return self._certify(weakest, work, stop)
 
-    def _descend(self, improver: Improver, left: int) -> int:
-        """Sharpen the bounds of pipelines that single changes lead to; how many may be still.
+    def _bound_found(self, found: Sequence[Entry], most: int) -> int:
+        """Sharpen the bounds of skeletons that single changes led to; how many were.
 
         Few of these were listed, and plans are met that choose anew for what was carried over.
         """
-        self.report("refining pipelines", 0.35)
-        found = [e for e in improver.descend(self._time_is_up) if e.bound < self.incumbent.time]
-        return left - len(self._bound_entries(found[:left], self._time_is_up))
+        worth = [entry for entry in found if entry.bound < self.incumbent.time]
+        return len(self._bound_entries(worth[:most], self._time_is_up))
 
     def _promising(self, listed: Sequence[Entry]) -> list[Entry]:
         """Skeletons worth searching: first where best plan known and bound together are least.
@@ -317,7 +324,7 @@ class Course:
         )
         for group in ([*order, *listed], others):
             left = [e for e in group if e.bound < self.incumbent.time]
-            found = [e for e in _first_policies(left) if e.fate is not Fate.ENUMERATED]
+            found = [e for e in first_policies(left) if e.fate is not Fate.ENUMERATED]
             if found:
                 return found
         return []
@@ -329,7 +336,7 @@ class Course:
             for entry in self.space.entries
             if entry.fate is Fate.ENUMERATED and entry.fits and len(entry.skeleton.stages) > 1
         ]
-        return sorted(_first_policies(found), key=lambda entry: entry.rank)[:most]
+        return sorted(first_policies(found), key=lambda entry: entry.rank)[:most]
 
     def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
         """Bound, integer program, chains and windows on one skeleton."""
@@ -376,6 +383,25 @@ class Course:
         if not self._time_is_up():
             spent = self.evaluations - before
             self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
+
+    def _search_nearly_as_good(self) -> None:
+        """Search the others that may still be better, where that costs little.
+
+        A search of fewer skeletons searches what comes behind the first few of this one.
+        """
+        if len(self.space.situation.graph.operators) >= SHARED_OPERATORS:
+            return
+        found = [
+            entry
+            for entry in sorted(self.space.entries, key=lambda entry: entry.promise)
+            if entry.fate is Fate.BOUNDED
+            and entry.met is not None
+            and entry.met[0].score < NEARLY * self.incumbent.time
+        ]
+        for number, entry in enumerate(found[:MOST_NEARLY]):
+            if self._time_is_up():
+                return
+            self._search_entry(entry, 0, number, MOST_NEARLY)
 
     def _recall(self, entry: Entry, known: Searched) -> None:
         """Take a skeleton as searched that was searched before this search was stopped."""
@@ -467,7 +493,7 @@ class Course:
             if not weak:
                 return 0
             weak.sort(key=lambda e: (_num_axes(e), e.bound))
-            listed = _first_policies(weak)[: min(ROUND, left)]
+            listed = first_policies(weak)[: min(ROUND, left)]
             self.report("sharpening bounds", 0.35 - 0.1 * left / most)
             done = self._bound_entries(listed, stop)
             left, work_left = left - len(done), work_left - sum(done)
@@ -553,27 +579,6 @@ def _begun_by(own: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
     return [*own, *(entry for entry in others if entry not in own)]
 
 
-def _first_policies(entries: Iterable[Entry]) -> list[Entry]:
-    """Of entries that differ in their policy only, the first."""
-    first: dict[Skeleton, Entry] = {}
-    for entry in entries:
-        first.setdefault(replace(entry.skeleton, recompute="none"), entry)
-    return list(first.values())
-
-
 def _num_axes(entry: Entry) -> int:
     """How many axes of more than one device the widest mesh of a skeleton has."""
     return max(sum(ways > 1 for ways in mesh.shape) for mesh in entry.skeleton.meshes)
-
-
-def _limits(wishes: Constraints, space: Space) -> Limits:
-    """Constraints as the inter-operator program knows them; the rest is checked on its plans."""
-    return Limits(
-        max_stages=wishes.max_pipeline or 64,
-        num_stages=(wishes.pipeline,) if wishes.pipeline else (),
-        tensor_ways=tuple(range(1, (wishes.tensor or wishes.max_tensor or 0) + 1)),
-        zero_stages=space.zero_stages,
-        microbatches=wishes.microbatches or (),
-        recompute=space.policies,
-        headroom=wishes.headroom,
-    )

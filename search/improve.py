@@ -21,7 +21,7 @@ from stratagem.simulator.simulation import Simulation
 
 REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
 """Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
-KINDS, KINDS_OPERATORS = 32, 1_000
+KINDS, KINDS_OPERATORS = 32, 600
 """Kinds of pipelines of which the best is refined at last: so many, or fewer of a larger model."""
 KIND_SLACK = 1.5
 """Kinds whose best plan takes more than so many times the best of all are left alone."""

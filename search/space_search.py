@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from stratagem.search.bound import Bound
 from stratagem.search.choices import Choices
 from stratagem.search.constraints import BoundConstraints
+from stratagem.search.inter.limits import Limits
 from stratagem.search.outcomes import Fate
 from stratagem.search.pipeline_work import PipelineWork
 from stratagem.search.pipelining import traits_of
@@ -107,6 +108,20 @@ class Space:
         self.is_looked_at = False
         self.pipelines_bound: float | None = None
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
+
+    @property
+    def limits(self) -> Limits:
+        """Constraints as the program over stages knows them; the rest is checked on its plans."""
+        wishes = self.constraints.constraints
+        return Limits(
+            max_stages=wishes.max_pipeline or 64,
+            num_stages=(wishes.pipeline,) if wishes.pipeline else (),
+            tensor_ways=tuple(range(1, (wishes.tensor or wishes.max_tensor or 0) + 1)),
+            zero_stages=self.zero_stages,
+            microbatches=wishes.microbatches or (),
+            recompute=self.policies,
+            headroom=wishes.headroom,
+        )
 
     def listed(self, skeletons: Iterable[Skeleton]) -> list[list[Entry]]:
         """Take skeletons in, each under every policy; what the constraints forbid is left out.
@@ -283,3 +298,11 @@ class Space:
             work.seconds(parts, least, fills=fills)
             for parts in c.microbatches or graph.microbatch_counts
         )
+
+
+def first_policies(entries: Iterable[Entry]) -> list[Entry]:
+    """Of entries that differ in their policy only, the first."""
+    first: dict[Skeleton, Entry] = {}
+    for entry in entries:
+        first.setdefault(replace(entry.skeleton, recompute="none"), entry)
+    return list(first.values())
