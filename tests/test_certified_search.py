@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -50,8 +51,13 @@ def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
     return search(graph, CLUSTER, **{**settings_of, **changed})  # type: ignore[arg-type]
 
 
+@functools.cache
+def found() -> SearchResult:
+    return quick(tiny_gpt())
+
+
 def test_the_certificate_holds_for_everything_that_was_met() -> None:
-    result = quick(tiny_gpt())
+    result = found()
     assert result.bound is not None
     assert result.gap is not None
     assert 0 < result.bound <= result.simulation.step_time
@@ -68,7 +74,7 @@ def test_the_certificate_holds_for_everything_that_was_met() -> None:
 
 
 def test_the_front_holds_no_plan_that_another_beats() -> None:
-    front = quick(tiny_gpt()).front
+    front = found().front
     assert front[0].step_time == min(p.step_time for p in front)
     for one in front:
         for other in front:
@@ -167,7 +173,7 @@ def test_one_thread_and_two_find_the_same_plan() -> None:
 
 def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     graph, path = tiny_gpt(), tmp_path / "search.json"
-    whole = quick(graph)
+    whole = found()
     searched: set[str] = set()
 
     def interrupt(progress: Progress) -> None:
@@ -364,7 +370,7 @@ def test_what_was_not_sharpened_is_searched_where_all_else_is_excluded() -> None
     groups = space.listed(all_skeletons(graph, CLUSTER, ("1f1b",)))
     space.look_at(groups, [space.quick.look(e.skeleton for e in group) for group in groups])
     course = Course(space, Budget(10), 0, 1, lambda _: None, Checkpoint(None, "any"))
-    course.incumbent.best = quick(graph).simulation
+    course.incumbent.best = found().simulation
     sharpened, *others = space.entries
     sharpened.fate, sharpened.bound = Fate.BOUNDED, course.incumbent.time
     sharpened.met = Bound(sharpened.bound, np.zeros(1, dtype=np.int64), 1.0, 0, (), False), 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -73,6 +74,17 @@ def call(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
 
 
+@functools.cache
+def searched() -> str:
+    """The plan file of a search of graph.json."""
+    assert call("search", "graph.json", *SMALL, "--out", "plan.json").exit_code == 0
+    return Path("plan.json").read_text()
+
+
+def write_plan() -> None:
+    Path("plan.json").write_text(searched())
+
+
 def files(place: Path) -> set[str]:
     return {path.name for path in place.iterdir()} - {"__pycache__"}
 
@@ -124,7 +136,7 @@ def test_search_then_simulate(place: Path) -> None:
 
 
 def test_simulate_says_what_the_step_is_made_of(place: Path) -> None:
-    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    write_plan()
     asked = ("--operators", "--collectives", "--critical-path", "--plot", "step.png")
     shown = call("simulate", "plan.json", "graph.json", *asked, "--tables", "step.json")
     assert shown.exit_code == 0, shown.output
@@ -140,7 +152,7 @@ def test_simulate_says_what_the_step_is_made_of(place: Path) -> None:
 
 
 def test_simulate_says_what_is_in_memory(place: Path) -> None:
-    call("search", "graph.json", *SMALL, "--out", "plan.json")
+    write_plan()
     shown = call("simulate", "plan.json", "graph.json", "--memory", "memory.png")
     assert shown.exit_code == 0, shown.output
     assert "in memory at the peak" in shown.stdout
@@ -179,7 +191,7 @@ def test_schedules_side_by_side(place: Path) -> None:
 
 
 def test_diff_of_two_plans(place: Path) -> None:
-    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    write_plan()
     one = ("--cluster", "dgx-a100", "--nodes", "1", "--devices", "1", "--evaluations", "20")
     assert call("search", "graph.json", *one, "-o", "alone.json").exit_code == 0
     more = ("--plot", "both.png", "--trace", "both.json.gz", "--tables", "diff.json")
@@ -194,7 +206,7 @@ def test_diff_of_two_plans(place: Path) -> None:
 
 
 def test_compare_with_diff(place: Path) -> None:
-    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    write_plan()
     graph = mlp([64, 64, 64], batch=32)
     timeline = face.simulate(Plan.load("plan.json"), graph).timeline
     slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
@@ -272,7 +284,7 @@ def test_error_is_one_line_and_writes_nothing(
     ],
 )
 def test_error_of_files(place: Path, arguments: tuple[str, ...], words: str) -> None:
-    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    write_plan()
     if "--measure" in arguments:
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
@@ -381,7 +393,7 @@ def test_interrupt_ends_with_130(place: Path) -> None:
 
 @pytest.mark.slow
 def test_failed_rank_is_one_line_too(place: Path) -> None:
-    assert call("search", "graph.json", *SMALL, "-o", "plan.json").exit_code == 0
+    write_plan()
     before = files(place)
     shown = call("run", "plan.json", "small_model:build", "-o", "run.json")
     assert shown.exit_code == 2

@@ -287,12 +287,17 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(place: Path) -> N
     assert_checkpoint_is_whole()
 
 
-@pytest.mark.slow
-def test_a_rank_that_computes_for_ever_is_named(place: Path) -> None:
-    """With the limits that hold when none are given."""
-    told = fail("busy")
+@pytest.mark.parametrize(
+    "stalled",
+    [pytest.param(4.0, marks=pytest.mark.slow), pytest.param(20.0, marks=pytest.mark.long)],
+)
+def test_a_rank_that_computes_for_ever_is_named(place: Path, stalled: float) -> None:
+    """With the limits that hold when none are given, too."""
+    given = {} if stalled == Limits.stalled else {"limits": Limits(stalled=stalled)}
+    told = fail("busy", **given)
     assert re.search(
-        r"no rank has gone on for 20 s: rank 1 is at step 12, instruction \d+ '.* F0', while", told
+        rf"no rank has gone on for {stalled:g} s: rank 1 is at step 12, instruction \d+ '.* F0'",
+        told,
     )
     assert_checkpoint_is_whole()
 
