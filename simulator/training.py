@@ -33,15 +33,15 @@ class Training:
             or 3 (Shah et al. 2024, on Hopper).
         fused_loss: whether the cross-entropy is one kernel that leaves the gradient where the
             logits were; otherwise it works on float32 copies of the logits.
-        fused_accumulation: whether products add a microbatch's gradients of weights to those before
-            where these lie (Megatron-LM's fusion of 2022). Otherwise every microbatch's are added
-            in a pass of their own, those of the first to zeros: as autograd and hooks do it. It
-            counts in predicted time alone.
-        fused_update: whether an update is one kernel, which reads gradients as backward leaves them
-            and writes parameters as operators use them (the executor's on GPUs). Otherwise
+        fused_accumulation: whether products add a microbatch's gradients of weights to those
+            before where these lie (Megatron-LM's fusion of 2022). Otherwise every microbatch's are
+            added in a pass of their own, those of the first to zeros: as autograd and hooks do it.
+            It counts in predicted time alone.
+        fused_update: whether an update is one kernel, which reads gradients as backward leaves
+            them and writes parameters as operators use them (the executor's on GPUs). Otherwise
             optimizers of mixed precision make passes over float32 copies of the gradients, as
-            Megatron-LM's and PyTorch's with a gradient scaler do. It counts in predicted time
-            alone: copies are there when activations are gone.
+            Megatron-LM's does. It counts in predicted time alone: copies are there when
+            activations are gone.
         bucketed_gradients: whether gradients that are added up in another precision are also held
             as backward makes them: in the buckets of PyTorch's DistributedDataParallel (Li et al.
             2020), or until all of backward is through. It counts in predicted memory alone; the

@@ -224,6 +224,20 @@ def test_fitting_a_cluster_finds_the_constants_that_its_runs_were_made_with():
     assert fitted.calibration.product_scale == pytest.approx(1.25, rel=0.1)
 
 
+def test_a_run_whose_setup_is_not_told_counts_less_in_a_fit():
+    """One run was slower than predicted, another as much faster: who said how it ran is heard."""
+    preset = Cluster.preset("dgx-a100-superpod").with_devices(8)
+    model = Model.of("gpt", num_layers=2, hidden=1024, num_heads=8, batch=64)
+    setup = TrainingSetup(microbatch=8)
+    run = Run(1, "", ("a", 8), model, preset, (setup,), None)
+    seconds = Predictor().outcome(run).seconds
+    told = replace(run, seconds=1.2 * seconds)
+    tuned = replace(run, seconds=seconds / 1.2, setups=(setup, setup))
+    fitted, _ = fit("dgx-a100-superpod", [told, tuned])
+    again = Predictor().outcome(replace(run, cluster=fitted.with_devices(8))).seconds
+    assert again > 1.1 * seconds
+
+
 def test_runs_on_other_devices_than_the_calibration_ones_are_stated_too(tmp_path):
     header = (
         "model,seq,gpus,gpu,mfu_pct,hfu_pct,model_tflops_gpu,mbs,grad_acc,gbs,samples_s,tok_s,"

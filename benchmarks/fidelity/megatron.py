@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
@@ -35,11 +36,15 @@ def selene(num_devices: int, gpu: str) -> Cluster:
     return Cluster.preset("dgx-a100-superpod").with_devices(num_devices, device=device_named(gpu))
 
 
-def training(precision: str, *, fused_accumulation: bool = False) -> Training:
-    """Mixed precision with Megatron's fused elementwise kernels, and its optimizer, which clips."""
-    return Training(
-        precision=precision,
-        fused_elementwise=True,
+def training(precision: str) -> Training:
+    """Mixed precision with Megatron's fused elementwise kernels."""
+    return Training(precision=precision, fused_elementwise=True)
+
+
+def with_passes(precision: str, *, fused_accumulation: bool) -> Training:
+    """The same with what Megatron-LM's optimizer does to gradients, and who adds them up."""
+    return replace(
+        training(precision),
         fused_accumulation=fused_accumulation,
         fused_update=False,
         clip_norm=1.0,
@@ -56,7 +61,7 @@ def sequence_parallel(number: int, row: Row) -> Iterator[Run]:
         tensor=whole(row, "tp"),
         pipeline=whole(row, "pp"),
         virtual_stages=whole(row, "interleave"),
-        training=training("float16", fused_accumulation=True),
+        training=with_passes("float16", fused_accumulation=True),
         recompute=row["recompute"].split("(")[0],
         sequence_parallel=row["sequence_parallel"] == "1",
         overlap_gradients=False,
@@ -90,7 +95,7 @@ def weak_scaling(number: int, row: Row) -> Iterator[Run]:
                 tensor=whole(row, "tp"),
                 pipeline=pipeline,
                 virtual_stages=rounds,
-                training=training("float16"),
+                training=with_passes("float16", fused_accumulation=False),
                 recompute="full",
                 overlap_gradients=False,
             )
