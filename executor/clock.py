@@ -7,6 +7,7 @@ an event in a stream that is read after the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -27,6 +28,9 @@ class Clock(Protocol):
 
     def wait(self, mark: Mark) -> None:
         """Let the host wait until a moment has come."""
+
+    def untimed(self) -> AbstractContextManager[None]:
+        """A block of which no time is asked, so that a device need not note any."""
 
     def spans(
         self,
@@ -49,6 +53,10 @@ class HostClock:
 
     def wait(self, mark: Mark) -> None:
         """See `Clock.wait`: it has come."""
+
+    def untimed(self) -> AbstractContextManager[None]:
+        """See `Clock.untimed`."""
+        return nullcontext()
 
     def spans(
         self,

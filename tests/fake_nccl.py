@@ -211,6 +211,7 @@ class FakeStreams:
 
     device = torch.device("cpu")
     compute = "compute"
+    timing = True
 
     def new(self) -> str:
         return "side"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from stratagem.executor.backends import local
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.gpu.event_clock import EventClock
+from stratagem.executor.gpu.streams import CudaStreams
 from tests.fake_nccl import FakeStreams
 from tests.plans import assert_equal_to_torch, make_case, make_plan, megatron
 
@@ -92,3 +94,24 @@ def test_plans_run_so_equal_torch(log: list[tuple[str, int, int]]) -> None:
     case = make_case(model, input_ids=torch.randint(0, 30, (4, 6)), labels=labels)
     assert_equal_to_torch(case, make_plan(case, megatron, (2,), (1,), num_microbatches=2))
     assert any(what == "wait" for what, _, _ in log)
+
+
+def test_the_host_sleeps_where_it_waits_for_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that spins would count as working, so that nobody would see that a device hangs."""
+    made: list[dict[str, bool]] = []
+
+    def event(**options: bool) -> SimpleNamespace:
+        made.append(options)
+        return SimpleNamespace(record=lambda stream: None)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    streams = CudaStreams(torch.device("cuda", 0), cupy=False)
+    streams.record(streams.compute)
+    with EventClock(streams).untimed():
+        streams.record(streams.compute)
+    assert made == [
+        {"enable_timing": True, "blocking": True},
+        {"enable_timing": False, "blocking": True},
+    ]

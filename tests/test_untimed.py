@@ -35,6 +35,7 @@ class CountingStreams(FakeStreams):
 
     def record(self, stream: str) -> int:
         self.asked["record"] += 1
+        self.asked["timed"] += self.timing
         return super().record(stream)
 
     def synchronize(self, event: int) -> None:
@@ -100,12 +101,14 @@ def test_the_host_neither_waits_nor_times_in_a_step_that_is_not_timed(mlp: Case)
         interpreter.step(mlp.batch)
         timed = streams.asked.copy()
         streams.asked.clear()
+        noted = sum(map(len, comm.clock._aside.values()))
         interpreter.issue(mlp.batch)
+        assert sum(map(len, comm.clock._aside.values())) == noted
         found.append((streams.asked.copy(), timed["record"]))
 
     run_fake(program.world_size, rank, make)
     for asked, timed in found:
-        assert asked["synchronize"] == asked["nanoseconds"] == 0
+        assert asked["synchronize"] == asked["nanoseconds"] == asked["timed"] == 0
         assert 0 < asked["record"] <= timed - len(program.ranks[0].instructions)
 
 

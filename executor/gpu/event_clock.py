@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from stratagem.executor.clock import Mark, Spans
 from stratagem.executor.endings import Ending
@@ -40,8 +41,19 @@ class EventClock:
         """See `Clock.wait`."""
         self._streams.synchronize(mark)
 
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """See `Clock.untimed`."""
+        self._streams.timing = False
+        try:
+            yield
+        finally:
+            self._streams.timing = True
+
     def note(self, first: Event, last: Event) -> None:
         """Say that the instruction under way works on another stream between two events."""
+        if not self._streams.timing:
+            return
         self._aside.setdefault(id(self._last), []).append((first, last))
 
     def spans(

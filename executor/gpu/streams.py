@@ -33,10 +33,14 @@ class Graph(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of a rank. `compute` is torch's current one while the rank runs."""
+    """The streams of a rank. `compute` is torch's current one while the rank runs.
+
+    Events that are recorded know their time where there is `timing`; else they only order streams.
+    """
 
     device: torch.device
     compute: Stream
+    timing: bool
 
     def new(self) -> Stream:
         """One more stream."""
@@ -79,6 +83,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, *, cupy: bool) -> None:
         self.device = device
+        self.timing = True
         self._cupy = cupy
         self._owned: list[Any] = []
         torch.cuda.set_device(device)
@@ -124,7 +129,10 @@ class CudaStreams:
 
     def record(self, stream: Stream) -> torch.cuda.Event:
         """See `Streams.record`."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # A host that waits sleeps: one that spins would count as working, and a hang as work.
+        event = torch.cuda.Event(  # type: ignore[no-untyped-call]
+            enable_timing=self.timing, blocking=True
+        )
         event.record(stream)
         return event
 
