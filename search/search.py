@@ -92,7 +92,8 @@ def search(
             1F1B is searched, and baselines may have others.
         zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
             out.
-        num_skeletons: how many skeletons are searched, one or more.
+        num_skeletons: how many skeletons are searched, one or more; of small models others that
+            are nearly as good are, too, without chains.
         num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
             first; fewer of larger models when left out.
         options: recomputing, pieces, fusion and buckets; see `Options`.
