@@ -42,9 +42,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture(params=gallery.NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    if request.param in ZOO:
+    return installed(request.param)
+
+
+def installed(name: str) -> str:
+    if name in ZOO:
         pytest.importorskip("transformers")
-    return str(request.param)
+    return name
 
 
 @functools.cache
@@ -85,9 +89,19 @@ def test_committed_plans_are_still_priced_as_they_were(name: str) -> None:
     assert tuple(rank.peak for rank in simulation.memory) == plan.prediction.peak_memory
 
 
-@pytest.mark.slow
+SOON = ("vit", "resnet50")
+"""Whose searches take half a minute at most on two cores, those of all eight take eight."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SOON else pytest.mark.long)
+        for name in gallery.NAMES
+    ],
+)
 def test_a_search_finds_the_committed_plan(name: str) -> None:
-    found = gallery.job(name).search(graph_of(name)).plan
+    found = gallery.job(installed(name)).search(graph_of(name)).plan
     assert found.to_json() == gallery.plan_file(name).read_text()
 
 
