@@ -113,7 +113,7 @@ def check_constraints(
     return tight.simulation.step_time / free.simulation.step_time
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(problems())
 def test_a_constraint_never_beats_the_bound_without_it(
     problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
