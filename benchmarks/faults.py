@@ -112,6 +112,12 @@ class Fault:
     data: str = "rows"
 
 
+def _heed_signals() -> None:
+    """Even where this program runs in the background, which ignores some of them."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @dataclass
 class Site:
     """The folder of one run, with a place of its own for temporary files."""
@@ -138,6 +144,7 @@ class Site:
                 stdout=told,
                 stderr=told,
                 start_new_session=True,
+                preexec_fn=_heed_signals,
             )
 
     def processes(self) -> dict[int, tuple[str, str]]:
