@@ -190,6 +190,10 @@ def test_megatron_names_the_degrees() -> None:
         assert options[option] == value
     flags = "--sequence-parallel --use-distributed-optimizer --bf16 --swiglu"
     assert {*flags.split(), "--untie-embeddings-and-output-weights"} <= set(words)
+    apart = "--no-gradient-accumulation-fusion"
+    assert apart not in words
+    unfused = replace(setup, training=replace(setup.training, fused_accumulation=False))
+    assert apart in shlex.split(megatron(unfused.plan(graph, CLUSTER), graph).text)
 
 
 def test_stages_of_unequal_layers_are_a_layout() -> None:

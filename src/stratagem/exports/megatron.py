@@ -115,8 +115,9 @@ def _memory(found: Uniform) -> Iterator[str]:
     if setup.zero > 1:
         yield "--use-megatron-fsdp"
         yield f"--data-parallel-sharding-strategy {SHARDING[setup.zero]}"
-        yield "--no-gradient-accumulation-fusion"
         yield "--ckpt-format fsdp_dtensor"
+    if setup.zero > 1 or not plan.training.fused_accumulation:
+        yield "--no-gradient-accumulation-fusion"
     if found.data > 1 and plan.bucket_bytes < ALL_AT_ONCE:
         yield "--overlap-grad-reduce"
         yield f"--ddp-bucket-size {-(-plan.bucket_bytes // plan.training.gradient_bytes)}"
