@@ -22,12 +22,14 @@ def draw_setup(rng: random.Random) -> tuple[TrainingSetup, OperatorGraph, Cluste
     tensor, pipeline = rng.choice([1, 2, 4]), rng.choice([1, 2, 4])
     data = cluster.num_devices // (tensor * pipeline)
     virtual = rng.choice([1, 2]) if pipeline > 1 else 1
+    # One data-parallel way has nothing to shard over, and such a setup is refused.
+    stages = [0, 1, 3] if pipeline == 1 else [0, 1] if data > 1 else [0]
     setup = TrainingSetup(
         microbatch=rng.choice([1, 2]),
         tensor=tensor,
         pipeline=pipeline,
         virtual_stages=virtual,
-        zero=rng.choice([0, 1, 3]) if pipeline == 1 else rng.choice([0, 1]),
+        zero=rng.choice(stages),
         recompute=rng.choice(["none", "full"]),
         overlap_gradients=rng.random() < 0.7,
     )
