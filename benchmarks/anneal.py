@@ -26,12 +26,12 @@ from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import ZERO_STAGES, Skeleton, stage_meshes
 from stratagem.search.strategies import data_parallel, tensor_parallel
 from stratagem.search.workers import usable_cores
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, resnet
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
 
 REPEATS = 40
 """Short ones: the best of them falls into a moment in which the machine does nothing else."""

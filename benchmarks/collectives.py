@@ -27,9 +27,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.kernel_data import kernel_folder, rows_of
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis, axis_link
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis, axis_link
 
 PRESETS = {
     "a100_dgx": "dgx-a100",

@@ -35,12 +35,16 @@ from benchmarks.delta_pipeline import (
     change_and_play,
     pipelined_gpt3,
 )
-from stratagem.simulator._delta_index import REPLAYED, DeltaState
-from stratagem.simulator._delta_kernels import accept_changes, propose_changes, reject_changes
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.delta import DeltaEngine
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.taskgraph import TaskGraph
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine._delta_index import REPLAYED, DeltaState
+from stratagem.simulator.engine._delta_replay import (
+    accept_changes,
+    propose_changes,
+    reject_changes,
+)
+from stratagem.simulator.engine.delta_engine import DeltaEngine
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.engine.task_graph import TaskGraph
 
 NUM_CHECKED = 40
 REPEATS = 9

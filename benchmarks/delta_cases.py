@@ -12,20 +12,20 @@ import numpy as np
 
 from stratagem.search.space import operator_choices, stage_meshes
 from stratagem.search.strategies import data_parallel
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import Block, StageBlocks
-from stratagem.simulator.block_tasks import stage_blocks
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.draft import Tensor
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.resources import NUM_RESOURCES
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.resources import NUM_RESOURCES
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.stage.block_tasks import stage_blocks
+from stratagem.simulator.stage.stage_blocks import Block, StageBlocks
 
 NUM_PROPOSALS = 300
 SHARED = (TaskKind.COMMUNICATION, TaskKind.GRADIENT_SYNC)

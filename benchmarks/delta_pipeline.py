@@ -19,7 +19,8 @@ from benchmarks.delta_cases import Proposals, change_of, join
 from stratagem.search.partition import balanced_stages
 from stratagem.search.space import operator_choices, stage_meshes
 from stratagem.search.strategies import tensor_parallel
-from stratagem.simulator._delta_index import (
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine._delta_index import (
     DURATION,
     DURATIONS,
     REPLAYED,
@@ -27,22 +28,21 @@ from stratagem.simulator._delta_index import (
     SETS,
     DeltaState,
 )
-from stratagem.simulator._delta_kernels import play_in_full, propose_changes, reject_changes
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import StageBlocks
-from stratagem.simulator.block_tasks import stage_blocks
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.delta import DeltaEngine
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.pipeline import MacroGraph
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
-from stratagem.simulator.taskgraph import TaskGraph
-from stratagem.simulator.training import Training
-from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.engine._delta_replay import play_in_full, propose_changes, reject_changes
+from stratagem.simulator.engine.delta_engine import DeltaEngine
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.engine.task_graph import TaskGraph
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.macro_graph import MacroGraph
+from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.stage.block_tasks import stage_blocks
+from stratagem.simulator.stage.stage_blocks import StageBlocks
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_LAYERS = 8, 64, 96
 KINDS = (FORWARD, BACKWARD, LAST_BACKWARD)

@@ -20,10 +20,10 @@ from collections.abc import Callable
 
 from stratagem.search.result import Budget
 from stratagem.search.search import search
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, inception_v3, mlp, moe, nmt
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.training import Training
 
 CASES: dict[str, Callable[[], OperatorGraph]] = {
     "mlp": lambda: mlp([512, 2048, 512, 10], batch=64),

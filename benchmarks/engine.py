@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stratagem.simulator._kernels import simulate_tasks
-from stratagem.simulator.engine import allocate
-from stratagem.simulator.oracle import simulate_simpy
-from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
+from stratagem.simulator.engine._event_queue import simulate_tasks
+from stratagem.simulator.engine.event_engine import allocate
+from stratagem.simulator.engine.reference_engines import simulate_simpy
+from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
 
 
 @dataclass(frozen=True)

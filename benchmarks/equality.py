@@ -36,10 +36,10 @@ from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.counters import COUNTER
 from stratagem.executor.reference import gradient_errors, relative_error, statistics_apart
 from stratagem.executor.run import prepare
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import SHAPES, Case, plan_on
 
 TOLERANCE = 1e-8

@@ -50,16 +50,16 @@ from stratagem.executor.live import peak_bytes
 from stratagem.executor.postings import common_order
 from stratagem.search.choices import Choices
 from stratagem.search.strategies import data_parallel, tensor_parallel
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 TURNS, WARMUP = 30, 4
 BUCKET_BYTES = 25 * 2**20

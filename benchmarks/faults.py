@@ -35,13 +35,13 @@ import torch
 from examples.models import MLP
 from stratagem.executor.checkpoint_folder import checkpoint_path, complete_checkpoints
 from stratagem.executor.checkpoint_index import CheckpointIndex
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 60, 5

@@ -25,8 +25,8 @@ import stratagem.simulator
 from benchmarks.fidelity.predict import Predictor
 from benchmarks.fidelity.runs import Run
 from benchmarks.fidelity.sets import read_runs, set_of
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.files import encode
+from stratagem.simulator.base.files import encode
+from stratagem.simulator.hardware.cluster import Cluster
 
 MOST_RUNS = 40
 SCALE = 0.05

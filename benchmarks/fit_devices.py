@@ -33,18 +33,18 @@ from benchmarks.kernel_data import (
     vidur_products,
     vidur_traffic,
 )
-from stratagem.simulator._product_kernels import product_seconds
-from stratagem.simulator.arrays import Floats
-from stratagem.simulator.bytes_moved import Moved
-from stratagem.simulator.device import (
+from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.base.files import encode, write_text
+from stratagem.simulator.hardware.device_type import (
     DEVICE_FOLDER,
     AttentionConstants,
     DeviceType,
     MemoryConstants,
     ProductConstants,
 )
-from stratagem.simulator.files import encode, write_text
-from stratagem.simulator.kernel_costs import memory_seconds
+from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
+from stratagem.simulator.kernel_times.fitted_kernels import memory_seconds
+from stratagem.simulator.kernel_times.memory_traffic import Moved
 
 Constants = TypeVar("Constants", ProductConstants, MemoryConstants, AttentionConstants)
 

@@ -20,17 +20,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from stratagem.search.strategies import tensor_parallel
-from stratagem.simulator.cell_layouts import Cells
-from stratagem.simulator.cells import CellBlock, cell_block
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import PlanModel, StageModel, block_times, plan_model
-from stratagem.simulator.training import Training
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.simulation.priced_plan import (
+    PlanModel,
+    StageModel,
+    block_times,
+    plan_model,
+)
+from stratagem.simulator.stage.cell_layouts import Cells
+from stratagem.simulator.stage.device_cells import CellBlock, cell_block
 
 DEVICES = (8, 64, 512)
 GPUS_PER_NODE = 8

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from stratagem.search.planners.dnn_partitioning import (
-    PartitionEdge,
-    PartitionInput,
-    PartitionNode,
-)
+from stratagem.search.planners.dnn_partitioning import PartitionEdge, PartitionInput, PartitionNode
 from stratagem.search.planners.pipedream import PipeDreamGraph, ProfiledLayer
 
 CONVOLUTION_MS = (1.3, 0.4, 0.9, 0.7, 1.1, 0.5)

@@ -3,7 +3,7 @@
     python -m benchmarks.indices
 
 Compiles the kernels of the simulator and of the search twice, as they are and as numba compiles
-them, which looks whether an index is below 0 (see `simulator._compiling`). Prints one JSON object
+them, which looks whether an index is below 0 (see `base.compiling`). Prints one JSON object
 a case of `benchmarks.anneal`: how many times as many proposals a chain decides so, single moves
 and class moves, and how many times as fast plans are scored in full. Each is the median of the
 ratios of turns; both ways take turns in processes of their own.
@@ -28,7 +28,7 @@ CASES = ("GPT-2 124M on 16", "GPT-3 175B on 1,024, one stage", "ResNet-152 on 16
 
 def rates(case: str, indices: str) -> dict[str, float]:
     """Proposals and full scores a second, in this process."""
-    from stratagem.simulator._compiling import CountFromFront
+    from stratagem.simulator.base.compiling import CountFromFront
 
     if indices == SIGNED:
         CountFromFront.run_pass = lambda self, state: False  # type: ignore[method-assign]

@@ -45,10 +45,10 @@ from benchmarks.kernel_data import (
     vidur_products,
     vidur_traffic,
 )
-from stratagem.simulator.arrays import Floats
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.mesh import AxisLink
+from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink
+from stratagem.simulator.hardware.device_type import DeviceType
 
 Line = dict[str, object]
 

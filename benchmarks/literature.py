@@ -31,11 +31,11 @@ from stratagem.search.literature import (
 )
 from stratagem.search.literature.reinforce import Placements
 from stratagem.search.situation import Situation, rank
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp, moe, resnet
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp, moe, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
 
 REPEATS = 5
 STRATEGIES = 20

@@ -62,17 +62,17 @@ from stratagem.profiler import (
 from stratagem.search.choices import Choices
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import data_parallel, tensor_parallel
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.files import decode, encode
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp, resnet
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.timeline import Timeline
-from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.files import decode, encode
+from stratagem.simulator.graph.models import gpt, mlp, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 Models = Mapping[str, Callable[[], OperatorGraph]]
 

@@ -29,8 +29,8 @@ from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import Options
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.simulation.simulation import Simulation
 
 TOLERANCE = 1e-9
 """Relative, for sums of integer nanoseconds that come as seconds."""

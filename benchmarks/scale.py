@@ -30,16 +30,18 @@ from typing import Any
 from unittest.mock import patch
 
 from stratagem.search.strategies import tensor_parallel
-from stratagem.simulator import pipeline, plan_model, predicted, repeats, simulation
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory, TableBuilder
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.stage_shapes import StageShapes
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.pricing import repeated_layers
+from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
+from stratagem.simulator.schedules import macro_graph
+from stratagem.simulator.simulation import predictions, priced_plan, simulation
+from stratagem.simulator.stage.equal_stages import StageShapes
 
 REPEATS = 15
 
@@ -139,9 +141,9 @@ class Stopwatch:
 PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "table": ((TableBuilder, "__init__"), (TableBuilder, "build")),
     "blocks": ((StageShapes, "blocks"),),
-    "macro": ((plan_model, "macro_graph"), (Plan, "make_schedule")),
+    "macro": ((priced_plan, "macro_graph"), (Plan, "make_schedule")),
     "play": ((simulation, "macro_durations"), (simulation, "simulate")),
-    "memory": ((StageShapes, "lifetimes"), (predicted, "rank_memory")),
+    "memory": ((StageShapes, "lifetimes"), (predictions, "rank_memory")),
 }
 """The functions of each part, timed where `simulate_plan` calls them."""
 
@@ -149,7 +151,7 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
 def run_once(plan: Plan, graph: OperatorGraph, memory: RowMemory) -> dict[str, float]:
     """Milliseconds of the parts of one simulation, and of `plan`, all of it."""
     watch = Stopwatch()
-    pipeline.macro_graph.cache_clear()
+    macro_graph.macro_graph.cache_clear()
     with ExitStack() as stack:
         for part, places in PARTS.items():
             for owner, name in places:
@@ -165,12 +167,12 @@ def measure(case: Case) -> dict[str, object]:
     """Time one case."""
     graph, plan = case.build()
     memory = RowMemory()
-    predicted = simulation.simulate_plan(plan, graph, default_costs(), memory=memory)
+    predictions = simulation.simulate_plan(plan, graph, default_costs(), memory=memory)
     runs: list[dict[str, float]] = []
     written: list[float] = []
     for _ in range(REPEATS):
         runs.append(run_once(plan, graph, memory))
-        with patch.object(repeats, "LEAST", case.layers + 1):
+        with patch.object(repeated_layers, "LEAST", case.layers + 1):
             other = run_once(plan, graph, memory)
         written.append(other["blocks"] + other["memory"])
     spared = min(run["blocks"] + run["memory"] for run in runs)
@@ -185,16 +187,16 @@ def measure(case: Case) -> dict[str, object]:
         "ms": round(simulated, 2),
         **{f"{part}_ms": round(ms, 2) for part, ms in best.items()},
         "extrapolating": round(min(written) / spared, 2),
-        "tasks": num_tasks(predicted),
+        "tasks": num_tasks(predictions),
         "mb": round(peak / 1e6, 1),
-        "step_s": round(predicted.step_time, 3),
-        "memory_gib": round(predicted.peak_memory / 2**30, 1),
+        "step_s": round(predictions.step_time, 3),
+        "memory_gib": round(predictions.peak_memory / 2**30, 1),
     }
 
 
 def num_tasks(predicted: simulation.Simulation) -> int:
     """Tasks of all blocks of a simulation and of its macro graph."""
-    model = predicted._model
+    model = predictions._model
     blocks = [block for stage in model.stages for block in stage.blocks.all]
     return model.macro.graph.num_tasks + sum(block.base.size for block in blocks)
 

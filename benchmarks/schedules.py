@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from stratagem.simulator.ampnet import ampnet
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.pipeline import macro_graph
-from stratagem.simulator.schedule import Schedule
-from stratagem.simulator.schedule_times import StageTimes, duration_table, play_schedule
-from stratagem.simulator.schedules import (
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.ampnet import ampnet
+from stratagem.simulator.schedules.macro_graph import macro_graph
+from stratagem.simulator.schedules.named_schedules import (
     chimera,
     gpipe,
     interleaved,
@@ -31,7 +30,8 @@ from stratagem.simulator.schedules import (
     terapipe,
     zb_h1,
 )
-from stratagem.simulator.steady_state import steady_state
+from stratagem.simulator.schedules.schedule_player import StageTimes, duration_table, play_schedule
+from stratagem.simulator.schedules.steady_state import steady_state
 
 STAGES, MICROBATCHES = 8, 32
 F, B, I, W = 1000, 2000, 1000, 1000  # noqa: E741

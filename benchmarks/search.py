@@ -48,11 +48,11 @@ from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
 from stratagem.search.space import Options
 from stratagem.search.workers import worker_count
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, inception_v3, mlp, moe, nmt, wide_resnet
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt, wide_resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.training import Training
 
 DATA_PARALLEL = ("data parallel", "ZeRO-2", "ZeRO-3")
 

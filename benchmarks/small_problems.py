@@ -9,12 +9,12 @@ import numpy as np
 
 from stratagem.search.exhaustive import count_plans
 from stratagem.search.space import skeletons
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.draft import Tensor, part, reshape, transpose
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models.layers import layer_norm, linear, parameter
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import Tensor, part, reshape, transpose
+from stratagem.simulator.graph.models.layers import layer_norm, linear, parameter
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.training import Training
 
 MAX_OPERATORS = 8
 """Without sources."""

@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from stratagem.search.choices import Choices
 from stratagem.search.rewriting import Rewriting, rewritings
 from stratagem.search.strategies import data_parallel, tensor_dims, tensor_parallel
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.draft import Tensor, reshape, transpose
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, layers, llama
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import Tensor, reshape, transpose
+from stratagem.simulator.graph.models import gpt, layers, llama
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 LIMIT = 12
 """Graphs that are scored."""

@@ -22,15 +22,15 @@ import matplotlib as mpl
 
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import tensor_parallel
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plot import plot_timelines
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.timeline import Timeline
-from stratagem.simulator.training import Training
+from stratagem.simulator.drawing.timeline_plot import plot_timelines
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+from stratagem.simulator.timeline.timeline import Timeline
 
 NUM_STAGES = 8
 BARS = 1_000

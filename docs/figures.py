@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import stratagem as sg
-from stratagem.simulator.delta import DeltaEngine
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.schedule_times import StageTimes, play_schedule
-from stratagem.simulator.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
+from stratagem.simulator.engine.delta_engine import DeltaEngine
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
+from stratagem.simulator.schedules.named_schedules import gpipe, interleaved, one_f_one_b, zb_h1
+from stratagem.simulator.schedules.schedule_player import StageTimes, play_schedule
 
 PIXELS = 1300
 """How wide figures are, about twice as wide as the text that they stand in."""

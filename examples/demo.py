@@ -12,7 +12,7 @@ import stratagem as sg
 from examples import gpt2, small_gpt
 from stratagem.executor.launch import launch
 from stratagem.executor.report import Report
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.units import format_duration
 from stratagem.tables import comparison_table, strategy_table
 
 OUT = Path("out")

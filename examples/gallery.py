@@ -18,8 +18,8 @@ from rich.console import Console
 
 import stratagem as sg
 from examples.job import Job
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 NAMES = ("gpt2", "llama3", "vit", "t5", "resnet50", "wide_resnet", "translator", "mixtral")
 PLANS = Path(__file__).parent / "plans"

@@ -39,9 +39,9 @@ from stratagem.executor.verdict import Verdict
 from stratagem.executor.watch import Watch
 from stratagem.executor.world import default_backend, process_rank
 from stratagem.progress import Show, progress_bar, status_file
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import PROCESS_BACKENDS
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 
 def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) -> None:

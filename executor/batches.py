@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.torch_ops.programs import torch_dtype
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 Batch = Mapping[str, Tensor]
 
@@ -202,7 +202,7 @@ def units_of(graph: OperatorGraph) -> tuple[str, int]:
     """What the speed of a run is counted in, and how many of it a step has.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> units_of(gpt(num_layers=1, hidden=8, num_heads=2, sequence=16, batch=4))
         ('tokens', 64)
 

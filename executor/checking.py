@@ -25,9 +25,9 @@ from stratagem.executor.states import check_state, model_state
 from stratagem.executor.training_loop import first_step
 from stratagem.executor.verdict import Verdict
 from stratagem.executor.where import Place
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 """Relative errors that small models have in a precision, with some room."""

@@ -32,7 +32,7 @@ from stratagem.executor.checkpoint_index import (
     shard_name,
 )
 from stratagem.executor.optimizers import state_names
-from stratagem.simulator.files import new_file_mode, sync
+from stratagem.simulator.base.files import new_file_mode, sync
 
 if TYPE_CHECKING:
     from stratagem.executor.interpreter import Interpreter

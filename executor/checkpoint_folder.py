@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stratagem.executor.checkpoint_index import INDEX_NAME, CheckpointIndex
-from stratagem.simulator.files import sync
+from stratagem.simulator.base.files import sync
 
 KEEP = 2
 """How many checkpoints stay unless told."""

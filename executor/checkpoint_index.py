@@ -21,10 +21,10 @@ import msgspec
 
 from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.program import Home, Program
-from stratagem.simulator.files import decode, encode, read_text
-from stratagem.simulator.operators import Parameter
-from stratagem.simulator.parts import Box, Part, part_of
-from stratagem.simulator.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.base.files import decode, encode, read_text
+from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.operators.operator import Parameter
+from stratagem.simulator.sharding.tensor_parts import Box, Part, part_of
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 2

@@ -32,8 +32,14 @@ from stratagem.executor.program import part_shape
 from stratagem.executor.reshard import put_together
 from stratagem.executor.seats import box_shape, cut, cut_part
 from stratagem.executor.substituted import to_model, to_rewritten
-from stratagem.simulator.parts import Box, Part, box_elements, intersection, part_of
-from stratagem.simulator.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.sharding.tensor_parts import (
+    Box,
+    Part,
+    box_elements,
+    intersection,
+    part_of,
+)
 
 if TYPE_CHECKING:
     from stratagem.executor.backends.base import Communicator

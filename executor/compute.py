@@ -21,10 +21,10 @@ from stratagem.executor.instructions import Backward, Forward, Part
 from stratagem.executor.memory import Memory
 from stratagem.executor.seats import Seat
 from stratagem.executor.views import Reader, Select, joined, portion_of, reader, select_of
-from stratagem.simulator.operators import Operator, factors, shape_of
-from stratagem.simulator.torch_ops.kernels import run_kernel
-from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.operators.operator import Operator, factors, shape_of
+from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.shards import Shards
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 Action = Callable[[], None]
 

@@ -9,14 +9,9 @@ from typing import NamedTuple
 
 from stratagem.executor.homes import meshes_of, numbers_of
 from stratagem.executor.precision import executed_dtype
-from stratagem.simulator.boundary import landing, summed
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.operators import DimKind, Edge, factor_sizes
-from stratagem.simulator.overlap import shares_conversion
-from stratagem.simulator.parameters import weight_share
-from stratagem.simulator.pipeline import transfer_name
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.checkpoint_segments import run_again
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     Config,
     Pin,
     Placements,
@@ -25,13 +20,18 @@ from stratagem.simulator.placement import (
     output_gradient_placements,
     output_placements,
 )
-from stratagem.simulator.plan import Plan, ranks_of
-from stratagem.simulator.recompute import Triggers, triggers
-from stratagem.simulator.resharding import Resharder, Step, shared_resharder
-from stratagem.simulator.schedule import Action
-from stratagem.simulator.segments import run_again
-from stratagem.simulator.token_slices import TokenSlice
-from stratagem.simulator.transfers import Transfer
+from stratagem.simulator.graph.token_slices import TokenSlice
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator import DimKind, Edge, factor_sizes
+from stratagem.simulator.plan.plan import Plan, ranks_of
+from stratagem.simulator.pricing.stage_boundaries import landing, summed
+from stratagem.simulator.schedules.actions import Action
+from stratagem.simulator.schedules.macro_graph import transfer_name
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.parameter_homes import weight_share
+from stratagem.simulator.sharding.pieces_and_fusion import shares_conversion
+from stratagem.simulator.sharding.resharding_paths import Resharder, Step, shared_resharder
+from stratagem.simulator.stage.recompute_triggers import Triggers, triggers
 
 Paths = dict[tuple[object, ...], tuple[Step, ...]]
 

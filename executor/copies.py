@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from stratagem.executor.context import Context
 from stratagem.executor.instructions import Operand
-from stratagem.simulator.operators import Edge
-from stratagem.simulator.recompute import Triggers
+from stratagem.simulator.operators.operator import Edge
+from stratagem.simulator.stage.recompute_triggers import Triggers
 
 
 class Copies:

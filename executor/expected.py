@@ -20,11 +20,11 @@ from stratagem.executor.instructions import (
     Update,
 )
 from stratagem.executor.program import Program
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.dtypes import DTYPE_BYTES
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.placement import local_sizes
+from stratagem.simulator.base.dtypes import DTYPE_BYTES
+from stratagem.simulator.graph.placement import local_sizes
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 
 ROUNDS = 2
 """How often an all-reduce, the longest of the collectives, sends what it reduces."""

@@ -1,7 +1,7 @@
 """Meshes by number: a stage's own, of its second home, and of both homes together.
 
 A number below that of the stages means the stage where a device has it; in a plan with two homes
-(`simulator.chimera`), stage s is on two meshes. Above them, p + s is the joint mesh of both homes
+(`plan.mirrored_stages`), stage s is on two meshes. Above them, p + s is the joint mesh of both homes
 of stage s, on which they sum gradients.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stratagem.simulator.joint_mesh import joint_mesh
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.joint_mesh import joint_mesh
 
 
 def joint_number(plan: Plan, stage: int) -> int:

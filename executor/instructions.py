@@ -13,11 +13,11 @@ import enum
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from stratagem.simulator.operators import Layout
-from stratagem.simulator.placement import Placements
-from stratagem.simulator.resharding import Step
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.transfers import Transfer
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import Placements
+from stratagem.simulator.operators.operator import Layout
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.resharding_paths import Step
 
 EVERYONE = -1
 """The stage of a meeting of all ranks."""

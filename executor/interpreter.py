@@ -42,16 +42,16 @@ from stratagem.executor.seats import Seat, mesh_groups
 from stratagem.executor.shards import operator_shards
 from stratagem.executor.states import check_state, collect, local_part, stored_part
 from stratagem.executor.substituted import to_model, to_rewritten
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import Operator, factor_sizes
-from stratagem.simulator.parts import Part
-from stratagem.simulator.steps import inputs_of
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.token_slices import PREFIX
-from stratagem.simulator.torch_ops.programs import run_source, torch_dtype
-from stratagem.simulator.torch_ops.randomness import RandomStream
-from stratagem.simulator.torch_ops.shards import Shards
-from stratagem.simulator.windows import shard_bounds
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.token_slices import PREFIX
+from stratagem.simulator.operators.operator import Operator, factor_sizes
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.operators.step_programs import inputs_of
+from stratagem.simulator.sharding.tensor_parts import Part
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
+from stratagem.simulator.torch_ops.kernels.shards import Shards
+from stratagem.simulator.torch_ops.kernels.step_programs import run_source, torch_dtype
 
 Action = Callable[[], None]
 

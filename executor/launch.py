@@ -22,8 +22,8 @@ from stratagem.executor.stores import STORE_FOLDER
 from stratagem.executor.training_loop import warn_not_finite
 from stratagem.executor.world import default_backend
 from stratagem.progress import Show, show_status
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import ProcessBackend
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import ProcessBackend
 
 GRACE_SECONDS = 5
 """How long torchrun waits for a rank to stop before it kills it."""

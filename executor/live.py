@@ -1,7 +1,7 @@
 """How many bytes of a rank's tensors are alive at once, found without running anything.
 
 Instructions are played in order over storages: a value is a storage or a view of one, a tape holds
-the storages of what its operator's backward pass needs (`simulator.saved`), and a storage is alive
+the storages of what its operator's backward pass needs (`operators.saved_for_backward`), and a storage is alive
 as long as any of them is. What kernels allocate inside, and messages on their way, do not count.
 """
 
@@ -26,10 +26,8 @@ from stratagem.executor.instructions import (
     Stash,
 )
 from stratagem.executor.program import Program, RankProgram
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.dtypes import DTYPE_BYTES
-from stratagem.simulator.operators import Operator, factor_sizes, factors
-from stratagem.simulator.placement import (
+from stratagem.simulator.base.dtypes import DTYPE_BYTES
+from stratagem.simulator.graph.placement import (
     Pin,
     Placements,
     input_placements,
@@ -37,7 +35,13 @@ from stratagem.simulator.placement import (
     local_sizes,
     output_placements,
 )
-from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.operators.operator import Operator, factor_sizes, factors
+from stratagem.simulator.operators.saved_for_backward import (
+    saved_inside,
+    saved_slots,
+    saves_output,
+)
 
 
 def peak_bytes(program: Program) -> tuple[int, ...]:

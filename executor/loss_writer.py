@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stratagem.executor.program import LOSS
 from stratagem.executor.writer import Writer
-from stratagem.simulator.joint_mesh import after_sum, before_sum
-from stratagem.simulator.placement import REPLICATE, Placements, output_placements
-from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import REPLICATE, Placements, output_placements
+from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
 
 
 class LossWriter:

@@ -9,11 +9,11 @@ from stratagem.executor.instructions import Forward, Free, Instruction, Norm, So
 from stratagem.executor.passes import PassWriter
 from stratagem.executor.program import LOSS, Program, RankProgram, Stored
 from stratagem.executor.weights import Weights
-from stratagem.simulator.boundary import crossing_ties
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.sliced_plan import sliced_plan
-from stratagem.simulator.stashing import check_stashing
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.token_slice_plan import sliced_plan
+from stratagem.simulator.plan.weight_stashing import check_stashing
+from stratagem.simulator.pricing.stage_boundaries import crossing_ties
 
 
 def lower(plan: Plan, graph: OperatorGraph) -> Program:

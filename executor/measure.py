@@ -20,7 +20,7 @@ from stratagem.executor.instructions import (
     meetings_of,
 )
 from stratagem.executor.program import Program
-from stratagem.simulator.timeline import Row, Timeline, from_rows, lane_name
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
 
 Spans = Sequence[tuple[int, int]]
 """Start and end of every instruction of one rank, in ns."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stratagem.executor.batches import Data
 from stratagem.executor.rates import Rate, RateSchedule, Shape
 from stratagem.places import at_place
-from stratagem.simulator.names import unknown
+from stratagem.simulator.base.misspelt_names import unknown
 
 
 def make_model(spec: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -18,9 +18,9 @@ from stratagem.executor.program import Program, part_shape, stored_shape
 from stratagem.executor.reshard import Route, put_together, start_together
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut_part
 from stratagem.executor.views import portion_of
-from stratagem.simulator.placement import FLAT
-from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.transfers import Move
+from stratagem.simulator.graph.placement import FLAT
+from stratagem.simulator.sharding.mesh_transfers import Move
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 Action = Callable[[], None]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stratagem.executor.gpu.kernels import has_cupy
 from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
 from stratagem.executor.gradients import Change, by_dtype
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
 
 EPSILON = 1e-8
 

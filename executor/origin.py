@@ -7,8 +7,8 @@ import platform
 import torch
 
 from stratagem.executor.backends.base import Communicator
-from stratagem.simulator.provenance import Provenance
-from stratagem.simulator.torch_ops.versions import environment_of
+from stratagem.simulator.plan.provenance import Provenance
+from stratagem.simulator.torch_ops.kernels.library_versions import environment_of
 from stratagem.version import __version__
 
 MOST_BYTES = 256

@@ -1,4 +1,4 @@
-"""One rank's parameters: gathered, synchronised, updated, published (`simulator.parameters`).
+"""One rank's parameters: gathered, synchronised, updated, published (`sharding.parameter_homes`).
 
     gradient as made ──sync──▶ home ──update──▶ home ──publish──▶ as operators use it
     gradient of a tied user ──↔──▲                 ╰──────↔──────▶ as the tied user uses it
@@ -15,27 +15,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from stratagem.executor.instructions import (
-    Bundle,
-    Convert,
-    Instruction,
-    Stash,
-    Update,
-    Updated,
-)
+from stratagem.executor.instructions import Bundle, Convert, Instruction, Stash, Update, Updated
 from stratagem.executor.program import Stored
 from stratagem.executor.stashes import Stashes
 from stratagem.executor.weights import Weights, WeightUse
 from stratagem.executor.writer import Writer
-from stratagem.simulator.block import PREFETCH
-from stratagem.simulator.boundary import summed
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.joint_mesh import after_sum, before_sum
-from stratagem.simulator.parameters import Use, gradient_buckets
-from stratagem.simulator.placement import Pin, Placements
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.transfers import Transfer
-from stratagem.simulator.weight_versions import versions_seen
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import Pin, Placements
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.pricing.stage_boundaries import summed
+from stratagem.simulator.schedules.weight_versions import versions_seen
+from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.parameter_homes import Use, gradient_buckets
+from stratagem.simulator.stage.stage_blocks import PREFETCH
 
 BUNDLED = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.SLICE})
 """Collectives that several tensors can share."""

@@ -25,11 +25,11 @@ from stratagem.executor.pieces import Pieces, named, piece_sizes, pieces_of, por
 from stratagem.executor.prefix_values import PrefixValues
 from stratagem.executor.weights import Weights
 from stratagem.executor.writer import Writer
-from stratagem.simulator.operators import Edge, factors
-from stratagem.simulator.placement import REPLICATE, Placements
-from stratagem.simulator.saved import saved_slots
-from stratagem.simulator.schedule import Action, ActionKind
-from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import REPLICATE, Placements
+from stratagem.simulator.operators.operator import Edge, factors
+from stratagem.simulator.operators.saved_for_backward import saved_slots
+from stratagem.simulator.schedules.actions import Action, ActionKind
 
 
 class PassWriter:

@@ -1,4 +1,4 @@
-"""Operators that run in pieces, and conversions that go along with them (`simulator.overlap`).
+"""Operators that run in pieces, and conversions that go along with them (`sharding.pieces_and_fusion`).
 
 An operator in n pieces computes one after the other; what is converted for its readers, or for
 itself, goes piece by piece beside the next one, where a piece is converted as the whole is:
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from stratagem.executor.context import Context
 from stratagem.executor.instructions import Piece, Portion
 from stratagem.executor.writer import Writer
-from stratagem.simulator.operators import Edge, Input, Operator, factors
-from stratagem.simulator.overlap import piece_dim
-from stratagem.simulator.placement import Pin, Placements, Shard, local_sizes, splits_of
+from stratagem.simulator.graph.placement import Pin, Placements, Shard, local_sizes, splits_of
+from stratagem.simulator.operators.operator import Edge, Input, Operator, factors
+from stratagem.simulator.sharding.pieces_and_fusion import piece_dim
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ parameter (Micikevicius et al. 2018, arXiv 1710.03740).
 
 from __future__ import annotations
 
-from stratagem.simulator.operators import Layout
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Layout
 
 
 def executed_dtype(training: Training, dtype: str, layout: Layout) -> str:

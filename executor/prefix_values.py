@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from stratagem.executor.context import Context
 from stratagem.executor.instructions import Backward, Operand
-from stratagem.simulator.token_slices import PREFIX
+from stratagem.simulator.graph.token_slices import PREFIX
 
 
 class PrefixValues:

@@ -17,11 +17,11 @@ from stratagem.executor.instructions import Backward, Forward
 from stratagem.executor.memory import Memory
 from stratagem.executor.seats import Seat
 from stratagem.executor.views import joined, reader, select_of
-from stratagem.simulator.operators import Operator, factor_sizes, shape_of
-from stratagem.simulator.token_slices import TokenSlice
-from stratagem.simulator.torch_ops.kernels import run_kernel
-from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.torch_ops.shards import Shards
+from stratagem.simulator.graph.token_slices import TokenSlice
+from stratagem.simulator.operators.operator import Operator, factor_sizes, shape_of
+from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.shards import Shards
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 Action = Callable[[], None]
 

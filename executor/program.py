@@ -20,14 +20,14 @@ from functools import cached_property
 
 from stratagem.executor.homes import meshes_of
 from stratagem.executor.instructions import EVERYONE, Instruction, Meeting, Receive, Send
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.operators import Layout, Operator, Parameter
-from stratagem.simulator.parts import Part
-from stratagem.simulator.placement import Placements
-from stratagem.simulator.plan import Plan, ranks_of
-from stratagem.simulator.substitutions.parameter_map import ParameterMap
-from stratagem.simulator.token_slices import TokenSlice
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Placements
+from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.graph.token_slices import TokenSlice
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator import Layout, Operator, Parameter
+from stratagem.simulator.plan.plan import Plan, ranks_of
+from stratagem.simulator.sharding.tensor_parts import Part
 
 LOSS = "loss"
 """The value that holds the loss of the step on every rank of the loss's stage."""

@@ -23,18 +23,18 @@ from stratagem.executor.counters import COUNTER
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
 from stratagem.executor.verdict import BUFFER, LOSS_NAME
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.microbatches import takes_statistics
-from stratagem.simulator.operators import DimKind, Operator
-from stratagem.simulator.placement import REPLICATE, splits_of
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.rules import LOCAL
-from stratagem.simulator.substitutions import rewrite
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
-from stratagem.simulator.windows import shard_bounds
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, splits_of
+from stratagem.simulator.graph.substitutions import rewrite
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.operators.operator_kinds import LOCAL
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.operators.sums_over_samples import takes_statistics
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 NEGLIGIBLE = 1e-5
 """Share of the largest gradient below which a gradient counts as rounding error of 0."""

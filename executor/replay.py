@@ -21,16 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stratagem.executor.homes import all_meshes
-from stratagem.executor.instructions import (
-    Free,
-    Instruction,
-    Meeting,
-    Receive,
-    Send,
-    meetings_of,
-)
+from stratagem.executor.instructions import Free, Instruction, Meeting, Receive, Send, meetings_of
 from stratagem.executor.program import Program
-from stratagem.simulator.transfers import Transfer
+from stratagem.simulator.sharding.mesh_transfers import Transfer
 
 Players = tuple[tuple[int, ...], ...]
 """Per player the ranks that it stands for, the first of them by number in front."""

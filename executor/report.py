@@ -11,9 +11,9 @@ import msgspec
 
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.verdict import Verdict
-from stratagem.simulator.files import read_text, reading, write_text
-from stratagem.simulator.provenance import Provenance
-from stratagem.simulator.timeline import Timeline
+from stratagem.simulator.base.files import read_text, reading, write_text
+from stratagem.simulator.plan.provenance import Provenance
+from stratagem.simulator.timeline.timeline import Timeline
 
 REPORT_VERSION = 1
 

@@ -1,4 +1,4 @@
-"""Running resharding paths: each step of `simulator.resharding` is one collective here.
+"""Running resharding paths: each step of `sharding.resharding_paths` is one collective here.
 
 Tensors are in factor form: one tensor dim for each factor of the layout, in local sizes; what is
 flat is in a row. All members derive every shape from the placements, so that nothing but data is
@@ -18,11 +18,11 @@ from torch import Tensor
 from stratagem.executor.backends.base import Communicator, Group, Pending, Shape, done
 from stratagem.executor.gpu.wire import end_to_end
 from stratagem.executor.seats import Seat, TensorSpec, box_shape, cut, cut_part
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.parts import Box, Part, intersection
-from stratagem.simulator.placement import FLAT, Pin, Shard
-from stratagem.simulator.resharding import Step
-from stratagem.simulator.transfers import Transfer
+from stratagem.simulator.graph.placement import FLAT, Pin, Shard
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.resharding_paths import Step
+from stratagem.simulator.sharding.tensor_parts import Box, Part, intersection
 
 
 def run_steps(
@@ -39,7 +39,7 @@ def run_steps(
     Args:
         tensor: this rank's part in factor form; None where the tensor is pinned elsewhere.
         spec: the tensor before the first step.
-        steps: from `simulator.resharding.Resharder.path`.
+        steps: from `sharding.resharding_paths.Resharder.path`.
         seat: this rank's place on the mesh.
         comm: how it talks to the others.
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stratagem.simulator.provenance import Provenance
-from stratagem.simulator.timeline import Timeline
+from stratagem.simulator.plan.provenance import Provenance
+from stratagem.simulator.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)

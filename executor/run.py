@@ -25,10 +25,10 @@ from stratagem.executor.watch import Watch
 from stratagem.executor.where import Place
 from stratagem.executor.world import process_rank
 from stratagem.progress import Show
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.names import unknown
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import PROCESS_BACKENDS
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 
 
 def execute(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.base import Group, Shape
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.parts import Box, Part, box_elements, part_at
-from stratagem.simulator.placement import REPLICATE, Placements
-from stratagem.simulator.resharding import Step
+from stratagem.simulator.graph.placement import REPLICATE, Placements
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.sharding.resharding_paths import Step
+from stratagem.simulator.sharding.tensor_parts import Box, Part, box_elements, part_at
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 from stratagem.executor.backends.base import Communicator, Group
 from stratagem.executor.halos import Routes, fetched
 from stratagem.executor.seats import Seat
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import Config, Shard, split_with
-from stratagem.simulator.torch_ops.randomness import RandomStream
-from stratagem.simulator.torch_ops.shards import Reach, Shards
-from stratagem.simulator.windows import shard_bounds
+from stratagem.simulator.graph.placement import Config, Shard, split_with
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
+from stratagem.simulator.torch_ops.kernels.shards import Reach, Shards
 
 
 def operator_shards(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stratagem.simulator.weight_versions import Seen
+from stratagem.simulator.schedules.weight_versions import Seen
 
 
 class Stashes:

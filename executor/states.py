@@ -10,11 +10,11 @@ from stratagem.executor.backends.base import Communicator, num_bytes
 from stratagem.executor.program import Home, Program, Stored, part_shape
 from stratagem.executor.reshard import run_transfer
 from stratagem.executor.seats import Seat, cut
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.parts import Part, part_at
-from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.torch_ops.programs import torch_dtype
-from stratagem.simulator.transfers import Transfer
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.tensor_parts import Part, part_at
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 
 def check_state(program: Program, state: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of a model as those of its rewritten graph, and back (`simulator.substitutions`)."""
+"""Parameters of a model as those of its rewritten graph, and back (`graph.substitutions`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from stratagem.simulator.substitutions.parameter_map import ParameterMap, Part, Side
+from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap, Part, Side
 
 
 def to_rewritten(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -14,8 +14,8 @@ def to_rewritten(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) ->
 
     Example:
         >>> import torch
-        >>> from stratagem.simulator.operators import Parameter
-        >>> from stratagem.simulator.substitutions.parameter_map import at, whole
+        >>> from stratagem.simulator.operators.operator import Parameter
+        >>> from stratagem.simulator.graph.substitutions.parameter_map import at, whole
         >>> old, new = Parameter("b", (2, 2)), Parameter("b[1]", (2,))
         >>> one = ParameterMap((old,), (new,), (Part(at(whole(old), 0, 1, 2), whole(new)),))
         >>> to_rewritten([one], {"b": torch.eye(2)})

@@ -39,7 +39,7 @@ from stratagem.executor.rates import Rate, RateSchedule
 from stratagem.executor.result import ExecutionResult, median_index, not_graphed
 from stratagem.executor.where import Place
 from stratagem.progress import Show
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.units import format_duration
 
 TIMED_STEPS = 100
 """How many of the last steps are kept to choose the measured timeline from."""

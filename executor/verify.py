@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.executor.instructions import (
-    Backward,
-    Bundle,
-    Convert,
-    Free,
-    Instruction,
-    Receive,
-)
+from stratagem.executor.instructions import Backward, Bundle, Convert, Free, Instruction, Receive
 from stratagem.executor.program import LOSS, Program, RankProgram
 from stratagem.executor.replay import play, players
 

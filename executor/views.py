@@ -17,10 +17,10 @@ from torch import Tensor
 
 from stratagem.executor.instructions import Cut, Operand, Portion
 from stratagem.executor.seats import Seat
-from stratagem.simulator.operators import Input, shape_of
-from stratagem.simulator.parts import bounds_at
-from stratagem.simulator.torch_ops.shards import Shards
-from stratagem.simulator.windows import shard_bounds
+from stratagem.simulator.operators.operator import Input, shape_of
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.sharding.tensor_parts import bounds_at
+from stratagem.simulator.torch_ops.kernels.shards import Shards
 
 Select = tuple[tuple[int, int], ...]
 """(dim, index) pairs, last dim first."""

@@ -9,15 +9,15 @@ from functools import cached_property
 from stratagem.executor.context import Context
 from stratagem.executor.precision import executed_dtype, gradient_dtype
 from stratagem.executor.program import Home, Stored
-from stratagem.simulator.operators import Operator, Weight, factor_sizes
-from stratagem.simulator.parameters import Use, home_placements, use_of
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.placement import (
     Placements,
     local_elements,
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.resharding import placements_text
+from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
+from stratagem.simulator.sharding.parameter_homes import Use, home_placements, use_of
+from stratagem.simulator.sharding.resharding_paths import placements_text
 
 
 @dataclass(frozen=True)

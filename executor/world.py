@@ -14,8 +14,8 @@ from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.own_gpu import ON_CPUS
 from stratagem.executor.judging import BACKEND_SECONDS, Limits
 from stratagem.executor.watch import Watch
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import ProcessBackend
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import ProcessBackend
 
 
 def default_backend(plan: Plan | None = None) -> ProcessBackend:

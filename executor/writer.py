@@ -6,21 +6,14 @@ from collections.abc import Sequence
 
 from stratagem.executor.context import Context, Crossing
 from stratagem.executor.homes import joint_number
-from stratagem.executor.instructions import (
-    Convert,
-    Instruction,
-    Meeting,
-    Portion,
-    Receive,
-    Send,
-)
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.operators import Layout
-from stratagem.simulator.placement import Config, Pin, Placements, Shard
-from stratagem.simulator.resharding import Step
-from stratagem.simulator.rules import rule_of
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.transfers import Transfer
+from stratagem.executor.instructions import Convert, Instruction, Meeting, Portion, Receive, Send
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import Config, Pin, Placements, Shard
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.operators.operator import Layout
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.resharding_paths import Step
 
 
 class Writer:

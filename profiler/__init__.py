@@ -25,7 +25,7 @@ from stratagem.profiler.profile import local_operators, plan_operators, profile_
 from stratagem.profiler.session import ProfileReport, Progress
 from stratagem.profiler.timing import Effort, Timing, time_operator
 from stratagem.profiler.update import profile_updates
-from stratagem.simulator.provenance import Environment
+from stratagem.simulator.plan.provenance import Environment
 
 __all__ = [
     "CACHE_VARIABLE",

@@ -19,7 +19,7 @@ from stratagem.profiler.keys import (
 from stratagem.profiler.merging import MergeReport, better, is_same_measurement, standing
 from stratagem.profiler.rows import FORMS, Row, entry_of, measurement_of, row_of, table_of
 from stratagem.profiler.store import CACHE_VARIABLE, ELSEWHERE, Store, cache_path
-from stratagem.simulator.provenance import Environment
+from stratagem.simulator.plan.provenance import Environment
 
 __all__ = ["CACHE_VARIABLE", "TimingCache", "cache_path"]
 

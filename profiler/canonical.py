@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stratagem.simulator.operators import DimKind, Input, Layout, Operator, Output, Weight
+from stratagem.simulator.operators.operator import DimKind, Input, Layout, Operator, Output, Weight
 
 _ROLES = {DimKind.PARAMETER: "parameter", DimKind.REDUCTION: "reduction"}
 """Kinds of dims that say what the operator does; samples are attributes like any other."""
@@ -30,7 +30,7 @@ def canonical_operator(operator: Operator) -> tuple[Any, ...]:
     """A value that is equal for operators whose times may stand for each other.
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> one, other = (mlp([8, 16, 4], batch=32).operator(f"layers.{i}") for i in (0, 1))
         >>> canonical_operator(one) == canonical_operator(other)
         False

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from stratagem.simulator.provenance import Environment
-from stratagem.simulator.torch_ops.allocator import keep_freed_memory
-from stratagem.simulator.torch_ops.versions import environment_of
+from stratagem.simulator.plan.provenance import Environment
+from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
+from stratagem.simulator.torch_ops.kernels.library_versions import environment_of
 
 
 class Clock(Protocol):

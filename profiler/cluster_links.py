@@ -16,11 +16,11 @@ from scipy.optimize import least_squares
 
 from stratagem.profiler.keys import BETWEEN_NODES, IN_A_NODE, CollectiveEntry
 from stratagem.profiler.links import CollectiveTiming, fit_link
-from stratagem.simulator.arrays import Floats
-from stratagem.simulator.cluster import Cluster, GroupFigures, Link
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.hardware.cluster import Cluster, GroupFigures, Link
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 
 NCCL = "nccl"
 SURE = 1e-3

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.simulator.arrays import Floats
+from stratagem.simulator.base.arrays import Floats
 
 SCALE = "scale"
 RIDGES = (0.01, 0.1, 1.0, 10.0)

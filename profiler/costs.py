@@ -19,7 +19,9 @@ from stratagem.profiler.keys import (
     dispatch_key,
     update_key,
 )
-from stratagem.simulator.costs import (
+from stratagem.simulator.base.tables import Table, Unit, Value
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.cost_model import (
     Cost,
     CostModel,
     Direction,
@@ -27,12 +29,10 @@ from stratagem.simulator.costs import (
     local_operator,
     tensor_bytes,
 )
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.provenance import Environment
-from stratagem.simulator.rules import rule_of
-from stratagem.simulator.table import Table, Unit, Value
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.plan.provenance import Environment
 
 _Group = tuple[Environment, str, str, Direction, str]
 """What entries that correct one another share: where, kind, variant, direction, precision."""

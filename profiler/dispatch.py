@@ -12,7 +12,7 @@ from collections.abc import Callable
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment, num_threads
 from stratagem.profiler.keys import Measurement, dispatch_key
-from stratagem.simulator.costs import Direction
+from stratagem.simulator.kernel_times.cost_model import Direction
 
 MeasureDispatch = Callable[[], dict[Direction, Measurement]]
 """Seconds that a pass of an operator takes beyond its kernel on a CPU, by direction."""

@@ -21,16 +21,8 @@ from typing import Any
 import msgspec
 
 from stratagem.profiler.keys import Entry
-from stratagem.profiler.rows import (
-    FORMS,
-    Row,
-    checksum,
-    columns_of,
-    entry_of,
-    row_of,
-    table_of,
-)
-from stratagem.simulator.files import reading
+from stratagem.profiler.rows import FORMS, Row, checksum, columns_of, entry_of, row_of, table_of
+from stratagem.simulator.base.files import reading
 
 FORMAT = "stratagem timings"
 VERSION = 1

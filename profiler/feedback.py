@@ -10,17 +10,17 @@ import numpy as np
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.keys import LEARNED, Measurement, TimingKey, dispatch_key, operator_digest
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.costs import Direction, local_operator
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import Config, Shard, local_sizes
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.provenance import Environment
-from stratagem.simulator.rules import rule_of
-from stratagem.simulator.schedule import ActionKind
-from stratagem.simulator.sliced_plan import pass_graphs
-from stratagem.simulator.timeline import Timeline
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Config, Shard, local_sizes
+from stratagem.simulator.kernel_times.cost_model import Direction, local_operator
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.plan.provenance import Environment
+from stratagem.simulator.plan.token_slice_plan import pass_graphs
+from stratagem.simulator.schedules.actions import ActionKind
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.timeline.timeline import Timeline
 
 LEAST_SECONDS = 1e-7
 

@@ -16,8 +16,8 @@ from stratagem.profiler.keys import Entry
 from stratagem.profiler.kineto import read_kineto
 from stratagem.profiler.nccl_tests import looks_like_nccl_tests, read_nccl_tests
 from stratagem.profiler.trace_events import looks_like_trace
-from stratagem.simulator.files import read_bytes
-from stratagem.simulator.provenance import Environment
+from stratagem.simulator.base.files import read_bytes
+from stratagem.simulator.plan.provenance import Environment
 
 MOST_UNPACKED = 2**29
 """Bytes of what a packed file holds: a small one may hold any number."""

@@ -13,11 +13,11 @@ from functools import cached_property
 import msgspec
 
 from stratagem.profiler.canonical import canonical_operator
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.operators import Dim, DimKind, Operator
-from stratagem.simulator.provenance import Environment
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Dim, DimKind, Operator
+from stratagem.simulator.plan.provenance import Environment
 
 IN_A_NODE = "intra-node"
 BETWEEN_NODES = "inter-node"
@@ -89,7 +89,7 @@ class Measurement:
 
 @dataclass(frozen=True, eq=False)
 class TimingKey:
-    """What was timed, and where; `operator` is local (see `simulator.costs.local_operator`)."""
+    """What was timed, and where; `operator` is local (see `kernel_times.cost_model.local_operator`)."""
 
     environment: Environment
     operator: Operator

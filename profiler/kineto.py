@@ -15,9 +15,9 @@ from stratagem.profiler.trace_operators import (
     is_whole,
     read_call,
 )
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.files import reading
-from stratagem.simulator.provenance import Environment
+from stratagem.simulator.base.files import reading
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.plan.provenance import Environment
 
 ORIGIN = "torch.profiler"
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.keys import IN_A_NODE, CollectiveKey, Measurement
-from stratagem.simulator.arrays import Floats
-from stratagem.simulator.cluster import GroupFigures, Link
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.mesh import AxisLink
-from stratagem.simulator.provenance import Environment
+from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.hardware.cluster import GroupFigures, Link
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink
+from stratagem.simulator.plan.provenance import Environment
 
 Group = tuple[int, ...]
 Shape = tuple[int, ...]

@@ -9,7 +9,7 @@ Its tables say per message size the time of one collective, in µs, as a mean ov
              8         2   float    sum    -1    29.35   0.00   0.00      0    29.61   0.00 …
 
 Its size is the larger of what a rank holds before and after (for an all-gather and a
-reduce-scatter the whole buffer), which is the convention of `simulator.collectives`. Times
+reduce-scatter the whole buffer), which is the convention of `hardware.collective_times`. Times
 out of place are taken, since the executor's collectives are.
 
 Which collective ran is read off the line ``# Collective test starting: all_reduce_perf`` or the
@@ -33,10 +33,10 @@ from stratagem.profiler.keys import (
     CollectiveKey,
     Measurement,
 )
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.names import unknown
-from stratagem.simulator.provenance import Environment
-from stratagem.simulator.torch_ops.versions import dotted
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.plan.provenance import Environment
+from stratagem.simulator.torch_ops.kernels.library_versions import dotted
 
 ORIGIN = "nccl-tests"
 PROGRAMS = {

@@ -11,13 +11,13 @@ from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.keys import operator_digest
 from stratagem.profiler.session import ProfileReport, Progress, Setting, run_session
 from stratagem.profiler.timing import Effort
-from stratagem.simulator.costs import local_operator
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import Config, local_sizes
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.sliced_plan import pass_graphs
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Config, local_sizes
+from stratagem.simulator.kernel_times.cost_model import local_operator
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.token_slice_plan import pass_graphs
 
 LocalSizes = Mapping[str, int]
 

@@ -19,10 +19,10 @@ from stratagem.profiler.keys import (
     TimingEntry,
     TimingKey,
 )
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.provenance import Environment
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.provenance import Environment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ from stratagem.profiler.timing import (
     operator_work,
     time_operator,
 )
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.provenance import Environment
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.provenance import Environment
 
 MAX_ROUNDS = 3
 """How often an operator is timed at most while the machine is disturbed."""

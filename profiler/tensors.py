@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.simulator.costs import tensor_bytes
-from stratagem.simulator.operators import Input, Layout, Operator, factor_sizes, shape_of
-from stratagem.simulator.steps import references
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.cost_model import tensor_bytes
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Input, Layout, Operator, factor_sizes, shape_of
+from stratagem.simulator.operators.step_programs import references
 
 NUM_TRAINED = {"batch_norm": 2}
 """How many weights are trained, for the kinds whose other weights are buffers."""

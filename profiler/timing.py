@@ -15,10 +15,10 @@ from torch import Tensor
 from stratagem.profiler.clock import Clock, clock_of, num_threads
 from stratagem.profiler.keys import Measurement, summarise
 from stratagem.profiler.tensors import Operands, check_memory, random_operands, viewed
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.torch_ops.kernels import run_kernel
-from stratagem.simulator.torch_ops.shards import whole
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.shards import whole
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def time_operator(
     threads: int = 1,
     effort: Effort | None = None,
 ) -> Timing:
-    """Time both passes of a local operator (see `simulator.costs.local_operator`).
+    """Time both passes of a local operator (see `kernel_times.cost_model.local_operator`).
 
     Example:
         >>> timing = time_operator(graph.operator("fc1"), Training())  # doctest: +SKIP

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.profiler.trace_events import Call
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.draft import Tensor, permute, reshape, select
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.training import PRECISIONS
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import Tensor, permute, reshape, select
+from stratagem.simulator.kernel_times.training import PRECISIONS
+from stratagem.simulator.operators.operator import Operator
 
 _NAME = "call"
 _DTYPES = {

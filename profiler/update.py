@@ -12,7 +12,7 @@ from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import clock_of, describe_environment, num_threads
 from stratagem.profiler.keys import Measurement, summarise, update_key
 from stratagem.profiler.timing import Effort, evictor, repeat, timed
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
 
 UPDATE_SIZES = (10**4, 10**6, 10**7)
 """Numbers of scalars that are timed unless told."""

@@ -41,8 +41,8 @@ from stratagem.search._plays import (
     settle_play,
 )
 from stratagem.search._random import random_float
-from stratagem.simulator._compiling import uncounted
-from stratagem.simulator.arrays import Floats, Ints, Words
+from stratagem.simulator.base.arrays import Floats, Ints, Words
+from stratagem.simulator.base.compiling import uncounted
 
 NOTED, PLAYED, SAME, PROPOSAL, NUM_ITEMS = range(5)
 """Entries of `Arrays.numbers`: tensors that the proposal resized; its step in ns; whether its

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.simulator._compiling import kernel
-from stratagem.simulator.arrays import Flags, Floats, Indices, Ints, Words
+from stratagem.simulator.base.arrays import Flags, Floats, Indices, Ints, Words
+from stratagem.simulator.base.compiling import kernel
 
 ONE = np.uint64(1)
 _MIX = np.uint64(0x9E3779B97F4A7C15)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem.search._kernels import REPLAY, excess_of, score
-from stratagem.simulator._compiling import kernel
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.base.compiling import kernel
 
 
 @kernel()

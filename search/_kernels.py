@@ -3,20 +3,20 @@
 Kernels know arrays only; `search.problem` says what they mean. The event engine is that of the
 simulator. `_anneal` scores changes of plans, and shares what is cheap with this file.
 
-Only kernels that Python calls are cached (see `simulator._compiling`).
+Only kernels that Python calls are cached (see `base.compiling`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from stratagem.simulator._compiling import kernel, uncounted
-from stratagem.simulator._kernels import simulate_tasks
-from stratagem.simulator._sharing_kernels import is_shut
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import kernel, uncounted
+from stratagem.simulator.engine._event_queue import simulate_tasks
+from stratagem.simulator.stage._shut_gates import is_shut
 
 SEND = 11
-"""The first row of the duration table (see `simulator.pipeline`) of what joins blocks."""
+"""The first row of the duration table (see `schedules.macro_graph`) of what joins blocks."""
 REPLAY, MEASURE = 1, 2
 """What is to be done for a stage: play its blocks and measure its memory, or measure only."""
 OVER_MEMORY = 4.0
@@ -54,7 +54,7 @@ def play_block(
 ) -> int:
     """Makespan in ns of one block under `choice`; every duration is one look-up in the pool.
 
-    What is behind a gate that is shut is idle (see `simulator.sharing`).
+    What is behind a gate that is shut is idle (see `stage.shared_conversions`).
     """
     lo, hi = task_offsets[block], task_offsets[block + 1]
     count = hi - lo
@@ -114,7 +114,7 @@ def measure_stage(
 ) -> None:
     """Fill `profile` of a stage: state, held between passes (2), peaks of the three passes (3).
 
-    Tensors are those of `simulator.lifetimes`; `change` is work space of 3n + 1.
+    Tensors are those of `stage.tensor_lifetimes`; `change` is work space of 3n + 1.
     """
     n = num_operators[stage]
     change[: 3 * n + 1] = 0
@@ -150,7 +150,7 @@ def rank_peak(
     held_starts: Ints,
     held: Ints,
 ) -> int:
-    """Bytes per device of a rank at its peak: its worst situation (see `simulator.memory`)."""
+    """Bytes per device of a rank at its peak: its worst situation (see `simulation.device_memory`)."""
     state = 0
     for stage in range(rank_stages.shape[1]):
         state += profiles[stage, 0] * rank_stages[rank, stage]

@@ -8,8 +8,9 @@ that it changes. The path is found anew now and then, for it may be the longest 
 
 from __future__ import annotations
 
-from stratagem.simulator._compiling import uncounted
-from stratagem.simulator._delta_index import (
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import uncounted
+from stratagem.simulator.engine._delta_index import (
     FULL_END,
     ORDER,
     PLAYED_DURATION,
@@ -17,7 +18,6 @@ from stratagem.simulator._delta_index import (
     STACK,
     DeltaState,
 )
-from stratagem.simulator.arrays import Ints
 
 
 @uncounted()

@@ -1,7 +1,7 @@
 """Memory of stages under changes of few operators: peaks in O(tensors · log places).
 
 A tensor adds its bytes at the place of its birth and takes them away behind that of its death
-(see `simulator.lifetimes`), so what is alive at a place is a sum over all places before. Each of a
+(see `stage.tensor_lifetimes`), so what is alive at a place is a sum over all places before. Each of a
 stage's three passes has a binary tree over its places that keeps, for every node, the sum of its
 changes and the largest sum of a beginning of them:
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stratagem.simulator._compiling import uncounted
-from stratagem.simulator._sharing_kernels import is_shut
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import uncounted
+from stratagem.simulator.stage._shut_gates import is_shut
 
 FEW = 4
 """After changes of more operators trees are made anew instead of climbed."""

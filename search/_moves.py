@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from stratagem.search._random import random_below, random_float
-from stratagem.simulator._compiling import uncounted
-from stratagem.simulator.arrays import Ints, Words
+from stratagem.simulator.base.arrays import Ints, Words
+from stratagem.simulator.base.compiling import uncounted
 
 TRIES = 32
 """Draws until one changes something."""

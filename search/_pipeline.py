@@ -1,6 +1,6 @@
 """The pipeline of blocks: lower bounds first, then its makespan in the cheapest exact way.
 
-A step is the macro graph of `simulator.pipeline` under a table of durations. Every path through it
+A step is the macro graph of `schedules.macro_graph` under a table of durations. Every path through it
 and everything that one rank does are sums of entries of the table with whole coefficients, and no
 step is shorter than one of them. On a single rank with one stage nothing waits, so the sum is the
 step itself.
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.simulator._compiling import uncounted
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import uncounted
 
 CLOSED, ORDERED, QUEUED = range(3)
 """How a pipeline is played: one sum, in a known order, or by the event engine."""

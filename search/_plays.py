@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from stratagem.search._longest_path import note_longest_path
-from stratagem.simulator._compiling import uncounted
-from stratagem.simulator._delta_index import (
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import uncounted
+from stratagem.simulator.engine._delta_index import (
     FULL,
     NUM_ROWS,
     PENDING,
@@ -21,7 +22,7 @@ from stratagem.simulator._delta_index import (
     DeltaState,
     record_play,
 )
-from stratagem.simulator._delta_kernels import (
+from stratagem.simulator.engine._delta_replay import (
     accept,
     keep_changes,
     note_changes,
@@ -29,8 +30,7 @@ from stratagem.simulator._delta_kernels import (
     propose,
     reject,
 )
-from stratagem.simulator._sharing_kernels import is_shut
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.stage._shut_gates import is_shut
 
 CATCH_UP = 8
 """Proposals after which a block that was played in full is indexed for replays again."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.simulator._compiling import uncounted
-from stratagem.simulator.arrays import Words
+from stratagem.simulator.base.arrays import Words
+from stratagem.simulator.base.compiling import uncounted
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

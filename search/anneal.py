@@ -14,7 +14,7 @@ from stratagem.search.chain_arrays import begin_plays, own_arrays, shared_arrays
 from stratagem.search.problem import Problem
 from stratagem.search.scoring import arguments_of, peaks_of
 from stratagem.search.workers import usable_cores
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 WIDE_EVALUATIONS = 50_000
 """Each of the first two phases of a chain lasts at most so long, and at most half of it."""
@@ -137,10 +137,10 @@ def run_chains(
     Example:
         >>> from stratagem.search.problem import make_problem
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> skeleton = next(skeletons(graph, cluster))
         >>> costs = default_costs()

@@ -20,12 +20,12 @@ from stratagem.search.strategies import (
     tensor_parallel,
     with_recompute,
 )
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.schedules import CHIMERA
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import CHIMERA
+from stratagem.simulator.simulation.simulation import Simulation
 
 Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
 
@@ -49,8 +49,8 @@ def baseline_plans(
     closest to fitting is kept.
 
     Example:
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
         >>> situation = Situation(
         ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
         ... )
@@ -82,8 +82,8 @@ def baseline(
     """The best plan of one of the strategies of `baseline_plans`; None where it cannot be built.
 
     Example:
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
         >>> situation = Situation(
         ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
         ... )

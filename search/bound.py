@@ -54,9 +54,9 @@ from stratagem.search.lookups import (
 )
 from stratagem.search.problem import Problem
 from stratagem.search.scoring import arguments_of
-from stratagem.simulator.arrays import Floats, Ints
-from stratagem.simulator.resources import NUM_RESOURCES
-from stratagem.simulator.work_kinds import SEND
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.hardware.resources import NUM_RESOURCES
+from stratagem.simulator.schedules.work_kinds import SEND
 
 GATE = 11
 """The gates of tensors in `Problem.tensors`."""
@@ -100,10 +100,10 @@ def lower_bound(
     Example:
         >>> from stratagem.search.problem import make_problem
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> skeleton = next(skeletons(graph, cluster))
         >>> problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from stratagem.search.choices import Choices
 from stratagem.search.space import Skeleton, axes_of, stage_meshes
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
 
 
 def canonical(skeleton: Skeleton, choices: Choices, cluster: Cluster) -> tuple[Skeleton, Choices]:
@@ -18,8 +18,8 @@ def canonical(skeleton: Skeleton, choices: Choices, cluster: Cluster) -> tuple[S
 
     Example:
         >>> from stratagem.search.strategies import data_parallel
-        >>> from stratagem.simulator.mesh import MeshAxis
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.hardware.device_mesh import MeshAxis
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph, cluster = mlp([8, 8], batch=16), Cluster.preset("dgx-a100")
         >>> mesh = DeviceMesh((MeshAxis("data", 16), MeshAxis("tensor", 1)), tuple(range(16)))
         >>> plain = Skeleton((graph.names,), (mesh,), 1, "1f1b")

@@ -27,18 +27,18 @@ from stratagem.search._plays import (
 from stratagem.search.move_lists import moves_of
 from stratagem.search.problem import Problem, pool_starts
 from stratagem.search.touches import gate_owners, stage_of_tensors, tensors_touched
-from stratagem.simulator._delta_index import DURATION, DURATIONS, SET, SETS
-from stratagem.simulator._delta_kernels import play_changes
-from stratagem.simulator._sharing_kernels import all_shut
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import Block, StageBlocks
-from stratagem.simulator.contraction import contract
-from stratagem.simulator.delta import allocate_delta
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.pipeline import MacroGraph
-from stratagem.simulator.resources import NUM_RESOURCES
-from stratagem.simulator.sharing import OPEN, Sharing, joined_sharing
-from stratagem.simulator.taskgraph import TaskGraph
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine._delta_index import DURATION, DURATIONS, SET, SETS
+from stratagem.simulator.engine._delta_replay import play_changes
+from stratagem.simulator.engine.delta_engine import allocate_delta
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.engine.idle_tasks import contract
+from stratagem.simulator.engine.task_graph import TaskGraph
+from stratagem.simulator.hardware.resources import NUM_RESOURCES
+from stratagem.simulator.schedules.macro_graph import MacroGraph
+from stratagem.simulator.stage._shut_gates import all_shut
+from stratagem.simulator.stage.shared_conversions import OPEN, Sharing, joined_sharing
+from stratagem.simulator.stage.stage_blocks import Block, StageBlocks
 
 
 def own_arrays(shared: Arrays) -> Arrays:

@@ -15,8 +15,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from stratagem.simulator.files import decode, encode, read_text, write_text
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.base.files import decode, encode, read_text, write_text
+from stratagem.simulator.plan.plan import Plan
 
 VERSION = 2
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
 
 Choices = dict[str, Choice]
 

@@ -9,11 +9,11 @@ from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
 from stratagem.search.pipelining import traits_of
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, operator_choices
-from stratagem.simulator.cost_table import TableBuilder, price_key
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.placement import local_sizes
-from stratagem.simulator.rules import rule_of
-from stratagem.simulator.segments import run_again
+from stratagem.simulator.graph.checkpoint_segments import run_again
+from stratagem.simulator.graph.placement import local_sizes
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.pricing.cost_table import TableBuilder, price_key
 
 
 class ComputingBounds:
@@ -31,10 +31,10 @@ class ComputingBounds:
 
     Example:
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> graph = mlp([64, 64], batch=32)
         >>> bounds = ComputingBounds(Situation(graph, cluster, Training(), default_costs()))

@@ -11,20 +11,16 @@ from typing import TypeVar
 from stratagem.search.literature.dims import logical_dims
 from stratagem.search.space import Skeleton, skeleton_of
 from stratagem.search.strategies import warn_of_whole
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.names import unknown
-from stratagem.simulator.operators import DimKind, Operator
-from stratagem.simulator.parameters import zero_stages_of
-from stratagem.simulator.placement import (
-    Config,
-    Pin,
-    Shard,
-)
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Config, Pin, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import zero_stages_of
+from stratagem.simulator.simulation.simulation import Simulation
 
 T = TypeVar("T")
 

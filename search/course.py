@@ -30,10 +30,10 @@ from stratagem.search.space_search import Entry, Space, first_policies
 from stratagem.search.starting import entry_of
 from stratagem.search.windows import improve_by_windows
 from stratagem.search.workers import Part, Workers, worker_count
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.schedules import registered_schedules
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import registered_schedules
+from stratagem.simulator.simulation.simulation import Simulation
 
 CHAINS = 4
 """Chains on a skeleton: so many cores can help, and one core makes the same plan."""

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.search._downset_kernels import enumerate_sets, pairs_above, relax_stages
-from stratagem.simulator.arrays import Flags, Floats, Indices, Ints, Words
+from stratagem.simulator.base.arrays import Flags, Floats, Indices, Ints, Words
 
 PAIRS_AT_ONCE = 500_000
 """How many pairs of down-sets are held in memory at a time."""

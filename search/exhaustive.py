@@ -21,9 +21,9 @@ from stratagem.search.space import (
     skeletons,
 )
 from stratagem.search.touches import stages_touched
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
 
 BATCH = 1 << 15
 """Plans between two looks at the keyboard."""
@@ -55,10 +55,10 @@ def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
     Example:
         >>> from stratagem.search.problem import make_problem
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> skeleton = next(skeletons(graph, cluster))
         >>> problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))
@@ -114,10 +114,10 @@ def exhaustive_plans(
     """The best plan of every skeleton, by trying all; none where there are too many plans.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
         >>> given = Situation(mlp([64, 64], batch=8), cluster, Training(), default_costs())
         >>> [plan.num_microbatches for plan in exhaustive_plans(given)]

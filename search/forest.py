@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from stratagem.simulator._compiling import kernel
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.base.compiling import kernel
 
 Pair = tuple[int, int]
 

@@ -15,14 +15,14 @@ from typing import Any
 from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
 from stratagem.search.pipelining import run_of
 from stratagem.search.space import Skeleton
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.footprint import Footprint, operator_footprint
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.parameters import use_of
-from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.saved import saved_slots, saves_output
-from stratagem.simulator.units import format_bytes
+from stratagem.simulator.base.units import format_bytes
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.saved_for_backward import saved_slots, saves_output
+from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import use_of
 
 WHOLE = Choice((REPLICATE,))
 """On a mesh of one device every tensor is whole."""
@@ -61,10 +61,10 @@ class HoldingBounds:
     Example:
         >>> from stratagem.search.situation import Situation
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import gpt
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import gpt
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> graph = gpt(num_layers=96, hidden=12288, num_heads=96, batch=8)
         >>> situation = Situation(graph, cluster, Training(), default_costs())

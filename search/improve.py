@@ -17,7 +17,7 @@ from stratagem.search.space_search import Entry, Space
 from stratagem.search.starting import not_chosen_for
 from stratagem.search.walk import Proposal, Walk, walk
 from stratagem.search.workers import Part, Workers
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.simulation.simulation import Simulation
 
 REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
 """Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""

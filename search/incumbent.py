@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.situation import rank
 from stratagem.search.space import Options
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation
 
 
 class Incumbent:

@@ -18,10 +18,10 @@ from stratagem.search.ilp.solve import Solution, solve
 from stratagem.search.lookups import BlockLookups, Tables, crossing_lookups
 from stratagem.search.move_lists import moves_of
 from stratagem.search.problem import Problem
-from stratagem.simulator.arrays import Floats, Ints
-from stratagem.simulator.critical_path import critical_path
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.work_kinds import NUM_KINDS
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.engine.critical_path import critical_path
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.schedules.work_kinds import NUM_KINDS
 
 OFF_PATH = 0.05
 """Weight in a window of a task that the step does not wait for, where one that it does has 1."""
@@ -42,10 +42,10 @@ class IntraProgram:
     Example:
         >>> from stratagem.search.problem import make_problem
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> skeleton = next(skeletons(graph, cluster))
         >>> problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))

@@ -1,7 +1,7 @@
 """What a plan of a problem costs, as sums of look-ups: the linear side of the simulator.
 
 The duration of every task and the size of every tensor is one look-up by the choices of at most
-two operators (see `simulator.block` and `simulator.lifetimes`). So whatever adds some of them up
+two operators (see `stage.stage_blocks` and `stage.tensor_lifetimes`). So whatever adds some of them up
 with fixed weights, such as the tasks along a path, the load of a link or the bytes alive at one
 place, is a *measure* of the form
 
@@ -20,10 +20,10 @@ from itertools import groupby
 import numpy as np
 
 from stratagem.search.problem import Problem
-from stratagem.simulator._compiling import kernel
-from stratagem.simulator.arrays import Flags, Floats, Ints
-from stratagem.simulator.block import Role
-from stratagem.simulator.resources import NUM_RESOURCES
+from stratagem.simulator.base.arrays import Flags, Floats, Ints
+from stratagem.simulator.base.compiling import kernel
+from stratagem.simulator.hardware.resources import NUM_RESOURCES
+from stratagem.simulator.stage.stage_blocks import Role
 
 PLAIN = NUM_RESOURCES
 """Stands for a resource where values count whatever they occupy."""

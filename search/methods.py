@@ -24,12 +24,12 @@ from stratagem.search.rewriting import rewritings
 from stratagem.search.situation import Method, Situation
 from stratagem.search.space import Options, Skeleton, stage_meshes
 from stratagem.search.strategies import data_parallel, known_strategies
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.boundary import crossing_ties
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.schedules import CHIMERA
-from stratagem.simulator.stashing import check_stashing
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.weight_stashing import check_stashing
+from stratagem.simulator.pricing.stage_boundaries import crossing_ties
+from stratagem.simulator.schedules.named_schedules import CHIMERA
 
 FLEXFLOW_EVALUATIONS = 20_000
 """Proposals of each of FlexFlow's two chains."""

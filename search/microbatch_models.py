@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stratagem.search.situation import Situation
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.parameters import trainable_weights
-from stratagem.simulator.segments import recomputed_operators
+from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
 
 class MicrobatchModel:
@@ -35,10 +35,10 @@ class MicrobatchModels:
     """The models of a situation by the number of microbatches, each made once.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> models = MicrobatchModels(
         ...     Situation(mlp([64, 64], batch=32), cluster, Training(), default_costs())

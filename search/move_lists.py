@@ -8,10 +8,10 @@ import numpy as np
 
 from stratagem.search._moves import Moves
 from stratagem.search.problem import Problem
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cost_table import CostTable
-from stratagem.simulator.rows import OperatorRow
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.pricing.cost_rows import OperatorRow
+from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.sharding.choice import Choice
 
 
 def moves_of(problem: Problem) -> Moves:

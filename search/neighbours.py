@@ -22,9 +22,9 @@ from stratagem.search.pipelining import run_of, traits_of
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import with_recompute
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation
 
 Value = TypeVar("Value")
 
@@ -172,14 +172,14 @@ def neighbours(
 
     Example:
         >>> from stratagem.search.strategies import data_parallel
-        >>> from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph = mlp([8, 8, 8, 8], batch=4)
         >>> names = tuple(op.name for op in graph.operators)
         >>> meshes = tuple(DeviceMesh((MeshAxis("data", 1),), (d,)) for d in range(2))
         >>> skeleton = Skeleton((names[:5], names[5:]), meshes, 2, "1f1b")
         >>> choices = data_parallel(graph, (1,))
-        >>> from stratagem.simulator.cluster import Cluster
+        >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> cutter = StageCutter(graph, Cluster.preset("dgx-a100"))
         >>> found = neighbours(skeleton, choices, graph, ("none",), ("interleaved",), 0, cutter)
         >>> [near.change for near in found][2:]

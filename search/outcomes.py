@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stratagem.search.bound import Bound
 from stratagem.search.choices import Choices
 from stratagem.search.space import Skeleton
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.boundary import transfer_seconds
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.operators import shape_of
-from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.rules import rule_of
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import shape_of
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.stage_boundaries import transfer_seconds
+from stratagem.simulator.sharding.choice import Choice
 
 _BY_TIME = "cut it by time (partition='time' of a TrainingSetup), or into another number of stages"
 
@@ -47,7 +47,7 @@ class StageCutter:
     """Cuts a graph into any number of stages, see `balanced_stages`; what numbers share is kept.
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph, cluster = mlp([64] * 4, batch=8), Cluster.preset("dgx-a100")
         >>> cutter = StageCutter(graph, cluster)
         >>> all(cutter.stages(n) == balanced_stages(graph, cluster, n) for n in (3, 1, 2))
@@ -164,7 +164,7 @@ def layer_units(graph: OperatorGraph) -> list[list[int]]:
     Sources are left out. Of several kinds of blocks the one with the most operators counts.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> len(layer_units(gpt(num_layers=4, batch=8)))
         6
     """

@@ -13,12 +13,12 @@ from typing import Any
 
 from stratagem.search.microbatch_models import MicrobatchModel, MicrobatchModels
 from stratagem.search.space import Options, axes_of, stage_sizes
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.overlap import fuses_forward, piece_dim
-from stratagem.simulator.placement import Shard, local_sizes
+from stratagem.simulator.graph.placement import Shard, local_sizes
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
 
 
 class PipelineWork:

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from stratagem.simulator.names import unknown
-from stratagem.simulator.schedule import Action, ActionKind, Schedule, makes_weight_gradient
-from stratagem.simulator.schedules import SCHEDULES, Sizes
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.schedules.actions import (
+    Action,
+    ActionKind,
+    Schedule,
+    makes_weight_gradient,
+)
+from stratagem.simulator.schedules.named_schedules import SCHEDULES, Sizes
 
 VIRTUAL_STAGES = 2
 """Stages of each set of devices in an interleaved pipeline (Narayanan et al. 2021)."""

@@ -12,9 +12,26 @@ import numpy as np
 
 from stratagem.search.constraints import BoundConstraints
 from stratagem.search.space import Options, Skeleton, distinct_stages, operator_choices
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import StageBlocks
-from stratagem.simulator.boundary import (
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine.task_graph import contention_table
+from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Placements
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.resources import (
+    NUM_RESOURCES,
+    RIVALS,
+    SET_OFFSETS,
+    SET_RESOURCES,
+    slowdown_of,
+)
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Edge
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_rows import Timed
+from stratagem.simulator.pricing.cost_table import CostTable, RowMemory, TableBuilder
+from stratagem.simulator.pricing.stage_boundaries import (
     BoundaryRow,
     blocks_compute,
     crossing_edges,
@@ -25,32 +42,20 @@ from stratagem.simulator.boundary import (
     stage_pairs,
     syncs_compute,
 )
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import CostTable, RowMemory, TableBuilder
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.memory import passes_of
-from stratagem.simulator.operators import Edge
-from stratagem.simulator.pipeline import MacroGraph, check_priced, macro_graph, transfer_kinds
-from stratagem.simulator.placement import Placements
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.resources import (
-    NUM_RESOURCES,
-    RIVALS,
-    SET_OFFSETS,
-    SET_RESOURCES,
-    slowdown_of,
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.macro_graph import (
+    MacroGraph,
+    check_priced,
+    macro_graph,
+    transfer_kinds,
 )
-from stratagem.simulator.rows import Timed
-from stratagem.simulator.schedule import Schedule
-from stratagem.simulator.schedules import schedule_by_name
-from stratagem.simulator.segments import recomputed_operators
-from stratagem.simulator.sharing import OPEN, Sharing, joined_sharing
-from stratagem.simulator.stage_shapes import StageShapes
-from stratagem.simulator.taskgraph import contention_table
-from stratagem.simulator.training import Training
-from stratagem.simulator.work_kinds import NUM_KINDS, TIE
+from stratagem.simulator.schedules.named_schedules import schedule_by_name
+from stratagem.simulator.schedules.work_kinds import NUM_KINDS, TIE
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.device_memory import passes_of
+from stratagem.simulator.stage.equal_stages import StageShapes
+from stratagem.simulator.stage.shared_conversions import OPEN, Sharing, joined_sharing
+from stratagem.simulator.stage.stage_blocks import StageBlocks
 
 
 class NoChoiceError(ValueError):

@@ -31,10 +31,10 @@ class QuickBounds:
 
     Example:
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> bounds = QuickBounds(
         ...     Situation(graph, cluster, Training(), default_costs()), Options(), headroom=0.0

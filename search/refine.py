@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from stratagem.search.neighbours import Neighbour, Neighbourhood, recomputing_more
 from stratagem.search.situation import is_better
 from stratagem.search.space import Skeleton
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.simulation.simulation import Simulation
 
 MORE = ", more recompute"
 

@@ -13,15 +13,15 @@ import numpy as np
 from stratagem.search.incumbent import FrontPoint
 from stratagem.search.outcomes import Fate
 from stratagem.search.space import Skeleton
-from stratagem.simulator.cluster import NOT_CALIBRATED
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import shape_of
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.repeated import vain_devices
-from stratagem.simulator.show.curve import convergence_curve
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Table, Unit
-from stratagem.simulator.units import format_bytes, format_duration
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.drawing.convergence_curve import convergence_curve
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
+from stratagem.simulator.operators.operator import shape_of
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.idle_devices import vain_devices
+from stratagem.simulator.simulation.simulation import Simulation
 
 PROVED_GAP = 5e-4
 """A plan that is nearer to a bound is the best there is, for all that matters."""

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.substitutions import (
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.substitutions import (
     SUBSTITUTIONS,
     Match,
     Rewritten,
     Substituted,
     rewritten_by,
 )
-from stratagem.simulator.substitutions.rewriting import nameless
+from stratagem.simulator.graph.substitutions.edits import nameless
 
 Score = Callable[[OperatorGraph], float]
 """How good a graph is, less is better: the seconds of its best plan, or a quick guess of them."""
@@ -46,7 +46,7 @@ def rewritings(
     """Graphs that compute the same as `graph`, the best first; `graph` itself is among them.
 
     Example: a graph with fewer operators counts as better.
-        >>> from stratagem.simulator.models import llama
+        >>> from stratagem.simulator.graph.models import llama
         >>> graph = llama(num_layers=2, hidden=8, num_heads=2, ffn=16, vocabulary=32, batch=2)
         >>> best = rewritings(graph, lambda g: len(g.operators))[0]
         >>> len(graph.operators) - len(best.graph.operators)

@@ -21,9 +21,9 @@ from stratagem.search import _kernels
 from stratagem.search.problem import Problem
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.operators import shape_of
-from stratagem.simulator.sharing import OPEN
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.operators.operator import shape_of
+from stratagem.simulator.stage.shared_conversions import OPEN
 
 LEFT_OUT = "gathering inputs again: every plan fits without"
 """Why choices are left out, as a search's notes have it."""
@@ -79,10 +79,10 @@ def always_fits(problem: Problem) -> bool:
     Example:
         >>> from stratagem.search.problem import make_problem
         >>> from stratagem.search.space import skeletons
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> skeleton = next(skeletons(graph, cluster))
         >>> problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))

@@ -6,7 +6,7 @@ from typing import Any
 
 from stratagem.search import _kernels
 from stratagem.search.problem import Problem
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
 
 
 def peaks_of(p: Problem, profiles: Ints) -> list[int]:

@@ -22,14 +22,14 @@ from stratagem.search.rewriting import rewritings
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import ZERO_STAGES, Options, all_skeletons
 from stratagem.search.space_search import Space
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.names import unknown
-from stratagem.simulator.plan import Plan, Prediction
-from stratagem.simulator.substitutions import Rewritten
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.substitutions import Rewritten
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Prediction
 
 QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 """Methods of the literature that every search is compared with unless told."""
@@ -71,7 +71,7 @@ def search(
     runs out.
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph = mlp([256, 256, 256], batch=64)
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> result = search(graph, cluster, budget=Budget(evaluations=200))

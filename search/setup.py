@@ -14,15 +14,15 @@ from stratagem.search.strategies import (
     warn_of_whole,
     with_recompute,
 )
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.names import unknown
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.segments import check_policy
-from stratagem.simulator.training import Training
-from stratagem.simulator.units import format_bytes
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.units import format_bytes
+from stratagem.simulator.graph.checkpoint_segments import check_policy
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
 
 PARTITIONS = ("layers", "layers and ends", "parameters", "time")
 """How layers are dealt out to pipeline stages (see `TrainingSetup.partition`)."""
@@ -33,7 +33,7 @@ class TrainingSetup:
     """What a command line of Megatron-LM, DeepSpeed, nanotron or FSDP says of a training run.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> setup = TrainingSetup(microbatch=2, tensor=4, pipeline=2, recompute="full")
         >>> plan = setup.plan(gpt(num_layers=4, batch=16), cluster)

@@ -25,11 +25,11 @@ from stratagem.search.refine import Refiner
 from stratagem.search.room import roomy_problem
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.schedule import Schedule
-from stratagem.simulator.schedules import Sizes, register_schedule
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.named_schedules import Sizes, register_schedule
 
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from stratagem.search.clock import Clock
 from stratagem.search.space import Options, Skeleton
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 from stratagem.search.incumbent import FrontPoint, front_of
 from stratagem.search.result import SearchResult
 from stratagem.search.search import search
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.names import unknown
-from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
 
 OBJECTIVES = ("time", "money")
 """What may be small: seconds a step, or what a step costs."""
@@ -90,7 +90,7 @@ def search_sizes(
     Example:
         >>> from dataclasses import replace
         >>> from stratagem.search.result import Budget
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> cluster = replace(Cluster.preset("dgx-a100"), node_price_per_hour=30.0)
         >>> sizes = search_sizes(
         ...     mlp([64, 64], batch=64), cluster, [1, 2], objective="money",

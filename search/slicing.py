@@ -17,16 +17,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from stratagem.simulator.arrays import Floats
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import PlanModel, macro_durations, plan_model
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.token_slices import num_positions, token_dims
-from stratagem.simulator.work_kinds import BACKWARD, FORWARD, SEND, SEND_BACK
+from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.token_slices import num_positions, token_dims
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, SEND, SEND_BACK
+from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 MOST_UNITS = 32
 """Into how many units positions are cut at most; slices are whole numbers of units."""

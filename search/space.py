@@ -12,15 +12,9 @@ from dataclasses import dataclass
 
 from stratagem.search.partition import StageCutter
 from stratagem.search.pipelining import can_run, rounds_of, same_alone, traits_of
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.overlap import fuses_forward, piece_dim
-from stratagem.simulator.parameters import trainable_weights, zero_stages_of
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, check_policy
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Config,
     Placement,
@@ -32,9 +26,15 @@ from stratagem.simulator.placement import (
     statistics_fit,
     windows_fit,
 )
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
 
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""

@@ -17,7 +17,7 @@ from stratagem.search.result import SkeletonRecord
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import SMALL_CLUSTER, Options, Skeleton, distinct_stages
 from stratagem.search.strategies import known_strategies, with_recompute
-from stratagem.simulator.simulation import Simulation
+from stratagem.simulator.simulation.simulation import Simulation
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from stratagem.search.incumbent import Incumbent
 from stratagem.search.pipelining import searched_schedules
 from stratagem.search.space import skeleton_of
 from stratagem.search.space_search import Entry, Space
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan.plan import Plan
 
 
 def entry_of(

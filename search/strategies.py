@@ -13,11 +13,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from stratagem.search.choices import Choices
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import DimKind, Operator, factors
-from stratagem.simulator.parameters import trainable_weights, zero_stage
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Config,
     Placement,
@@ -25,7 +23,9 @@ from stratagem.simulator.placement import (
     smallest_shard,
     splits_of,
 )
-from stratagem.simulator.segments import recomputed_operators
+from stratagem.simulator.operators.operator import DimKind, Operator, factors
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stage
 
 
 class LeftWhole(UserWarning):
@@ -180,7 +180,7 @@ def left_whole(
     """Operators that tensor parallelism would shard, were their dims not too small for it.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> left_whole(gpt(num_layers=1), 8)["h.0.attn.qkv"]  # GPT-2 has 12 heads
         ('head', 12)
 
@@ -200,7 +200,7 @@ def warn_of_whole(graph: OperatorGraph, ways: int, *, inside_experts: bool = Fal
     """Tell whoever called one's caller which operators tensor parallelism leaves whole.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> warn_of_whole(gpt(num_layers=1), 6)  # 12 heads can be cut 6 ways.
 
     Warns:
@@ -259,7 +259,7 @@ def expert_ways(graph: OperatorGraph, data: int) -> tuple[int, ...]:
     """Divisors of `data` ways that experts can be shared out by, so that no device has none.
 
     Example:
-        >>> from stratagem.simulator.models import moe
+        >>> from stratagem.simulator.graph.models import moe
         >>> expert_ways(moe(experts=8), 12)
         (1, 2, 3, 4)
     """
@@ -330,7 +330,7 @@ def dim_chains(graph: OperatorGraph) -> list[list[tuple[int, str]]]:
     A member is (operator, name of its dim); the dims of sources stand alone.
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph = mlp([8, 16, 4], batch=2)
         >>> [(graph.names[i], dim) for i, dim in dim_chains(graph)[4]]
         [('layers.0', 'out'), ('relu', 'feature'), ('layers.1', 'in')]

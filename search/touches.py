@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from stratagem.search.problem import Problem
-from stratagem.simulator.arrays import Flags, Ints
-from stratagem.simulator.sharing import Sharing
+from stratagem.simulator.base.arrays import Flags, Ints
+from stratagem.simulator.stage.shared_conversions import Sharing
 
 
 def tensors_touched(problem: Problem) -> tuple[Ints, Ints]:

@@ -1,7 +1,7 @@
 """What if one operator were sharded in another way: the answer without simulating the plan anew.
 
 The blocks of a plan are played once. A change of a few operators is played by delta re-simulation
-of their stages' blocks (see `simulator.delta`), then the pipeline of blocks is played again: two
+of their stages' blocks (see `engine.delta_engine`), then the pipeline of blocks is played again: two
 levels, the first by what changed only.
 """
 
@@ -17,18 +17,18 @@ from stratagem.search.problem import Problem, make_problem
 from stratagem.search.scoring import arguments_of, peaks_of
 from stratagem.search.space import ZERO_STAGES, Options, Skeleton
 from stratagem.search.touches import stages_touched
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block import Block
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.delta import DeltaEngine
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.names import unknown
-from stratagem.simulator.placement import Pin
-from stratagem.simulator.plan import CUSTOM, Plan
-from stratagem.simulator.sharing import Sharing
-from stratagem.simulator.taskgraph import TaskGraph
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.engine.delta_engine import DeltaEngine
+from stratagem.simulator.engine.task_graph import TaskGraph
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.plan.plan import CUSTOM, Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.stage.shared_conversions import Sharing
+from stratagem.simulator.stage.stage_blocks import Block
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class WhatIf:
     Example:
         >>> from stratagem.search.baselines import baseline_plans
         >>> from stratagem.search.situation import Situation
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> plans = baseline_plans(Situation(graph, cluster, Training(), default_costs()))
         >>> what_if = WhatIf(plans["data parallel"].plan, graph)

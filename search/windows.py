@@ -14,7 +14,7 @@ from stratagem.search.anneal import Chain
 from stratagem.search.intra import MOST_PARTS, IntraProgram
 from stratagem.search.move_lists import moves_of
 from stratagem.search.problem import Problem
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
 
 SIZES = (24, 8)
 """Operators in a window, pass after pass."""

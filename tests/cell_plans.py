@@ -12,29 +12,21 @@ import numpy as np
 from hypothesis import strategies as st
 
 from stratagem.search.space import Options, operator_choices
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.flat import FlatGraph
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import bert, gpt, mlp, resnet
-from stratagem.simulator.pipeline import (
-    are_blocks,
-)
-from stratagem.simulator.placement import (
-    Pin,
-)
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import (
-    PlanModel,
-    StageModel,
-    macro_durations,
-)
-from stratagem.simulator.spatial import split_images
-from stratagem.simulator.training import Training
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.image_splits import split_images
+from stratagem.simulator.graph.models import bert, gpt, mlp, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.macro_graph import are_blocks
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.flat_graph import FlatGraph
+from stratagem.simulator.simulation.priced_plan import PlanModel, StageModel, macro_durations
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
 COSTS = RooflineCosts()

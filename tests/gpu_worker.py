@@ -16,8 +16,8 @@ from stratagem.executor.judging import Limits
 from stratagem.executor.run import prepare
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.world import process_rank
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.test_backends import operations
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator import draft
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.operators import Dim, DimKind, Input, Operator, Output, Weight
+from stratagem.simulator.graph.building import operator_drafts
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Output, Weight
 
 torch.set_num_threads(1)
 
@@ -39,13 +39,17 @@ def case(make: Callable[[], Case]) -> Callable[[], Case]:
     return make
 
 
-def operator_of(b: GraphBuilder, made: draft.Tensor, seen: draft.Tensor | None = None) -> Operator:
+def operator_of(
+    b: GraphBuilder, made: operator_drafts.Tensor, seen: operator_drafts.Tensor | None = None
+) -> Operator:
     """The operator that made a tensor, after the graph has settled how it is seen."""
     seen = made if seen is None else seen
     return b.build(b.reduce(seen) if seen.shape else seen).operator(made.node.name)
 
 
-def builder() -> tuple[GraphBuilder, Callable[..., draft.Tensor], Callable[..., draft.Tensor]]:
+def builder() -> tuple[
+    GraphBuilder, Callable[..., operator_drafts.Tensor], Callable[..., operator_drafts.Tensor]
+]:
     """A builder, and short ways to float64 inputs and parameters."""
     b = GraphBuilder("one operator")
     names = (f"t{i}" for i in itertools.count())
@@ -74,14 +78,14 @@ def linear_transposed() -> Case:
 def linear_fused_heads() -> Case:
     b, x, w = builder()
     made = b.linear(x(2, 3, 5), w(24, 5), w(24))
-    seen = draft.reshape(made, (2, 3, 3, 4, 2))
+    seen = operator_drafts.reshape(made, (2, 3, 3, 4, 2))
     return Case(operator_of(b, made, seen), functional.linear)
 
 
 @case
 def linear_of_heads() -> Case:
     b, x, w = builder()
-    made = b.linear(draft.reshape(x(2, 3, 4, 2), (2, 3, 8)), w(5, 8), w(5))
+    made = b.linear(operator_drafts.reshape(x(2, 3, 4, 2), (2, 3, 8)), w(5, 8), w(5))
     return Case(operator_of(b, made), functional.linear)
 
 
@@ -94,8 +98,10 @@ def matmul() -> Case:
 @case
 def matmul_repeated() -> Case:
     b, x, _ = builder()
-    few = draft.expand(draft.reshape(x(2, 3, 4, 5), (2, 3, 1, 4, 5)), (2, 3, 2, 4, 5))
-    made = b.matmul(x(2, 6, 3, 4), draft.reshape(few, (2, 6, 4, 5)))
+    few = operator_drafts.expand(
+        operator_drafts.reshape(x(2, 3, 4, 5), (2, 3, 1, 4, 5)), (2, 3, 2, 4, 5)
+    )
+    made = b.matmul(x(2, 6, 3, 4), operator_drafts.reshape(few, (2, 6, 4, 5)))
     return Case(operator_of(b, made), lambda a, few: a @ few.repeat_interleave(2, dim=1))
 
 
@@ -178,7 +184,9 @@ def rms_norm() -> Case:
     return Case(operator_of(b, made), lambda x, w: functional.rms_norm(x, (6,), w, 1e-6))
 
 
-def norm_weights(w: Callable[..., draft.Tensor], channels: int) -> list[draft.Tensor]:
+def norm_weights(
+    w: Callable[..., operator_drafts.Tensor], channels: int
+) -> list[operator_drafts.Tensor]:
     return [w(channels), w(channels), *(w(channels, trainable=False) for _ in range(2))]
 
 
@@ -428,7 +436,7 @@ def expert_linear() -> Case:
 @case
 def expert_linear_of_swapped_weights() -> Case:
     b, x, w = builder()
-    made = b.expert_linear(x(2, 3, 4, 5), draft.transpose(w(3, 6, 5), 1, 2))
+    made = b.expert_linear(x(2, 3, 4, 5), operator_drafts.transpose(w(3, 6, 5), 1, 2))
     return Case(operator_of(b, made), lambda x, w: torch.einsum("gecm,efm->gecf", x, w))
 
 
@@ -463,9 +471,9 @@ def elementwise() -> Case:
 def elementwise_of_parts() -> Case:
     """Operands that have different factors of a merged dim, and a transposed one."""
     b, x, _ = builder()
-    few = draft.expand(draft.reshape(x(4, 3, 5), (4, 3, 1, 5)), (4, 3, 2, 5))
+    few = operator_drafts.expand(operator_drafts.reshape(x(4, 3, 5), (4, 3, 1, 5)), (4, 3, 2, 5))
     made = b.elementwise(
-        [draft.reshape(few, (4, 6, 5)), draft.permute(x(6, 4, 5), (1, 0, 2))],
+        [operator_drafts.reshape(few, (4, 6, 5)), operator_drafts.permute(x(6, 4, 5), (1, 0, 2))],
         [["maximum", [["in", 0], ["in", 1]]]],
     )
     return Case(operator_of(b, made), lambda few, y: torch.maximum(few.repeat_interleave(2, 1), y))

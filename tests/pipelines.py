@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from stratagem.search.partition import by_stage
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 
 
 def small_gpt(batch: int = 8) -> OperatorGraph:

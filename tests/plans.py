@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from examples.models import MLP, SmallCNN, SmallGPT
 from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.reference import first_scalar, gradient_errors, relative_error
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.operators import DimKind, Operator
-from stratagem.simulator.overlap import check_pieces
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Config,
     Pin,
@@ -29,9 +24,14 @@ from stratagem.simulator.placement import (
     Shard,
     check_config,
 )
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.pieces_and_fusion import check_pieces
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 TOLERANCE = 1e-5
 Chooser = Callable[[Operator, tuple[int, ...]], Choice]

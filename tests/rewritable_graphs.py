@@ -11,25 +11,25 @@ from torch import Tensor
 
 from stratagem.executor import ExecutionResult, execute
 from stratagem.executor.reference import gradient_errors
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.draft import Tensor as Handle
-from stratagem.simulator.draft import part, reshape, select, transpose
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, layers, llama, moe
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import REPLICATE, Config, Shard, check_config
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.substitutions import (
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import Tensor as Handle
+from stratagem.simulator.graph.building.operator_drafts import part, reshape, select, transpose
+from stratagem.simulator.graph.models import gpt, layers, llama, moe
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Config, Shard, check_config
+from stratagem.simulator.graph.substitutions import (
     SUBSTITUTIONS,
     Match,
     Rewritten,
     Substituted,
     rewrite,
 )
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
 
 TOLERANCE = 1e-5
 TOKENS = 11

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models.mixture import Experts
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.models.mixture_of_experts import Experts
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 
 
 class GatedBlock(nn.Module):

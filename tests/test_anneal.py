@@ -20,16 +20,16 @@ from stratagem.search.problem import Problem, make_problem
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, skeletons
 from stratagem.search.touches import stages_touched
-from stratagem.simulator import _delta_index
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp, resnet
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine import _delta_index
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.models import gpt, mlp, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import Simulation
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 COSTS = RooflineCosts()

@@ -17,14 +17,14 @@ from stratagem.search.literature import (
 )
 from stratagem.search.situation import Situation
 from stratagem.search.strategies import data_parallel, expert_parallel, tensor_parallel
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import bert, gpt, llama, mlp, moe, resnet
-from stratagem.simulator.operators import factors
-from stratagem.simulator.placement import REPLICATE, Shard, check_config, smallest_shard
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Shard, check_config, smallest_shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import factors
 
 SMALL = {"num_layers": 2, "hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16}
 MODELS = {
@@ -249,7 +249,7 @@ def test_finalized_activations_take_less_memory_than_attempt_2_and_both_less_tha
 def test_recipes_are_rules_on_dims_and_hold_for_captured_models() -> None:
     import torch
 
-    from stratagem.simulator.torch_ops.capture import capture
+    from stratagem.simulator.torch_ops.capture.capture import capture
 
     batch = {"input_ids": torch.zeros(4, 8, dtype=torch.int64)}
     batch["labels"] = batch["input_ids"]

@@ -25,8 +25,8 @@ from stratagem.executor.gpu.kernels import check_gpu
 from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.report import Report
 from stratagem.executor.world import default_backend
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import Environment, Provenance
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import Environment, Provenance
 
 MODEL = """
 import torch

@@ -20,7 +20,7 @@ import torch
 from stratagem.executor.backends.base import Communicator, ring_bytes
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.local import run_local
-from stratagem.simulator.collectives import Collective
+from stratagem.simulator.hardware.collective_times import Collective
 
 torch.set_num_threads(1)
 

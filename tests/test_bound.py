@@ -22,12 +22,12 @@ from stratagem.search.scoring import arguments_of
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
 from stratagem.search.strategies import known_strategies
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp, wide_resnet
-from stratagem.simulator.training import Training
-from stratagem.simulator.work_kinds import SEND, SEND_BACK
+from stratagem.simulator.graph.models import gpt, mlp, wide_resnet
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.schedules.work_kinds import SEND, SEND_BACK
 
 
 def best_by_enumeration(problem: Problem) -> float:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.search.strategies import data_parallel, tensor_parallel
-from stratagem.simulator import models
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models.inception import AUXILIARY_WEIGHT
+from stratagem.simulator.graph import models
+from stratagem.simulator.graph.models.inception import AUXILIARY_WEIGHT
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from tests.plans import assert_equal_to_torch, built_case, one_stage
 
 State = Mapping[str, Tensor]

@@ -18,9 +18,9 @@ from stratagem.profiler import (
     TimingKey,
     cache_path,
 )
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.operators import Dim, DimKind, Input, Operator, Output
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Output
 
 ENVIRONMENT = Environment("cpu", "2.13", threads=1)
 MEASURED = Measurement(1.5e-3, 0.02, 30)

@@ -26,9 +26,9 @@ from stratagem.profiler import (
 from stratagem.profiler.importing import FileFormat, import_file
 from stratagem.profiler.keys import CollectiveEntry, Entry
 from stratagem.profiler.rows import row_of
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.models import mlp
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
 
 HERE = Environment("AMD EPYC", "2.13")
 GPU = Environment("NVIDIA H200", "2.11+cu128", driver="570.86", cuda="12.8")

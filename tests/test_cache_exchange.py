@@ -22,9 +22,9 @@ from stratagem.profiler import (
 from stratagem.profiler.exchange import CSV_COLUMNS, from_csv, from_json, to_csv, to_json
 from stratagem.profiler.keys import Entry
 from stratagem.profiler.rows import row_of
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.models import gpt
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
 
 FORMATS = {"csv": (to_csv, from_csv), "json": (to_json, from_json)}
 both = pytest.mark.parametrize("format", FORMATS)

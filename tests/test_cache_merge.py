@@ -21,9 +21,9 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.keys import Entry
 from stratagem.profiler.rows import row_of
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.operators import Dim, DimKind, Operator
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.operators.operator import Dim, DimKind, Operator
 
 HERE = Environment("cpu", "2.13")
 GOOD = Measurement(1e-3, 0.1, 10)

@@ -11,9 +11,9 @@ COMMON = """
 import json, os, random, signal, sqlite3, sys, time
 from stratagem.profiler import CollectiveKey, Environment, Measurement, TimingCache, TimingKey
 from stratagem.profiler.keys import TimingEntry
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.graph import Dim, DimKind, Input, Operator, Output
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.graph.operator_graph import Dim, DimKind, Input, Operator, Output
 
 HERE = Environment("cpu", "2.13")
 LAYOUT = (("sample",),)

@@ -14,8 +14,8 @@ import pytest
 from stratagem.profiler import store
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.keys import Environment, Measurement, TimingKey
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.models import mlp
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.kernel_times.cost_model import Direction
 
 MEASURED = Measurement(median_s=1.5e-3, spread=0.01, repeats=30)
 ENVIRONMENT = Environment(device="CPU", torch="2.13", threads=1)

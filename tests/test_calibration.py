@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.bytes_moved import num_kernels
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.device import GIB, DeviceType
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.hardware.device_type import GIB, DeviceType
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.memory_traffic import num_kernels
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=1)
 TRAINING = Training(precision="bfloat16")

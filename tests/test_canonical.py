@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from stratagem.profiler.canonical import canonical_operator
 from stratagem.profiler.keys import operator_digest
 from stratagem.profiler.tensors import viewed
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.costs import local_operator
-from stratagem.simulator.draft import part, permute, reshape, select, transpose
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import (
+    part,
+    permute,
+    reshape,
+    select,
+    transpose,
+)
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.kernel_times.cost_model import local_operator
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
 
 
 def linear(shape: tuple[int, ...] = (8, 16), out: int = 32, **given: bool) -> Operator:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from stratagem.simulator.graph import OperatorGraph, repeated_blocks
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.operators import (
+from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
+from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators.operator import (
     DimKind,
     Input,
     Operator,
@@ -29,9 +29,13 @@ from stratagem.simulator.operators import (
     factors,
     shape_of,
 )
-from stratagem.simulator.rules import RULES
-from stratagem.simulator.steps import SOURCE_FUNCTIONS, STEP_FUNCTIONS, is_reference
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.operators.step_programs import (
+    SOURCE_FUNCTIONS,
+    STEP_FUNCTIONS,
+    is_reference,
+)
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 _SPEC = importlib.util.spec_from_file_location(
     "example_models", Path(__file__).parents[1] / "examples" / "models.py"
@@ -480,7 +484,7 @@ def test_gpt2_is_what_tensor_parallelism_needs() -> None:
 _MEMORY = """
 import json, torch
 from transformers import GPT2Config, GPT2LMHeadModel
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.torch_ops.capture.capture import capture
 with torch.device("meta"):
     off = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
     model = GPT2LMHeadModel(GPT2Config(**off))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.torch_ops.expressions import compact, mask_meaning
+from stratagem.simulator.torch_ops.aten.expressions import compact, mask_meaning
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import assert_equal_to_torch, make_case, make_plan, sharding, whole
 
 SAMPLES, HEADS, ROWS, COLUMNS, FEATURES = 4, 2, 5, 5, 6

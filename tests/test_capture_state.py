@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import Case
 from tests.test_capture_truth import assert_trains_as_torch
 

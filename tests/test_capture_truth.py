@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import Case, Chooser, make_plan, sharding, whole
 
 EXACT = 1e-10

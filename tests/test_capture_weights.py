@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.models import mlp
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.cluster import Cluster
 from tests.plans import drawing
 from tests.test_capture_truth import Loss, Small, assert_trains_as_torch, case_of
 

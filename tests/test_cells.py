@@ -12,18 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.strategies import data_parallel, replicated
-from stratagem.simulator.block import Block, Role
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.cell_layouts import Cells
-from stratagem.simulator.cells import CellBlock
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import mlp
-from stratagem.simulator.operators import factor_sizes
-from stratagem.simulator.oracle import simulate_plain
-from stratagem.simulator.parts import part_of
-from stratagem.simulator.placement import (
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.engine.reference_engines import simulate_plain
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Pin,
     Placements,
@@ -31,15 +25,17 @@ from stratagem.simulator.placement import (
     input_placements,
     output_placements,
 )
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import (
-    StageModel,
-    block_times,
-    plan_model,
-)
-from stratagem.simulator.simulation import simulate_model, simulate_plan
-from stratagem.simulator.training import Training
-from stratagem.simulator.work_kinds import FORWARD, LAST_BACKWARD
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import factor_sizes
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.work_kinds import FORWARD, LAST_BACKWARD
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.tensor_parts import part_of
+from stratagem.simulator.simulation.priced_plan import StageModel, block_times, plan_model
+from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
+from stratagem.simulator.stage.cell_layouts import Cells
+from stratagem.simulator.stage.device_cells import CellBlock
+from stratagem.simulator.stage.stage_blocks import Block, Role
 from tests.cell_plans import (
     COSTS,
     assert_same_times,

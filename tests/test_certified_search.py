@@ -25,14 +25,14 @@ from stratagem.search.situation import Situation
 from stratagem.search.sizes import search_sizes
 from stratagem.search.space import Options, Skeleton, all_skeletons
 from stratagem.search.space_search import Entry, Space
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import MeshAxis
-from stratagem.simulator.models import gpt, llama, mlp
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, llama, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 

@@ -21,9 +21,9 @@ from stratagem.executor.checking import judge
 from stratagem.executor.reference import statistics_apart
 from stratagem.executor.report import Report
 from stratagem.executor.verdict import Verdict
-from stratagem.simulator.local_statistics import local_statistics
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.local_statistics import local_statistics
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import Case, make_plan, sharding
 
 SGD = Training(optimizer="sgd")

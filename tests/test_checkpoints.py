@@ -35,18 +35,18 @@ from stratagem.executor.rates import RateSchedule
 from stratagem.executor.run import prepare
 from stratagem.executor.substituted import to_model
 from stratagem.search.rewriting import steps as one_step
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import llama, mlp
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.parts import box_elements
-from stratagem.simulator.placement import REPLICATE, Pin, Shard, check_config
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.substitutions import rewrite
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import llama, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard, check_config
+from stratagem.simulator.graph.substitutions import rewrite
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.tensor_parts import box_elements
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 torch.set_num_threads(1)
 TOKENS = 11

@@ -23,16 +23,16 @@ from stratagem.search.methods import METHODS
 from stratagem.search.search import search
 from stratagem.search.situation import Situation
 from stratagem.search.what_if import WhatIf
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.describe import describe
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import Pin
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.show.pictures import picture_of
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.drawing.pictures import picture_of
+from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests import cell_plans as cells
 from tests.plans import (
     TOLERANCE,

@@ -11,21 +11,17 @@ import numpy as np
 import pytest
 
 from stratagem.search.strategies import data_parallel, replicated
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.flat import flat_graph
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.lifetimes import Purpose
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import mlp
-from stratagem.simulator.oracle import simulate_simpy
-from stratagem.simulator.pipeline import ALL, SYNCED_BACKWARD
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import macro_durations, plan_model
-from stratagem.simulator.schedule_times import StageTimes, play_schedule
-from stratagem.simulator.schedules import chimera
-from stratagem.simulator.simulation import simulate_model, simulate_plan
-from stratagem.simulator.work_kinds import (
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.engine.reference_engines import simulate_simpy
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.macro_graph import ALL, SYNCED_BACKWARD
+from stratagem.simulator.schedules.named_schedules import chimera
+from stratagem.simulator.schedules.schedule_player import StageTimes, play_schedule
+from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
     FORWARD,
     REPLICA_SYNC,
@@ -34,6 +30,10 @@ from stratagem.simulator.work_kinds import (
     SEND_BACK,
     TIE,
 )
+from stratagem.simulator.simulation.flat_graph import flat_graph
+from stratagem.simulator.simulation.priced_plan import macro_durations, plan_model
+from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
+from stratagem.simulator.stage.tensor_lifetimes import Purpose
 from tests import cell_plans as cells
 
 

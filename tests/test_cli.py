@@ -20,12 +20,12 @@ from stratagem.cli import app
 from stratagem.executor.report import Report
 from stratagem.search.baselines import baseline_plans
 from stratagem.search.situation import Situation
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.models import mlp
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.graph_file import graph_to_json
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 VERBS = (

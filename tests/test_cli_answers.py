@@ -19,13 +19,13 @@ from stratagem.cli import app
 from stratagem.executor.report import Report
 from stratagem.search.baselines import baseline_plans
 from stratagem.search.situation import Situation
-from stratagem.simulator.cluster import Cluster, preset_names
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.models import mlp
-from stratagem.simulator.names import nearest, unknown
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.misspelt_names import nearest, unknown
+from stratagem.simulator.graph.graph_file import graph_to_json
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.cluster import Cluster, preset_names
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 VERBS = (
@@ -265,11 +265,11 @@ class TestHints:
         assert shown.exit_code == 2
         line = 1 + MODEL.splitlines().index("            y = torch.cumsum(y, 1)")
         assert f"{place / 'answer_model.py'}:{line}" in shown.stderr
-        assert "HANDLERS['cumsum'] of stratagem.simulator.torch_ops.aten" in shown.stderr
+        assert "HANDLERS['cumsum'] of stratagem.simulator.torch_ops.aten.handlers" in shown.stderr
 
     def test_a_handler_of_the_users_is_heeded(self, place, monkeypatch):
         """What the error proposes works."""
-        from stratagem.simulator.torch_ops.aten import HANDLERS
+        from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 
         def first(call):
             """Every argument must be read, or it would be dropped in silence."""

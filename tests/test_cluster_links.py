@@ -18,12 +18,12 @@ from stratagem.profiler import CollectiveTiming, TimingCache, time_collectives
 from stratagem.profiler.cluster_links import fitted_links, price
 from stratagem.profiler.keys import CollectiveEntry, CollectiveKey, Measurement
 from stratagem.profiler.links import KINDS
-from stratagem.simulator.cluster import Cluster, Link
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.mesh import axis_link
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.provenance import Environment
+from stratagem.simulator.graph.graph_file import graph_to_json
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.hardware.cluster import Cluster, Link
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import axis_link
+from stratagem.simulator.plan.provenance import Environment
 from tests.fake_nccl import run_fake
 from tests.test_nccl_tests import log, row
 

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.simulator.boundary import transfer_seconds
-from stratagem.simulator.cluster import Cluster, GroupFigures, Link, preset_names
-from stratagem.simulator.collectives import (
+from stratagem.simulator.base.files import decode, encode
+from stratagem.simulator.hardware.cluster import Cluster, GroupFigures, Link, preset_names
+from stratagem.simulator.hardware.collective_times import (
     Algorithm,
     Collective,
     algorithm_times,
     collective_time,
 )
-from stratagem.simulator.files import decode, encode
-from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis, axis_link
-from stratagem.simulator.resources import COMPUTE, INTER_NODE, INTRA_NODE, link_mask
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis, axis_link
+from stratagem.simulator.hardware.resources import COMPUTE, INTER_NODE, INTRA_NODE, link_mask
+from stratagem.simulator.pricing.stage_boundaries import transfer_seconds
 
 INSIDE = AxisLink(2e-6, 5e-12, crosses_nodes=False, shares_compute=False)
 BETWEEN = AxisLink(1e-5, 4e-11, crosses_nodes=True, shares_compute=False)

@@ -13,19 +13,19 @@ from stratagem.comparison import WAITING, compare
 from stratagem.executor import execute, model_state
 from stratagem.executor.report import Report, report_of
 from stratagem.executor.result import ExecutionResult
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.table import Unit
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import Timeline
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
-from stratagem.simulator.units import format_bytes
+from stratagem.simulator.base.tables import Unit
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.base.units import format_bytes
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 KINDS = {kind.value: kind for kind in TaskKind}
 

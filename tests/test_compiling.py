@@ -11,11 +11,11 @@ import pytest
 from numba import njit
 
 from stratagem.search._anneal import anneal
-from stratagem.simulator._compiling import KernelCache, kernel, uncounted
+from stratagem.simulator.base.compiling import KernelCache, kernel, uncounted
 
 OUTSIDE = """
 import numpy as np
-from stratagem.simulator._compiling import kernel
+from stratagem.simulator.base.compiling import kernel
 look_up = kernel()(lambda array, index: array[index])
 assert look_up(np.arange(3), 2) == 2
 for index in (-1, 3):
@@ -79,7 +79,7 @@ def test_bounds_can_be_checked():
 
 CONSTANTS = "TIMES, UNUSED = {times}, {unused}\n"
 CALLED = """
-from stratagem.simulator._compiling import kernel
+from stratagem.simulator.base.compiling import kernel
 @kernel()
 def added(x):
     return x + {added}
@@ -88,7 +88,7 @@ CALLER = """
 import called
 from called import added
 from constants import TIMES
-from stratagem.simulator._compiling import kernel
+from stratagem.simulator.base.compiling import kernel
 @kernel(cache=True)
 def computed(x):
     return TIMES * added(x)

@@ -14,12 +14,12 @@ from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import Situation
 from stratagem.search.space import all_skeletons
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import llama
-from stratagem.simulator.placement import Config, Shard
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import llama
+from stratagem.simulator.graph.placement import Config, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
 
 GRAPH = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, sequence=32, batch=8)
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)

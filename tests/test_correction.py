@@ -23,11 +23,11 @@ from stratagem.profiler import (
     timing,
 )
 from stratagem.profiler.correction import RIDGES, SCALE, Sample, _fit, learn
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import Direction, RooflineCosts, Source
-from stratagem.simulator.models import gpt
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
 
 MODELS = (SCALE, "size", "work", "power law")
 DEVICE = Cluster.preset("local-cpu").device_type(0)

@@ -15,7 +15,7 @@ import stratagem as sg
 from stratagem.executor import execute, model_state
 from stratagem.executor.checkpoint_folder import find_checkpoint
 from stratagem.executor.checkpoint_index import INDEX_NAME, CheckpointIndex
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, backward_of, cnn_case, make_case, make_plan, sharding
 
 torch.set_num_threads(1)

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from stratagem.search.baselines import baseline_plans
 from stratagem.search.situation import Situation
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.critical_path import Wait, critical_path
-from stratagem.simulator.engine import Times, simulate
-from stratagem.simulator.models import gpt
-from stratagem.simulator.oracle import simulate_plain
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.step_path import Played, StepPath, step_path
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.engine.critical_path import Wait, critical_path
+from stratagem.simulator.engine.event_engine import Times, simulate
+from stratagem.simulator.engine.reference_engines import simulate_plain
+from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.timeline.step_critical_path import Played, StepPath, step_path
 
 
 @st.composite

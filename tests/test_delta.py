@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.space import operator_choices
-from stratagem.simulator._delta_index import DRIFT, LIMIT, MAX_DRIFT, WINDOWS
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.block_tasks import stage_blocks
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.delta import DeltaEngine
-from stratagem.simulator.engine import Times, simulate
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
-from stratagem.simulator.oracle import simulate_plain, simulate_simpy
-from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine._delta_index import DRIFT, LIMIT, MAX_DRIFT, WINDOWS
+from stratagem.simulator.engine.delta_engine import DeltaEngine
+from stratagem.simulator.engine.event_engine import Times, simulate
+from stratagem.simulator.engine.reference_engines import simulate_plain, simulate_simpy
+from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.stage.block_tasks import stage_blocks
 
 NUM_PROPOSALS = int(os.environ.get("STRATAGEM_DELTA_PROPOSALS", "24000"))
 NUM_SEEDS = 24

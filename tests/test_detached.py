@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.gradients import untrained
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.gradient_paths import untrained
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import Case, Chooser, drawing, make_plan, sharding, whole
 
 EXACT = 1e-11

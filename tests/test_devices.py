@@ -12,18 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.simulator._product_kernels import TILE_COLUMNS, TILE_ROWS, product_seconds
-from stratagem.simulator.bytes_moved import backward_moved, forward_moved
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import Cost, Direction, RooflineCosts, Source
-from stratagem.simulator.device import DeviceType, device_names
-from stratagem.simulator.files import encode
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import KernelModelCosts, default_costs
-from stratagem.simulator.models import gpt, mlp, resnet
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.product_costs import Multiplier, Product, forward_product
-from stratagem.simulator.training import PRECISIONS, Training
+from stratagem.simulator.base.files import encode
+from stratagem.simulator.graph.models import gpt, mlp, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import DeviceType, device_names
+from stratagem.simulator.kernel_times._matrix_product_time import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    product_seconds,
+)
+from stratagem.simulator.kernel_times.cost_model import Cost, Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
+from stratagem.simulator.kernel_times.matrix_products import Multiplier, Product, forward_product
+from stratagem.simulator.kernel_times.memory_traffic import backward_moved, forward_moved
+from stratagem.simulator.kernel_times.training import PRECISIONS, Training
+from stratagem.simulator.operators.operator import Operator
 
 BFLOAT16 = Training("bfloat16")
 COSTS = KernelModelCosts()
@@ -216,7 +220,7 @@ def test_deep_products_of_few_tiles_are_split() -> None:
 
 def heads(head_dim: int) -> Operator:
     """Scores of 16 heads as a batched product."""
-    from stratagem.simulator.builder import GraphBuilder
+    from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 
     b = GraphBuilder("scores")
     q = b.input("q", (4, 16, 2048, head_dim))
@@ -305,7 +309,7 @@ def test_backward_attention_has_five_products() -> None:
 
 
 def test_bytes_of_a_chain_are_those_of_its_steps() -> None:
-    from stratagem.simulator.builder import GraphBuilder
+    from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 
     b = GraphBuilder("chain")
     x, y = b.input("x", (16, 32)), b.input("y", (16, 32))

@@ -24,11 +24,11 @@ from stratagem.profiler import (
 from stratagem.profiler.reference import ReferenceKernel, Watch, throttle_reasons
 from stratagem.profiler.timing import count_outliers
 from stratagem.profiling import Profiled
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import mlp
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
 
 CPU = Cluster.preset("local-cpu").device_type(0)
 LINEAR = next(o for o in mlp([8, 8], batch=64).operators if o.kind == "linear")

@@ -18,11 +18,11 @@ import pytest
 
 import stratagem as sg
 from benchmarks import tables
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.rules import RULES
-from stratagem.simulator.schedules import SCHEDULES
-from stratagem.simulator.torch_ops.aten import HANDLERS
-from stratagem.simulator.torch_ops.kernels import KERNELS
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.schedules.named_schedules import SCHEDULES
+from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
+from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS
 from tests.chromium import CHROMIUM, MISSING, Chromium
 from tests.chromium import Page as Tab
 from tests.pages import RUNNABLE, Page, blocks_of

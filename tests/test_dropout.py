@@ -16,17 +16,17 @@ from torch.nn import functional
 from stratagem.executor import execute, model_state
 from stratagem.search.choices import Choices
 from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
-from stratagem.simulator import models
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import Operator, factors
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.torch_ops.dropout import drop_mask, dropout
-from stratagem.simulator.torch_ops.kernels import run_kernel
-from stratagem.simulator.torch_ops.randomness import RandomStream, philox, words
-from stratagem.simulator.torch_ops.shards import Shards, whole
-from stratagem.simulator.training import Training
-from stratagem.simulator.windows import shard_bounds
+from stratagem.simulator.graph import models
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator, factors
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.torch_ops.capture.capture import capture
+from stratagem.simulator.torch_ops.kernels.dropout import drop_mask, dropout
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, philox, words
+from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.shards import Shards, whole
 from tests.plans import (
     Case,
     assert_equal_to_torch,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from stratagem.search.strategies import known_strategies
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import UNCONVERTED, TableBuilder
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
-from stratagem.simulator.rows import MANY, Timed, masked
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_rows import MANY, Timed, masked
+from stratagem.simulator.pricing.cost_table import UNCONVERTED, TableBuilder
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.simulator import _kernels
-from stratagem.simulator.contraction import contract
-from stratagem.simulator.engine import Times, allocate, simulate
-from stratagem.simulator.oracle import simulate_plain, simulate_simpy
-from stratagem.simulator.taskgraph import TaskGraph, build_task_graph
+from stratagem.simulator.engine import _event_queue
+from stratagem.simulator.engine.event_engine import Times, allocate, simulate
+from stratagem.simulator.engine.idle_tasks import contract
+from stratagem.simulator.engine.reference_engines import simulate_plain, simulate_simpy
+from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
 
 
 def simulate_interpreted(graph: TaskGraph) -> Times:
@@ -24,9 +24,9 @@ def simulate_interpreted(graph: TaskGraph) -> Times:
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
         for name in ("push_task", "pop_task", "slowed_by", "lost_beside"):
-            kernel = getattr(_kernels, name)
-            context.setattr(_kernels, name, getattr(kernel, "py_func", kernel))
-        kernel = _kernels.simulate_tasks
+            kernel = getattr(_event_queue, name)
+            context.setattr(_event_queue, name, getattr(kernel, "py_func", kernel))
+        kernel = _event_queue.simulate_tasks
         kernel = getattr(kernel, "py_func", kernel)
         makespan = kernel(*graph.arrays(), *space.arrays())
     return Times(space.ready, space.start, space.end, int(makespan))
@@ -227,7 +227,7 @@ def test_a_workspace_can_be_used_again(seed):
     space = allocate(graph)
     expected = simulate(graph)
     for _ in range(3):
-        makespan = _kernels.simulate_tasks(*graph.arrays(), *space.arrays())
+        makespan = _event_queue.simulate_tasks(*graph.arrays(), *space.arrays())
         assert_same(Times(space.ready, space.start, space.end, makespan), expected)
 
 
@@ -430,9 +430,9 @@ class TestRefusals:
     @pytest.mark.parametrize("interpreted", [False, True])
     def test_a_cycle_names_a_task_on_it(self, interpreted, monkeypatch):
         if interpreted:
-            kernel = _kernels.find_cycle_task
+            kernel = _event_queue.find_cycle_task
             monkeypatch.setattr(
-                "stratagem.simulator.taskgraph.find_cycle_task",
+                "stratagem.simulator.engine.task_graph.find_cycle_task",
                 getattr(kernel, "py_func", kernel),
             )
         # 0 ─▶ 1 ─▶ 2 ─▶ 3 ─▶ 1, and 3 ─▶ 4 ─▶ 5 behind the cycle.
@@ -471,7 +471,7 @@ class TestRefusals:
     def test_the_kernel_says_that_tasks_were_not_reached(self):
         graph = build_task_graph([1, 1], [(0, 1)], resource_sets=[()] * 2, num_resources=0)
         graph.num_predecessors[0] = 1
-        assert _kernels.simulate_tasks(*graph.arrays(), *allocate(graph).arrays()) == -1
+        assert _event_queue.simulate_tasks(*graph.arrays(), *allocate(graph).arrays()) == -1
 
 
 def test_equal_sets_are_stored_once():

@@ -29,15 +29,15 @@ from stratagem.executor.instructions import (
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.program import Program
 from stratagem.executor.report import Report
-from stratagem.simulator.block import PREFETCH
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import REPLICATE, Pin
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.placement import REPLICATE, Pin
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.stage.stage_blocks import PREFETCH
 from tests.plans import (
     TOLERANCE,
     Case,

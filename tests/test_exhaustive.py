@@ -13,12 +13,12 @@ from stratagem.search.anneal import Chain
 from stratagem.search.exhaustive import exhaustive
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.space import Skeleton, skeletons
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 COSTS = RooflineCosts()
 

@@ -14,11 +14,11 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.run import prepare
 from stratagem.executor.where import Place
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.plans import random_plan
 from tests.test_models_executed import MODELS, case_of
 

@@ -30,19 +30,19 @@ from stratagem.search.strategies import (
     replicated,
     tensor_parallel,
 )
-from stratagem.simulator import models
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.builder_experts import expert_capacity
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import REPLICATE, Shard, check_config
-from stratagem.simulator.plan import Stage
-from stratagem.simulator.rules import RULES
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph import models
+from stratagem.simulator.graph.building.expert_builder import expert_capacity
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Shard, check_config
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.plan.plan import Stage
+from stratagem.simulator.sharding.choice import Choice
 from tests.plans import one_stage
 from tests.small_models import (
     CAPACITY,

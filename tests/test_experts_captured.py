@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import stratagem as sg
 from stratagem.search.strategies import expert_dims, expert_parallel
-from stratagem.simulator.torch_ops import experts
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.torch_ops.capture.capture import capture
+from stratagem.simulator.torch_ops.moe import experts
 from tests.plans import (
     Case,
     assert_equal_to_torch,

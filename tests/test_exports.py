@@ -27,18 +27,18 @@ from stratagem.exports.units import wrapped_modules
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.space import Options, operator_choices, skeletons
 from stratagem.search.strategies import with_recompute
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.files import write_text
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import bert, gpt, llama, mlp, moe, resnet
-from stratagem.simulator.placement import REPLICATE, Pin, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.substitutions import Substituted, rewrite
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.files import write_text
+from stratagem.simulator.graph.graph_file import graph_to_json
+from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard
+from stratagem.simulator.graph.substitutions import Substituted, rewrite
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
 OPTIONS = Options(chunks=(1, 2), fuse=True, regather=True)

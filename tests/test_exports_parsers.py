@@ -19,9 +19,9 @@ import pytest
 from stratagem.exports import export
 from stratagem.exports.megatron import layout
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.models import gpt
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.plan.plan import Plan
 
 GRAPH = gpt(num_layers=4, hidden=64, num_heads=4, vocabulary=256, sequence=32, batch=16)
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)

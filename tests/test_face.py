@@ -13,10 +13,10 @@ import pytest
 import stratagem as sg
 from stratagem import comparison
 from stratagem.profiling import space_operators
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import Row, Timeline, from_rows, lane_name
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
 
 NAMES = [name for name in sg.__all__ if name != "__version__"]
 
@@ -79,7 +79,7 @@ def test_import_loads_nothing_heavy(heavy: str) -> None:
 def test_simulating_waits_for_no_torch() -> None:
     code = """
 import sys, stratagem as sg
-from stratagem.simulator.models import mlp
+from stratagem.simulator.graph.models import mlp
 cluster, budget = sg.Cluster.preset("dgx-a100", num_nodes=1), sg.Budget(evaluations=20)
 sg.search(mlp([64, 64, 64], batch=32), cluster, budget=budget, progress=False)
 print(sorted({"torch", "matplotlib", "cupy"} & set(sys.modules)))

@@ -30,13 +30,13 @@ from stratagem.executor.launch import launch
 from stratagem.executor.report import Report
 from stratagem.executor.where import Place, Where
 from stratagem.executor.world import process_rank
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 ROOT = Path(__file__).parents[1]
 STOP_SECONDS = 30.0

@@ -28,17 +28,17 @@ from stratagem.profiler import (
 from stratagem.profiler.keys import LEARNED, Trust, passes_of
 from stratagem.profiler.timing import Trial
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import Direction, RooflineCosts, local_operator
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.placement import local_sizes
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import Provenance
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import Timeline
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import local_sizes
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, local_operator
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import Provenance
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+from stratagem.simulator.timeline.timeline import Timeline
 from tests.plans import one_stage, sharding
 
 QUICK = Effort(seconds=0.0, min_repeats=2, evict_bytes=0, max_drift=float("inf"))

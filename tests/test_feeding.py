@@ -14,9 +14,9 @@ import stratagem as sg
 from examples.models import MLP
 from stratagem.executor.batches import Batches
 from stratagem.feeding import Fed, Feeder
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 SIZE = 4
 

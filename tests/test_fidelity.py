@@ -18,10 +18,10 @@ from benchmarks.fidelity.score import regrets, score
 from benchmarks.fidelity.sets import read_runs, set_of
 from benchmarks.fit_clusters import fit
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 SMALL = Model.of("gpt", num_layers=2, hidden=64, num_heads=4, sequence=32, vocabulary=256, batch=8)

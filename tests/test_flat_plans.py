@@ -10,17 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.search.strategies import data_parallel, replicated
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.flat import flat_graph
-from stratagem.simulator.models import mlp
-from stratagem.simulator.plan import Stage
-from stratagem.simulator.plan_model import (
-    block_times,
-    plan_model,
-)
-from stratagem.simulator.resources import NUM_RESOURCES
-from stratagem.simulator.simulation import simulate_model
-from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD, SEND, TIE
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.resources import NUM_RESOURCES
+from stratagem.simulator.plan.plan import Stage
+from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD, SEND, TIE
+from stratagem.simulator.simulation.flat_graph import flat_graph
+from stratagem.simulator.simulation.priced_plan import block_times, plan_model
+from stratagem.simulator.simulation.simulation import simulate_model
 from tests.cell_plans import (
     COSTS,
     composed_times,

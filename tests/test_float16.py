@@ -21,9 +21,9 @@ from stratagem.executor.loss_scale import LossScale
 from stratagem.executor.run import prepare
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import Case, gradients_of, make_plan, random_plan, sharding, whole
 from tests.test_models_executed import MODELS, case_of
 from tests.test_precision import distance

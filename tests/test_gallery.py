@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from examples import gallery
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.plans import (
     Case,
     assert_equal_to_torch,

@@ -25,9 +25,9 @@ from stratagem.executor.optimizers import make_optimizer
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.torch_ops.randomness import RandomStream, words
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
 from tests.gpu_worker import STEPS, gpt
 from tests.plans import Case, make_case, make_plan, megatron, sharding, whole
 from tests.test_backends import operations

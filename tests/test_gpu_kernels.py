@@ -15,8 +15,8 @@ from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
 from stratagem.executor.gpu.random_words import DeviceWords
 from stratagem.executor.gpu.sources import KERNELS, SOURCE
 from stratagem.executor.optimizers import EPSILON, make_optimizer
-from stratagem.simulator.torch_ops.randomness import RandomStream, words
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
 from tests.host_kernels import host_kernels, start_on_host
 
 SIZE = 1000

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.draft import Tensor, expand, part, permute, reshape, select, transpose
-from stratagem.simulator.factors import (
+from stratagem.simulator.graph.building.factor_unification import (
     Factor,
     fresh,
     leaves_of,
@@ -24,11 +22,21 @@ from stratagem.simulator.factors import (
     size_of,
     split_front,
 )
-from stratagem.simulator.graph import OperatorGraph, repeated_blocks
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.models import gpt
-from stratagem.simulator.operators import DimKind, Operator
-from stratagem.simulator.rules import RULES, rule_of
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import (
+    Tensor,
+    expand,
+    part,
+    permute,
+    reshape,
+    select,
+    transpose,
+)
+from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.operators.operator_kinds import RULES, rule_of
 
 # ---- factors ----
 

@@ -35,13 +35,13 @@ from stratagem.executor.report import Report
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.spatial import split_images
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
-from stratagem.simulator.units import format_bytes
+from stratagem.simulator.base.units import format_bytes
+from stratagem.simulator.graph.image_splits import split_images
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Shard
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests import fake_graphs
 from tests.fake_graphs import CaptureError, RecordingStreams, recording
 from tests.fake_nccl import run_fake

@@ -23,12 +23,12 @@ from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
 from stratagem.search.space_search import Space
 from stratagem.search.strategies import data_parallel, with_recompute
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp, moe, nmt, resnet
-from stratagem.simulator.segments import RECOMPUTE_POLICIES
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
+from stratagem.simulator.graph.models import gpt, mlp, moe, nmt, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from stratagem.cli import app
 from stratagem.exports import FORMATS, export
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator import files
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.files import encode
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.models import gpt
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.texts import printable, python_text
+from stratagem.simulator.base import files
+from stratagem.simulator.base.files import encode
+from stratagem.simulator.base.hostile_texts import printable, python_text
+from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.plan.plan import Plan
 from stratagem.tables import simple_table
 
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}

@@ -6,18 +6,18 @@ import pytest
 
 from stratagem.search.choices import Choices
 from stratagem.search.strategies import data_parallel, expert_parallel
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.local_statistics import local_statistics
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, moe, resnet
-from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.timeline import statistics
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.local_statistics import local_statistics
+from stratagem.simulator.graph.models import gpt, moe, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+from stratagem.simulator.timeline.timeline import statistics
 from tests.plans import Case, make_plan, sharding
 
 COSTS = RooflineCosts()

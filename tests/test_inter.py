@@ -23,15 +23,15 @@ from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton
 from stratagem.search.strategies import data_parallel, with_recompute
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp, moe, wide_resnet
-from stratagem.simulator.pipeline import macro_graph
-from stratagem.simulator.schedule import peak_in_flight
-from stratagem.simulator.schedules import schedule_by_name
-from stratagem.simulator.training import Training
-from stratagem.simulator.work_kinds import (
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.models import gpt, mlp, moe, wide_resnet
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.schedules.actions import peak_in_flight
+from stratagem.simulator.schedules.macro_graph import macro_graph
+from stratagem.simulator.schedules.named_schedules import schedule_by_name
+from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
     FORWARD,
     LAST_BACKWARD,

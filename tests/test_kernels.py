@@ -17,10 +17,8 @@ from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.seats import Seat
 from stratagem.executor.shards import operator_shards
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.operators import Layout, Operator, Output, factors
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Config,
     Partial,
@@ -32,12 +30,18 @@ from stratagem.simulator.placement import (
     output_placements,
     weight_gradient_placements,
 )
-from stratagem.simulator.rules import RULES
-from stratagem.simulator.steps import SOURCE_FUNCTIONS, STEP_FUNCTIONS
-from stratagem.simulator.torch_ops.kernels import KERNELS, run_kernel
-from stratagem.simulator.torch_ops.programs import SOURCE_KERNELS, STEP_KERNELS, run_source
-from stratagem.simulator.torch_ops.randomness import RandomStream
-from stratagem.simulator.torch_ops.shards import Shards, whole
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators.operator import Layout, Operator, Output, factors
+from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.operators.step_programs import SOURCE_FUNCTIONS, STEP_FUNCTIONS
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
+from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS, run_kernel
+from stratagem.simulator.torch_ops.kernels.shards import Shards, whole
+from stratagem.simulator.torch_ops.kernels.step_programs import (
+    SOURCE_KERNELS,
+    STEP_KERNELS,
+    run_source,
+)
 from tests.fake_graphs import NoWaiting
 from tests.kernel_cases import CASES, Case, operator_of
 

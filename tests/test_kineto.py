@@ -16,11 +16,11 @@ from stratagem.profiler import Environment, MeasuredCosts, TimingCache
 from stratagem.profiler.keys import TimingEntry, operator_digest
 from stratagem.profiler.kineto import read_kineto
 from stratagem.profiler.trace_events import looks_like_trace, read_trace
-from stratagem.simulator.costs import Direction, RooflineCosts, Source
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import mlp
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
 
 HERE = Environment("this processor", "2.13")
 READ = ("linear", "attention", "layer_norm", "softmax", "matmul", "conv2d", "batch_norm")

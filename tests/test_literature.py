@@ -26,13 +26,13 @@ from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import operator_choices
 from stratagem.search.strategies import tensor_dims
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, llama, mlp, moe, resnet
-from stratagem.simulator.placement import Pin
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, llama, mlp, moe, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16}

@@ -20,11 +20,11 @@ from stratagem.search.literature import (
     transformer_annotations,
 )
 from stratagem.search.situation import Situation
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, assert_equal_to_torch, make_case
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)

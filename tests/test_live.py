@@ -11,8 +11,8 @@ from stratagem.executor.backends.local import run_local
 from stratagem.executor.held import held_bytes
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.live import peak_bytes
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, make_plan, megatron, sharding, whole
 from tests.test_models_executed import case_of
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.describe import describe
-from stratagem.simulator.local_statistics import local_statistics
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.local_statistics import local_statistics
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import Case, make_plan, sharding, whole
 
 EXACT = 1e-11

@@ -11,14 +11,14 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratagem.search.strategies import replicated
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 TOKENS, HIDDEN = 64, 8
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)

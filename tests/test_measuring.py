@@ -22,22 +22,22 @@ from stratagem.profiler import (
     describe_environment,
     profile_dispatch,
 )
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.costs import Direction, RooflineCosts, Source
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import mlp, resnet
-from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import mlp, resnet
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("local-cpu")
 DEVICE = CLUSTER.device_type(0)
 COSTS = RooflineCosts()
 FAULTS = """
 import resource, sys, threading, torch
-from stratagem.simulator.torch_ops.allocator import keep_freed_memory
+from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def train():

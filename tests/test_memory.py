@@ -15,20 +15,24 @@ from stratagem.search.choices import Choices
 from stratagem.search.partition import balanced_stages
 from stratagem.search.space import Options, operator_choices
 from stratagem.search.strategies import data_parallel, replicated, tensor_parallel, with_recompute
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.lifetimes import Purpose
-from stratagem.simulator.memory import MemoryTimeline
-from stratagem.simulator.memory_plot import plot_memory
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, llama, mlp, resnet
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.drawing.memory_plot import plot_memory
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.models import gpt, llama, mlp, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.saved_for_backward import (
+    saved_inside,
+    saved_slots,
+    saves_output,
+)
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.device_memory import MemoryTimeline
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.stage.tensor_lifetimes import Purpose
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 COSTS = RooflineCosts()

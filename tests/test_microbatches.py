@@ -19,15 +19,15 @@ from stratagem.search.constraints import Constraints
 from stratagem.search.methods import METHODS
 from stratagem.search.situation import Situation
 from stratagem.search.strategies import replicated
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.describe import describe
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.step_shares import Share, step_shares
-from stratagem.simulator.token_slices import Slices
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.token_slices import Slices
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.chain_shares import Share, step_shares
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import Case, make_plan, sharding, whole
 
 BATCH = 8

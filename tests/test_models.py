@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.simulator import models
-from stratagem.simulator.graph import OperatorGraph, repeated_blocks
-from stratagem.simulator.rules import RULES
+from stratagem.simulator.graph import models
+from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators.operator_kinds import RULES
 
 SMALL = {"num_layers": 2, "hidden": 24, "num_heads": 3, "vocabulary": 50, "sequence": 16}
 
@@ -159,6 +159,6 @@ def test_impossible_sizes_are_refused(message: str, build: Callable[[], Operator
 
 
 def test_models_need_no_torch() -> None:
-    code = "import sys; import stratagem.simulator.models, stratagem.simulator.graph_io as g; "
-    code += "import stratagem.simulator.builder; assert 'torch' not in sys.modules"
+    code = "import sys; import stratagem.simulator.graph.models, stratagem.simulator.graph.graph_file as g; "
+    code += "import stratagem.simulator.graph.building.graph_builder; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

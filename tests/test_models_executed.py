@@ -13,12 +13,12 @@ from examples.models import SmallGPT, SmallResNet
 from stratagem.executor.instructions import Convert, Forward
 from stratagem.executor.lowering import lower
 from stratagem.search.strategies import expert_parallel
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import Pin, Shard
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.placement import Pin, Shard
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
 from tests import small_models
 from tests.plans import (
     Case,

@@ -36,15 +36,15 @@ from stratagem.profiler import (
 from stratagem.profiler.exchange import to_csv, to_json
 from stratagem.profiler.importing import import_file
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator import files
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.files import encode
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.torch_ops.capture import capture
+from stratagem.simulator.base import files
+from stratagem.simulator.base.files import encode
+from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.test_faults import make_plan
 
 LIMIT_SECONDS = 10

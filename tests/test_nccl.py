@@ -26,10 +26,10 @@ from stratagem.executor.reference import gradient_errors
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
-from stratagem.simulator.block import PREFETCH
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.timeline import lane_name
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.stage.stage_blocks import PREFETCH
+from stratagem.simulator.timeline.timeline import lane_name
 from tests.fake_nccl import FakeCommunicator, StuckError, run_fake
 from tests.kernel_places import issued
 from tests.plans import (

@@ -11,22 +11,22 @@ import pytest
 
 from stratagem.search.choices import Choices
 from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
-from stratagem.simulator.block_tasks import stage_blocks
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp, resnet
-from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import StageModel, block_times, plan_model
-from stratagem.simulator.segments import recomputed_operators, run_again
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.training import Training
-from stratagem.simulator.work_kinds import FORWARD
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.checkpoint_segments import recomputed_operators, run_again
+from stratagem.simulator.graph.models import gpt, mlp, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.work_kinds import FORWARD
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.priced_plan import StageModel, block_times, plan_model
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.stage.block_tasks import stage_blocks
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 COSTS = RooflineCosts()

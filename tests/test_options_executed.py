@@ -13,13 +13,13 @@ from stratagem.executor import execute, lower, model_state, verify
 from stratagem.executor.instructions import Backward, Bundle, Convert, Forward, Part
 from stratagem.executor.live import peak_bytes
 from stratagem.executor.reference import gradient_errors
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.plans import (
     TOLERANCE,
     Case,

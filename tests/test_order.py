@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.properties.drawn import KINDS, Shape, draw_plan, draw_shape
 from benchmarks.properties.order import disorder
-from stratagem.simulator.costs import RooflineCosts
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 
 SHAPES = [
     Shape("1f1b", ranks=3, per_rank=1, parts=4, ways=2),

@@ -10,17 +10,17 @@ import pytest
 from stratagem.search.partition import StageCutter, cut_stages
 from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import Cost, CostModel, Direction
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import KernelModelCosts, default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.cost_model import Cost, CostModel, Direction
+from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.sharding.choice import Choice
 
 MESHES = tuple(DeviceMesh((MeshAxis("device", 1),), (d,)) for d in range(2))
 

@@ -7,10 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.placement import (
     PARTIAL,
     REPLICATE,
     Pin,
@@ -18,8 +15,16 @@ from stratagem.simulator.placement import (
     largest_shard,
     smallest_shard,
 )
-from stratagem.simulator.resharding import STEP_OVERHEAD, TRANSITIONS, Resharder, Step
-from stratagem.simulator.windows import shard_bounds
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.sharding.resharding_paths import (
+    STEP_OVERHEAD,
+    TRANSITIONS,
+    Resharder,
+    Step,
+)
 
 FAST = AxisLink(2e-6, 4e-12, crosses_nodes=False, shares_compute=False)
 SLOW = AxisLink(2e-5, 4e-11, crosses_nodes=True, shares_compute=False)

@@ -38,25 +38,29 @@ from stratagem.search.result import Budget
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, skeleton_of
 from stratagem.search.space_search import Space
-from stratagem.simulator import models
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.describe import describe
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.flat import flat_graph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.lifetimes import Purpose
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import block_times, macro_durations, plan_model
-from stratagem.simulator.schedule_times import StageTimes
-from stratagem.simulator.schedules import gpipe, pipedream, pipedream_vertical
-from stratagem.simulator.simulation import simulate_model, simulate_plan
-from stratagem.simulator.steady_state import steady_state
-from stratagem.simulator.training import Training
-from stratagem.simulator.weight_versions import stashing_actions, versions_kept, versions_seen
-from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph import models
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import gpipe, pipedream, pipedream_vertical
+from stratagem.simulator.schedules.schedule_player import StageTimes
+from stratagem.simulator.schedules.steady_state import steady_state
+from stratagem.simulator.schedules.weight_versions import (
+    stashing_actions,
+    versions_kept,
+    versions_seen,
+)
+from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.flat_graph import flat_graph
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.priced_plan import block_times, macro_durations, plan_model
+from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
+from stratagem.simulator.stage.tensor_lifetimes import Purpose
 from tests.plans import (
     TOLERANCE,
     Case,

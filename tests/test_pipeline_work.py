@@ -13,12 +13,12 @@ from stratagem.search.pipeline_work import PipelineWork
 from stratagem.search.pipelining import traits_of
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, operator_choices, stage_meshes, stage_sizes
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.sharding.choice import Choice
 
 
 def situation_of(rng: random.Random) -> Situation:

@@ -19,12 +19,12 @@ from stratagem.search.sharpening import Sharpener, remade
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, skeletons
 from stratagem.search.workers import Workers
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.describe import describe
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.schedule import Schedule
-from stratagem.simulator.schedules import (
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.named_schedules import (
     SCHEDULES,
     Sizes,
     gpipe,
@@ -33,7 +33,7 @@ from stratagem.simulator.schedules import (
     schedule_by_name,
     zb_h1,
 )
-from stratagem.simulator.training import Training
+from stratagem.simulator.simulation.plan_in_words import describe
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")

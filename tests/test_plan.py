@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from stratagem.search.strategies import data_parallel
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster, preset_names
-from stratagem.simulator.files import atomic_path, encode
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import mlp
-from stratagem.simulator.placement import REPLICATE, Pin, parse_placement
-from stratagem.simulator.plan import Plan, Prediction, Stage
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.files import atomic_path, encode
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.placement import REPLICATE, Pin, parse_placement
+from stratagem.simulator.hardware.cluster import Cluster, preset_names
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Prediction, Stage
+from stratagem.simulator.sharding.choice import Choice
 
 CLUSTER = Cluster.preset("dgx-a100")
 GRAPH = mlp([16, 16, 16], batch=8)

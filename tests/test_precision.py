@@ -13,8 +13,8 @@ from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.program import Program
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, gradients_of, make_plan, random_plan, sharding, whole
 from tests.test_models_executed import MODELS, case_of
 

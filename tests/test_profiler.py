@@ -38,21 +38,26 @@ from stratagem.profiler.keys import summarise, update_key
 from stratagem.profiler.links import KINDS, ROUNDS
 from stratagem.profiler.tensors import random_operands, viewed
 from stratagem.profiler.timing import Trial, operator_work, timed
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster, Link
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.costs import Direction, RooflineCosts, Source, local_operator
-from stratagem.simulator.draft import permute, reshape, select
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis, axis_link
-from stratagem.simulator.models import gpt
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.rules import RULES
-from stratagem.simulator.token_slices import token_slices
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import permute, reshape, select
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.graph.token_slices import token_slices
+from stratagem.simulator.hardware.cluster import Cluster, Link
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis, axis_link
+from stratagem.simulator.kernel_times.cost_model import (
+    Direction,
+    RooflineCosts,
+    Source,
+    local_operator,
+)
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
 
 QUICK = Effort(seconds=0.0, min_repeats=3, evict_bytes=0, max_drift=math.inf)
 CPU = torch.device("cpu")

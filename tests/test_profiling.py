@@ -14,13 +14,13 @@ from stratagem.profiler import Effort, TimingCache
 from stratagem.profiling import planned_operators, space_operators
 from stratagem.search.baselines import baseline_plans
 from stratagem.search.situation import Situation
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import Direction, RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.models import mlp
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.graph_file import graph_to_json
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 
 CLUSTER = Cluster.preset("local-cpu")
 QUICK = Effort(seconds=0.0, min_repeats=2, evict_bytes=0, max_drift=float("inf"))

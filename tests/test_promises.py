@@ -22,17 +22,17 @@ from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton, stage_meshes
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.describe import describe
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.placement import REPLICATE, Placement, Shard
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.repeated import vain_devices
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Placement, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.idle_devices import vain_devices
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 NOISE = 0.002
 """A search of a smaller space may find a better plan by so much, as its budget goes further."""

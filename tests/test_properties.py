@@ -13,9 +13,9 @@ from benchmarks.properties.setups import simulated, with_free_links
 from benchmarks.properties.states import state_on
 from benchmarks.properties.tries import Property, Try, score
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.models import gpt
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.training import Training
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.simulator.cluster import SPREAD
+from stratagem.simulator.hardware.cluster import SPREAD
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -20,12 +20,12 @@ from stratagem.search.search import search
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, skeleton_of
 from stratagem.search.strategies import data_parallel, tensor_parallel, with_recompute
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import Simulation
 from tests.pipelines import cut_at, meshes_of, small_gpt
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from stratagem.search.space import Options, operator_choices
 from stratagem.search.strategies import with_recompute
-from stratagem.simulator import repeats
-from stratagem.simulator.block import Block, StageBlocks
-from stratagem.simulator.block_tasks import stage_blocks
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import CostTable, TableBuilder
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, llama, mlp, moe, nmt
-from stratagem.simulator.models.layers import linear
-from stratagem.simulator.repeats import LEAST, Repeat, extrapolated, find_repeat
-from stratagem.simulator.sharing import Sharing
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.models import gpt, llama, mlp, moe, nmt
+from stratagem.simulator.graph.models.layers import linear
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing import repeated_layers
+from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.pricing.repeated_layers import LEAST, Repeat, extrapolated, find_repeat
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.stage.block_tasks import stage_blocks
+from stratagem.simulator.stage.shared_conversions import Sharing
+from stratagem.simulator.stage.stage_blocks import Block, StageBlocks
+from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, stage_lifetimes
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 LAUNCHING = replace(
@@ -100,7 +100,7 @@ def _recomputed(graph: OperatorGraph, policy: str) -> dict[str, Choice]:
 
 def all_written() -> object:
     """Within it nothing is extrapolated."""
-    return patch.object(repeats, "LEAST", 10**9)
+    return patch.object(repeated_layers, "LEAST", 10**9)
 
 
 KINDS = st.lists(st.integers(0, 3), max_size=4)

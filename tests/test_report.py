@@ -15,12 +15,12 @@ import stratagem as sg
 from stratagem.search.constraints import Constraints
 from stratagem.search.report import changes, content, page
 from stratagem.search.result import Budget, SearchResult
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.show.pictures import picture_of
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import Row, from_rows
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.drawing.pictures import picture_of
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.timeline.timeline import Row, from_rows
 from tests.chromium import CHROMIUM, MISSING, Chromium, Page
 
 SIZES = {"hidden": 64, "num_heads": 4, "vocabulary": 256, "sequence": 32, "batch": 32}

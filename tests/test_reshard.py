@@ -18,9 +18,7 @@ from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.reshard import run_steps, run_transfer
 from stratagem.executor.seats import Seat, TensorSpec, mesh_groups
-from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
-from stratagem.simulator.parts import Box, Part, intersection, part_at, part_of
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.placement import (
     FLAT,
     PARTIAL,
     REPLICATE,
@@ -32,8 +30,10 @@ from stratagem.simulator.placement import (
     smallest_shard,
     splits_of,
 )
-from stratagem.simulator.resharding import TRANSITIONS, Resharder, Step
-from stratagem.simulator.transfers import Transfer, tile_moves
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.sharding.mesh_transfers import Transfer, tile_moves
+from stratagem.simulator.sharding.resharding_paths import TRANSITIONS, Resharder, Step
+from stratagem.simulator.sharding.tensor_parts import Box, Part, intersection, part_at, part_of
 
 torch.set_num_threads(1)
 

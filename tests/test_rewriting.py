@@ -8,15 +8,15 @@ import pytest
 
 from stratagem.search.rewriting import rewritings, steps
 from stratagem.search.strategies import tensor_parallel
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, llama
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.substitutions import rewrite
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, llama
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.substitutions import rewrite
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 LLAMA = llama(num_layers=3, hidden=64, num_heads=4, ffn=96, vocabulary=64, sequence=32, batch=8)
 

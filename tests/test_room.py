@@ -16,14 +16,14 @@ from stratagem.search.room import always_fits, may_always_fit, roomy_problem
 from stratagem.search.search import search
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton, skeletons
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 REGATHER = Options(regather=True)

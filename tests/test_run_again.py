@@ -11,16 +11,20 @@ import pytest
 from stratagem.executor import lower
 from stratagem.executor.instructions import Forward
 from stratagem.search.strategies import expert_parallel, replicated, with_recompute
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt, llama, moe, resnet
-from stratagem.simulator.placement import Shard
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.saved import saved_inside, saved_slots, saves_output
-from stratagem.simulator.segments import recomputed_operators, run_again
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.checkpoint_segments import recomputed_operators, run_again
+from stratagem.simulator.graph.models import gpt, llama, moe, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Shard
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.saved_for_backward import (
+    saved_inside,
+    saved_slots,
+    saves_output,
+)
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.plans import assert_equal_to_torch, make_plan, megatron, sharding
 from tests.test_memory import plan_of
 from tests.test_models_executed import case_of

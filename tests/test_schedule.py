@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from stratagem.simulator.schedule import (
+from stratagem.simulator.schedules.actions import (
     Action,
     ActionKind,
     Held,
@@ -16,7 +16,7 @@ from stratagem.simulator.schedule import (
     peak_in_flight,
     validate,
 )
-from stratagem.simulator.schedules import gpipe, one_f_one_b, schedule_by_name
+from stratagem.simulator.schedules.named_schedules import gpipe, one_f_one_b, schedule_by_name
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 8), (4, 2), (4, 4), (4, 9), (8, 16), (12, 11)]
 every_name = pytest.mark.parametrize("name", ["gpipe", "1f1b"])

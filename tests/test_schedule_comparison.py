@@ -8,16 +8,16 @@ import pytest
 
 from stratagem.search.partition import balanced_stages
 from stratagem.search.strategies import replicated
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.schedule_comparison import NAMES, compare_schedules
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.table import Table
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.tables import Table
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.simulation.schedule_comparison import NAMES, compare_schedules
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 COSTS = RooflineCosts()

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.simulator.ampnet import ampnet
-from stratagem.simulator.oracle import simulate_plain, simulate_simpy
-from stratagem.simulator.pipeline import macro_graph
-from stratagem.simulator.schedule import (
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.engine.reference_engines import simulate_plain, simulate_simpy
+from stratagem.simulator.schedules.actions import (
     Action,
     ActionKind,
     Schedule,
@@ -22,8 +21,9 @@ from stratagem.simulator.schedule import (
     peak_in_flight,
     validate,
 )
-from stratagem.simulator.schedule_times import StageTimes, duration_table, play_schedule
-from stratagem.simulator.schedules import (
+from stratagem.simulator.schedules.ampnet import ampnet
+from stratagem.simulator.schedules.macro_graph import macro_graph
+from stratagem.simulator.schedules.named_schedules import (
     SCHEDULES,
     chimera,
     gpipe,
@@ -34,8 +34,8 @@ from stratagem.simulator.schedules import (
     terapipe,
     zb_h1,
 )
-from stratagem.simulator.steady_state import steady_state
-from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.schedules.schedule_player import StageTimes, duration_table, play_schedule
+from stratagem.simulator.schedules.steady_state import steady_state
 
 SMALL = st.integers(1, 6)
 COUNT = st.integers(1, 14)
@@ -259,7 +259,7 @@ class TestPlay:
         }
 
     def test_timelines_are_drawn(self) -> None:
-        from stratagem.simulator.plot import plot_timelines
+        from stratagem.simulator.drawing.timeline_plot import plot_timelines
 
         times = StageTimes(10, 20, 10, 10, transfer=3, update=5, replica_sync=4)
         schedules = (zb_h1(4, 6), chimera(4, 4), interleaved(4, 4, 2), terapipe(2, 2, 3))

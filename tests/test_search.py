@@ -18,12 +18,12 @@ from stratagem.search.result import Budget, StopReason
 from stratagem.search.search import search
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import Options, Skeleton, operator_choices, skeletons, stage_meshes
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp, resnet
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 COSTS = RooflineCosts()
@@ -250,8 +250,8 @@ def test_equal_seeds_give_equal_plans_in_other_processes() -> None:
     script = (
         "from stratagem.search.search import search\n"
         "from stratagem.search.result import Budget\n"
-        "from stratagem.simulator.cluster import Cluster\n"
-        "from stratagem.simulator.models import gpt\n"
+        "from stratagem.simulator.hardware.cluster import Cluster\n"
+        "from stratagem.simulator.graph.models import gpt\n"
         "import hashlib\n"
         "g = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)\n"
         "c = Cluster.preset('dgx-a100', num_nodes=1, devices_per_node=4)\n"

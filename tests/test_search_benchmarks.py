@@ -17,10 +17,10 @@ from stratagem.search.exhaustive import count_plans, exhaustive_plans
 from stratagem.search.problem import make_problem
 from stratagem.search.situation import Situation, rank
 from stratagem.search.space import ZERO_STAGES, skeletons
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import mlp
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
 
 LIMIT = 3_000
 

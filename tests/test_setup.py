@@ -12,14 +12,14 @@ from stratagem.search.partition import layer_stages
 from stratagem.search.search import search
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import LeftWhole
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import gpt, mlp, moe, resnet
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan_model import plan_model
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp, moe, resnet
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.simulation.priced_plan import plan_model
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 SMALL = {"hidden": 64, "num_heads": 4, "vocabulary": 256, "sequence": 32}
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2)

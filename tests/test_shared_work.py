@@ -17,13 +17,10 @@ from stratagem.search.partition import StageCutter, balanced_stages
 from stratagem.search.problem import Problem, make_problem
 from stratagem.search.situation import RECENT, Situation
 from stratagem.search.space import Options, operator_choices, skeletons
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory, TableBuilder
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp, wide_resnet
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.image_splits import split_images
+from stratagem.simulator.graph.models import gpt, mlp, wide_resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Placement,
     Shard,
@@ -33,9 +30,12 @@ from stratagem.simulator.placement import (
     split_with,
     splits_of,
 )
-from stratagem.simulator.rows import timed, timed_rows
-from stratagem.simulator.spatial import split_images
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_rows import timed, timed_rows
+from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 TEXT = gpt(num_layers=3, hidden=32, num_heads=4, vocabulary=64, sequence=8, batch=16)

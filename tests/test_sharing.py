@@ -16,26 +16,26 @@ from stratagem.search.problem import Problem, make_problem
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, skeletons
 from stratagem.search.strategies import tensor_parallel, with_recompute
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import llama
-from stratagem.simulator.placement import (
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.models import llama
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     Pin,
     input_gradient_placements,
     input_placements,
     output_gradient_placements,
     output_placements,
 )
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import plan_model
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.priced_plan import plan_model
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.plans import (
     assert_equal_to_torch,
     drawing,

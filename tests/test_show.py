@@ -14,10 +14,10 @@ import pytest
 
 import stratagem as sg
 from stratagem.search.result import TracePoint
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.show.curve import convergence_curve
-from stratagem.simulator.show.pictures import picture_of
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.drawing.convergence_curve import convergence_curve
+from stratagem.simulator.drawing.pictures import picture_of
+from stratagem.simulator.graph.models import gpt, mlp
 from tests.chromium import CHROMIUM, MISSING, Chromium
 
 SIZES = {"hidden": 64, "num_heads": 4, "sequence": 32, "batch": 32}
@@ -173,8 +173,8 @@ def test_nothing_is_imported_for_a_picture() -> None:
     import sys
 
     code = (
-        "import sys; from stratagem.simulator.cluster import Cluster;"
-        "from stratagem.simulator.show.pictures import picture_of;"
+        "import sys; from stratagem.simulator.hardware.cluster import Cluster;"
+        "from stratagem.simulator.drawing.pictures import picture_of;"
         "picture_of(Cluster.preset('dgx-a100'));"
         "print({'torch', 'matplotlib'} & set(sys.modules))"
     )

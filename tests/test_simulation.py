@@ -11,24 +11,20 @@ from stratagem.search.choices import Choices
 from stratagem.search.partition import balanced_stages
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import data_parallel, replicated, tensor_dims, tensor_parallel
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster, GroupFigures, Link
-from stratagem.simulator.costs import Direction, RooflineCosts
-from stratagem.simulator.describe import describe
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.operators import factors
-from stratagem.simulator.placement import Pin, Replicate, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.plan_model import block_times, macro_durations, plan_model
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.taskgraph import TaskGraph
-from stratagem.simulator.training import Training
-from stratagem.simulator.work_kinds import (
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.engine.task_graph import TaskGraph
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Pin, Replicate, Shard
+from stratagem.simulator.hardware.cluster import Cluster, GroupFigures, Link
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import factors
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
     LAST_BACKWARD,
     NUM_KINDS,
@@ -36,6 +32,10 @@ from stratagem.simulator.work_kinds import (
     SEND,
     SEND_BACK,
 )
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.priced_plan import block_times, macro_durations, plan_model
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("dgx-a100")
 COSTS = RooflineCosts()

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stratagem.search.slicing import best_lengths, slice_times, slice_tokens
-from stratagem.simulator.arrays import Floats
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import gpt
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import macro_durations, plan_model
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.work_kinds import BACKWARD, FORWARD
+from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD
+from stratagem.simulator.simulation.priced_plan import macro_durations, plan_model
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.plans import Case, make_plan, whole
 
 COSTS = RooflineCosts()

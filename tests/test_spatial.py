@@ -19,22 +19,22 @@ from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.interpreter import Interpreter
 from stratagem.search.space import operator_choices
-from stratagem.simulator import models
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.costs import RooflineCosts, local_operator
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.operators import shape_of
-from stratagem.simulator.placement import REPLICATE, Shard, check_config, local_sizes
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.spatial import split_images
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.torch_ops.kernels import run_kernel
-from stratagem.simulator.torch_ops.shards import whole
-from stratagem.simulator.training import Training
-from stratagem.simulator.windows import Window, shard_bounds, window_of
+from stratagem.simulator.graph import models
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
+from stratagem.simulator.graph.image_splits import split_images
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Shard, check_config, local_sizes
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts, local_operator
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import shape_of
+from stratagem.simulator.operators.sliding_windows import Window, shard_bounds, window_of
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.torch_ops.capture.capture import capture
+from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.shards import whole
 from tests.plans import (
     Case,
     assert_equal_to_torch,

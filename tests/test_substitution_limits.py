@@ -9,19 +9,15 @@ import pytest
 from stratagem.executor import execute
 from stratagem.executor.reference import gradient_errors
 from stratagem.executor.substituted import to_model, to_rewritten
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.describe import describe
-from stratagem.simulator.draft import part
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt, layers, llama, moe
-from stratagem.simulator.operators import Input
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.substitutions import (
-    Rewritten,
-    Substituted,
-    rewrite,
-)
-from stratagem.simulator.substitutions.refine import Cut, refine
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import part
+from stratagem.simulator.graph.models import gpt, layers, llama, moe
+from stratagem.simulator.graph.substitutions import Rewritten, Substituted, rewrite
+from stratagem.simulator.graph.substitutions.split_factors import Cut, refine
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.operators.operator import Input
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.rewritable_graphs import (
     SMALL,
     TOKENS,

@@ -21,29 +21,29 @@ from stratagem.executor.instructions import Convert
 from stratagem.executor.reference import gradient_errors, relative_error
 from stratagem.search.rewriting import steps
 from stratagem.search.strategies import data_parallel, tensor_parallel
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.costs import CostModel, Direction, RooflineCosts
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.draft import Tensor as Handle
-from stratagem.simulator.draft import part
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, layers, llama
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import REPLICATE, Shard
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.substitutions import (
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import Tensor as Handle
+from stratagem.simulator.graph.building.operator_drafts import part
+from stratagem.simulator.graph.models import gpt, layers, llama
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.graph.substitutions import (
     SUBSTITUTIONS,
     Rewritten,
     Substituted,
     rewrite,
     rewritten_by,
 )
-from stratagem.simulator.substitutions.rewriting import nameless
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.substitutions.edits import nameless
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.cost_model import CostModel, Direction, RooflineCosts
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.rewritable_graphs import (
     GRAPHS,
     SMALL,

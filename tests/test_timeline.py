@@ -12,10 +12,12 @@ import sys
 import numpy as np
 import pytest
 
-from stratagem.simulator.critical_path import Wait
-from stratagem.simulator.step_path import StepPath, StepTask
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import (
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.engine.critical_path import Wait
+from stratagem.simulator.timeline.chrome_trace import trace_events, write_trace
+from stratagem.simulator.timeline.step_critical_path import StepPath, StepTask
+from stratagem.simulator.timeline.timeline import (
     Row,
     Timeline,
     from_rows,
@@ -25,8 +27,6 @@ from stratagem.simulator.timeline import (
     shift,
     statistics,
 )
-from stratagem.simulator.trace import trace_events, write_trace
-from stratagem.simulator.units import format_duration
 
 COMPUTE, LINK = lane_name("stage 0", "compute"), lane_name("stage 0", "link")
 OTHER = lane_name("stage 1", "compute")
@@ -305,7 +305,7 @@ class TestPlot:
         mpl.use("agg")
 
     def test_names_lanes_legend_and_title(self, tmp_path):
-        from stratagem.simulator.plot import plot_timelines
+        from stratagem.simulator.drawing.timeline_plot import plot_timelines
 
         slower = dataclasses.replace(small("measured"), end=small().end + 1_400_000)
         figure = plot_timelines([small(), slower], tmp_path / "two.png")
@@ -326,7 +326,7 @@ class TestPlot:
         assert [path.name for path in tmp_path.iterdir()] == ["two.png"]
 
     def test_20_000_tasks_are_a_handful_of_artists(self, tmp_path):
-        from stratagem.simulator.plot import plot_timelines
+        from stratagem.simulator.drawing.timeline_plot import plot_timelines
 
         figure = plot_timelines([random_timeline(20_000)], tmp_path / "many.png")
         (ax,) = figure.axes
@@ -336,7 +336,7 @@ class TestPlot:
     @pytest.mark.parametrize("seed", range(3))
     def test_what_is_drawn_covers_what_is_busy(self, seed):
         """Narrow tasks that touch are one bar, and none is lost or drawn longer than it is."""
-        from stratagem.simulator.plot import plot_timelines
+        from stratagem.simulator.drawing.timeline_plot import plot_timelines
 
         rng = np.random.default_rng(seed)
         length, gap = rng.integers(1, 200, 3000), rng.integers(0, 3, 3000) * 50
@@ -360,7 +360,7 @@ class TestPlot:
         assert np.isin(np.rint(begins), start - start[0]).all()
 
     def test_the_critical_path_is_drawn_under_its_tasks(self):
-        from stratagem.simulator.plot import plot_timelines
+        from stratagem.simulator.drawing.timeline_plot import plot_timelines
 
         path = StepPath(
             (
@@ -388,7 +388,7 @@ class TestPlot:
     def test_on_axes_of_the_user(self):
         from matplotlib.figure import Figure
 
-        from stratagem.simulator.plot import plot_timeline
+        from stratagem.simulator.drawing.timeline_plot import plot_timeline
 
         figure = Figure(layout="constrained")
         assert plot_timeline(small(), figure.subplots()) is figure
@@ -398,14 +398,14 @@ class TestPlot:
     def test_a_figure_of_its_own_is_not_left_open(self):
         from matplotlib import pyplot as plt
 
-        from stratagem.simulator.plot import plot_timeline
+        from stratagem.simulator.drawing.timeline_plot import plot_timeline
 
         plot_timeline(small())
         assert not plt.get_fignums()
 
     @pytest.mark.parametrize("num_lanes", [0, 1, 300])
     def test_any_number_of_lanes(self, num_lanes):
-        from stratagem.simulator.plot import plot_timeline
+        from stratagem.simulator.drawing.timeline_plot import plot_timeline
 
         lanes = [lane_name(f"rank {lane}", "compute") for lane in range(num_lanes)]
         (ax,) = plot_timeline(from_rows([], label="idle", lanes=lanes)).axes
@@ -413,11 +413,11 @@ class TestPlot:
         assert all(a.y0 >= b.y1 for a, b in itertools.pairwise(labels))
 
     def test_nothing_to_draw(self):
-        from stratagem.simulator.plot import plot_timelines
+        from stratagem.simulator.drawing.timeline_plot import plot_timelines
 
         with pytest.raises(ValueError, match="0 timelines"):
             plot_timelines([])
 
     def test_importing_it_does_not_import_matplotlib(self):
-        code = "import sys, stratagem.simulator.plot; sys.exit('matplotlib' in sys.modules)"
+        code = "import sys, stratagem.simulator.drawing.timeline_plot; sys.exit('matplotlib' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,15 @@ import pytest
 
 from stratagem.search.baselines import baseline_plans
 from stratagem.search.situation import Situation
-from stratagem.simulator.attribution import (
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.timeline.step_difference import diff_timelines
+from stratagem.simulator.timeline.time_attribution import (
     IDLE_AFTER,
     IDLE_BEFORE,
     IDLE_BETWEEN,
@@ -20,13 +28,7 @@ from stratagem.simulator.attribution import (
     collective_of,
     family,
 )
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import gpt
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Table, Unit
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import (
+from stratagem.simulator.timeline.timeline import (
     Row,
     Timeline,
     from_rows,
@@ -35,9 +37,11 @@ from stratagem.simulator.timeline import (
     shift,
     statistics,
 )
-from stratagem.simulator.timeline_diff import diff_timelines
-from stratagem.simulator.timeline_tables import collective_table, group_table, operator_table
-from stratagem.simulator.training import Training
+from stratagem.simulator.timeline.timeline_tables import (
+    collective_table,
+    group_table,
+    operator_table,
+)
 
 COMPUTE, LINK, OUT = (lane_name("stage 0", what) for what in ("compute", "link", "to stage 1"))
 OTHER = lane_name("stage 1", "compute")

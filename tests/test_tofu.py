@@ -13,11 +13,8 @@ from stratagem.search.literature import frontier, one_stage_plan, recursive_mesh
 from stratagem.search.literature.frontier import least_sum
 from stratagem.search.literature.tofu import _Level, _options, moved_bytes
 from stratagem.search.situation import Situation
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import gpt, mlp, moe, resnet
-from stratagem.simulator.parameters import trainable_weights
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.models import gpt, mlp, moe, resnet
+from stratagem.simulator.graph.placement import (
     PARTIAL,
     REPLICATE,
     Partial,
@@ -26,7 +23,10 @@ from stratagem.simulator.placement import (
     check_config,
     weight_gradient_placements,
 )
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
 SMALL = {"num_layers": 2, "hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16}
 MODELS = {

@@ -14,19 +14,19 @@ from torch import nn
 from stratagem.exports import export
 from stratagem.profiler.profile import plan_operators
 from stratagem.search.what_if import WhatIf
-from stratagem.simulator.builder import GraphBuilder
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.describe import describe
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.flat import flat_graph
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.models import bert, gpt, llama, mlp, moe, nmt
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plan_model import PlanModel, plan_model
-from stratagem.simulator.rules import rule_of
-from stratagem.simulator.simulation import simulate_model, simulate_plan
-from stratagem.simulator.slice_memory import sliced_tensors
-from stratagem.simulator.token_slices import Slices, token_dims, token_slices
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, nmt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.token_slices import Slices, token_dims, token_slices
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.flat_graph import flat_graph
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model
+from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
+from stratagem.simulator.simulation.token_slice_memory import sliced_tensors
 from tests.plans import Case, Chooser, make_plan, sharding, whole
 
 COSTS = RooflineCosts()

@@ -21,17 +21,17 @@ from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.feedback import learn
 from stratagem.profiler.keys import TimingKey
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.costs import Direction, RooflineCosts
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.overlap import check_pieces
-from stratagem.simulator.placement import REPLICATE, Pin, Placement, Shard, check_config
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.sliced_plan import sliced_plan
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.token_slices import Slices, token_dims
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Placement, Shard, check_config
+from stratagem.simulator.graph.token_slices import Slices, token_dims
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.token_slice_plan import sliced_plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.pieces_and_fusion import check_pieces
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.plans import (
     TOLERANCE,
     Case,

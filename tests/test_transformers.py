@@ -14,14 +14,14 @@ from stratagem.executor import execute
 from stratagem.executor.reference import gradient_errors
 from stratagem.search.choices import Choices
 from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
-from stratagem.simulator import models
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.rules import RULES
-from stratagem.simulator.torch_ops.capture import capture
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph import models
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 24, "vocabulary": 60, "sequence": 10}
 torch.set_num_threads(1)

@@ -9,14 +9,14 @@ import pytest
 
 import stratagem as sg
 from stratagem.search.report.content import page_content
-from stratagem.simulator.cluster import Calibration, Cluster, preset_names
-from stratagem.simulator.costs import CostModel, RooflineCosts, Source
-from stratagem.simulator.describe import describe
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.table import Table
+from stratagem.simulator.base.tables import Table
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Calibration, Cluster, preset_names
+from stratagem.simulator.kernel_times.cost_model import CostModel, RooflineCosts, Source
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.test_cli import call
 
 SAID = "not calibrated"

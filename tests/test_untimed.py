@@ -19,8 +19,8 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.result import ExecutionResult
 from stratagem.executor.training_loop import RunOptions, train
 from stratagem.executor.where import Place
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 from tests.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
 from tests.plans import Case, make_plan, mlp_case, sharding
 

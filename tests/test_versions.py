@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from stratagem.profiler import Environment, describe_environment
-from stratagem.simulator.torch_ops.versions import cuda_versions, dotted, driver_version
+from stratagem.simulator.torch_ops.kernels.library_versions import (
+    cuda_versions,
+    dotted,
+    driver_version,
+)
 
 OPEN = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  "

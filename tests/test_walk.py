@@ -30,15 +30,15 @@ from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
 from stratagem.search.strategies import data_parallel
 from stratagem.search.walk import Proposal, Walk, walk
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import mlp
-from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation
 from tests.pipelines import cut_at, meshes_of, small_gpt
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)

@@ -11,15 +11,15 @@ from stratagem.search.baselines import baseline_plans
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options
 from stratagem.search.what_if import WhatIf
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.placement import Pin
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = replace(
     Cluster.preset("dgx-a100", num_nodes=1),

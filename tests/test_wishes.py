@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 import stratagem as sg
 from stratagem.cli import app
 from stratagem.search.report.changes import _one_node_more
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import mlp
+from stratagem.simulator.graph.graph_file import graph_to_json
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 
 CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 QUICK = sg.Budget(evaluations=20)

@@ -21,9 +21,9 @@ from stratagem.search.constraints import Constraints
 from stratagem.search.result import Budget, SearchResult, StopReason
 from stratagem.search.search import search
 from stratagem.search.workers import Workers, worker_count
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import gpt
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
@@ -179,9 +179,9 @@ import sys, time
 from stratagem.search import course
 from stratagem.search.result import Budget
 from stratagem.search.search import search
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.graph.models import gpt
 
 course.SHARED_OPERATORS = 1
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.simulator.files import atomic_path, check_place, write_text
+from stratagem.simulator.base.files import atomic_path, check_place, write_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,7 +88,9 @@ def test_a_device_stays_one() -> None:
 
 def test_open_output_is_written_to(tmp_path: Path) -> None:
     """/dev/stdout is a link to whatever a shell has put there: a file, open already."""
-    script = "from stratagem.simulator.files import write_text; write_text('/dev/stdout', 'told')"
+    script = (
+        "from stratagem.simulator.base.files import write_text; write_text('/dev/stdout', 'told')"
+    )
     with (tmp_path / "out").open("w") as out:
         subprocess.run(
             [sys.executable, "-c", script],

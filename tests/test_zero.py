@@ -21,17 +21,17 @@ from stratagem.executor.lowering import lower
 from stratagem.executor.verify import verify
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import data_parallel
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import bert, gpt, llama, mlp
-from stratagem.simulator.parameters import home_placements, zero_stages_of
-from stratagem.simulator.placement import FLAT, REPLICATE, Shard, local_elements
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import bert, gpt, llama, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import FLAT, REPLICATE, Shard, local_elements
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import home_placements, zero_stages_of
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.plans import (
     Case,
     assert_equal_to_torch,

@@ -14,9 +14,9 @@ from itertools import product
 
 from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.device import GIB, DeviceType
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import GIB, DeviceType
+from stratagem.simulator.kernel_times.training import Training
 
 COLUMNS = frozenset({"method", "tflops_per_gpu", "latency_s_mean", "param_B", "experts"})
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64, 96)

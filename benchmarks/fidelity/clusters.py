@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from benchmarks.fidelity.megatron import gpt_of, training
 from benchmarks.fidelity.runs import LeftOutError, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
+from stratagem.simulator.hardware.cluster import Cluster
 
 VTRAIN = frozenset({"params_b", "iter_ms", "nmb", "dup", "source_row"})
 BIGSCIENCE = frozenset({"shape_consistent", "Mem", "zero", "iter_s"})

@@ -8,8 +8,8 @@ from itertools import product
 
 from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.training import Training
 
 SEQUENCE_PARALLEL = frozenset({"recompute", "sequence_parallel", "interleave", "iter_s"})
 WEAK_SCALING = frozenset({"iter_s_derived", "scheme", "tflops_gpu_hw"})

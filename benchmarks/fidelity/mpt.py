@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.training import Training
 
 COLUMNS = frozenset({"fsdp", "act_ckpt", "tok_s", "mp_mode", "grad_acc"})
 ZERO = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from benchmarks.fidelity.runs import Model, Row, Run, device_named, whole
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.device import GIB
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import GIB
+from stratagem.simulator.kernel_times.training import Training
 
 COLUMNS = frozenset({"clean", "status", "peak_mem_GB", "embed_inferred", "ffn"})
 TIED = ("1B",)

@@ -9,13 +9,13 @@ from typing import Any
 from benchmarks.fidelity.runs import Run
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import rank
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.device import GIB
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import GIB
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator import models
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.device import DeviceType, device_names
-from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.graph import models
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import DeviceType, device_names
 
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A builder of `simulator.models` by name, and what it is called with."""
+    """A builder of `graph.models` by name, and what it is called with."""
 
     builder: str
     sizes: tuple[tuple[str, int | bool | float | str], ...]

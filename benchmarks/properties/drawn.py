@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from stratagem.search.partition import by_stage
 from stratagem.search.strategies import data_parallel
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt, mlp
-from stratagem.simulator.plan import CUSTOM, Plan, Stage
-from stratagem.simulator.schedule import Action, ActionKind, Schedule
-from stratagem.simulator.schedules import SCHEDULES
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import CUSTOM, Plan, Stage
+from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule
+from stratagem.simulator.schedules.named_schedules import SCHEDULES
 
 BATCH = 48
 KINDS = (*SCHEDULES, "v-shaped")

@@ -21,11 +21,11 @@ from typing import NamedTuple
 from stratagem.executor.instructions import Backward, Bundle, Convert, Forward, Part, Send, Update
 from stratagem.executor.lowering import lower
 from stratagem.executor.program import Program, RankProgram
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.timeline import Timeline, lane_group
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.timeline.timeline import Timeline, lane_group
 
 Moment = tuple[str, int]
 """A task by name, and how many of that name came before it on its rank."""

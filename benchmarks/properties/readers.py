@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from benchmarks.properties.setups import simulated
 from benchmarks.properties.tries import Try
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.models import llama
-from stratagem.simulator.task_kinds import TaskKind
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.models import llama
+from stratagem.simulator.hardware.cluster import Cluster
 
 SLACK = 1e-6
 """Of communication in seconds: times are whole nanoseconds."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster, Link
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.models import gpt
-from stratagem.simulator.simulation import Simulation, simulate_plan
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster, Link
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 PRESETS = ("dgx-a100", "dgx-h100", "a100-800g", "h100-3200g", "p3.16xlarge")
 

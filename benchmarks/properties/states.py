@@ -9,8 +9,8 @@ from itertools import cycle
 from benchmarks.properties.setups import simulated
 from benchmarks.properties.tries import Try
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.models import gpt
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
 
 SLACK, BYTES = 1.1, 16
 """What ZeRO 3 keeps of a parameter at most: sixteen bytes over all devices, and a tenth more."""

@@ -20,11 +20,17 @@ from benchmarks.properties.setups import (
 )
 from benchmarks.properties.tries import Try
 from stratagem.search.setup import TrainingSetup
-from stratagem.simulator.cluster import Calibration, Cluster
-from stratagem.simulator.costs import RooflineCosts
-from stratagem.simulator.schedule import Schedule
-from stratagem.simulator.schedule_times import StageTimes, play_schedule
-from stratagem.simulator.schedules import gpipe, interleaved, one_f_one_b, terapipe, zb_h1
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.named_schedules import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    terapipe,
+    zb_h1,
+)
+from stratagem.simulator.schedules.schedule_player import StageTimes, play_schedule
 
 ANOMALY = 0.002
 """What faster hardware may cost: queues that serve in another order (Graham's anomalies)."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.endings import Ending
-from stratagem.simulator.collectives import Collective
+from stratagem.simulator.hardware.collective_times import Collective
 
 if TYPE_CHECKING:
     from stratagem.executor.clock import Clock
@@ -45,7 +45,7 @@ class Communicator(Protocol):
     have unequal shapes; a receiver says which shapes it expects, since placements tell it.
 
     `backend` is the name that results say. `sent` counts the bytes that this rank sends, by
-    `Collective.value`, as the ring algorithms of `stratagem.simulator.collectives` send them.
+    `Collective.value`, as the ring algorithms of `stratagem.simulator.hardware.collective_times` send them.
     """
 
     backend: str

@@ -32,8 +32,8 @@ from stratagem.executor.backends.member import ProcessMember, packed, prepared
 from stratagem.executor.clock import HostClock
 from stratagem.executor.endings import Ending
 from stratagem.executor.stores import world_store
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.torch_ops.allocator import keep_freed_memory
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 
 PIECE, MESSAGE = 1, 2
 """Tags of the pieces of gathers and scatters, and the first of those that a plan sends."""

@@ -31,8 +31,8 @@ from stratagem.executor.clock import Clock, HostClock
 from stratagem.executor.gpu.event_clock import EventClock
 from stratagem.executor.gpu.handover import Handover
 from stratagem.executor.gpu.streams import CudaStreams, Streams
-from stratagem.simulator.collectives import Collective
-from stratagem.simulator.torch_ops.allocator import keep_freed_memory
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 
 T = TypeVar("T")
 STOP_SECONDS = 5.0

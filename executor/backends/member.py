@@ -19,7 +19,7 @@ from stratagem.executor.backends.base import (
     ring_bytes,
     unequal_shapes,
 )
-from stratagem.simulator.collectives import Collective
+from stratagem.simulator.hardware.collective_times import Collective
 
 
 class Member:

@@ -47,7 +47,7 @@ from stratagem.executor.gpu.own_gpu import claim, own_gpu
 from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
 from stratagem.executor.gpu.wire import Among, Begun, Wire, rounds, worth_filling
 from stratagem.executor.stores import world_store
-from stratagem.simulator.collectives import Collective
+from stratagem.simulator.hardware.collective_times import Collective
 
 NCCL_KEY = "nccl"
 """Under which the first rank tells the others how NCCL finds it."""

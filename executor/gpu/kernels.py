@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.gpu.sources import KERNELS, SOURCE
-from stratagem.simulator.torch_ops.versions import dotted
+from stratagem.simulator.torch_ops.kernels.library_versions import dotted
 
 THREADS = 256
 """Threads of a block."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratagem.executor.gpu.kernels import start
 from stratagem.executor.gradients import Change
-from stratagem.simulator.training import Training
+from stratagem.simulator.kernel_times.training import Training
 
 
 class FusedSGD:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.simulator._compiling import kernel
-from stratagem.simulator.arrays import Flags, Floats, Ints
+from stratagem.simulator.base.arrays import Flags, Floats, Ints
+from stratagem.simulator.base.compiling import kernel
 
 Graph = tuple[Ints, Ints, Ints, Ints, Ints, Floats]
 """Starts of the nodes' strategies, adjacency, neighbours, reverse, tables, pool (`flat.Flat`)."""

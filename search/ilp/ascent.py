@@ -25,7 +25,7 @@ from stratagem.search.ilp.flat import Flat
 from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 FIRST_PASSES, PASSES = 20, 4
 """Passes to begin with, and after every change of prices by a wide step."""

@@ -22,7 +22,7 @@ from stratagem.search.ilp.memory import Memory, OverLimitError
 from stratagem.search.ilp.reduce import ContradictionError, Problem, copy, keep
 from stratagem.search.ilp.relax import Program
 from stratagem.search.ilp.relaxed import Relaxed
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 WORTHWHILE = 0.1
 """Share of the entries that must go for a part to be bounded again before it is split."""

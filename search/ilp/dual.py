@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from stratagem.search.ilp.reduce import Problem, keep
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 
 class Dual:

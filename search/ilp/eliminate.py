@@ -25,7 +25,7 @@ from stratagem.search.ilp.reduce import (
     keep,
     merge,
 )
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 MAX_DOMINANCE_WORK = 50_000_000
 """Comparisons of entries for one node beyond which domination is not looked for."""

@@ -14,7 +14,7 @@ from stratagem.search.ilp.memory import gather
 from stratagem.search.ilp.reduce import ContradictionError, Problem, Propagation, make_problem
 from stratagem.search.ilp.relax import Program
 from stratagem.search.ilp.solve import Solution, Status, solve
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
 
 NUM_HOLDERS = 5
 """Nodes that a shortage names."""

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.search.ilp.reduce import Problem
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 FORBIDDEN_FACTOR = 100.0
 """What a forbidden pair costs, as a multiple of the dearest allowed one: sums stay finite."""

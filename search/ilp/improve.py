@@ -16,7 +16,7 @@ from stratagem.search.ilp.branch import Branching, Part, RowKey
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.memory import EMPTY, Memory
 from stratagem.search.ilp.reduce import Decided, Kept, Problem
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 FIRST_REGION, SMALLEST_REGION = 60.0, 8.0
 """Nodes of a region: of the first, and at the least."""

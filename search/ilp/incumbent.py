@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stratagem.search.ilp.reduce import Problem
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
 
 ROUNDING = 1e-13
 """Relative error of the sums that bounds are."""

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from stratagem.search.ilp.instance import Device, Edge, Instance, Use
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 FORBIDDEN = 10**18
 """Costs from here on forbid a choice."""

@@ -20,7 +20,7 @@ from stratagem.search.ilp.branch import Part, row_keys
 from stratagem.search.ilp.flat import FORBIDDEN_FACTOR
 from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.reduce import copy, keep
-from stratagem.simulator.arrays import Flags, Floats, Ints
+from stratagem.simulator.base.arrays import Flags, Floats, Ints
 
 MAX_PARTS = 400
 """Parts that are bounded, at the most."""

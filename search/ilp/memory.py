@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from stratagem.search.ilp._kernels import implied_rows
 from stratagem.search.ilp.instance import Instance, Use, limits
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 
 class OverLimitError(Exception):

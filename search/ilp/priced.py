@@ -17,7 +17,7 @@ from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.memory import Spans
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
-from stratagem.simulator.arrays import Floats
+from stratagem.simulator.base.arrays import Floats
 
 MOVES = 4
 """Moves of a round per node."""

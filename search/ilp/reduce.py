@@ -22,7 +22,7 @@ import numpy as np
 from stratagem.search.ilp.instance import Instance
 from stratagem.search.ilp.memory import Memory
 from stratagem.search.ilp.tables import Tables
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 SMALL_DEGREE = 8
 """Merging a neighbour with more edges than this waits until the smaller ones are merged."""

@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 from stratagem.search.ilp.dual import Dual
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
-from stratagem.simulator.arrays import Floats
+from stratagem.simulator.base.arrays import Floats
 
 FIRST_ROWS = 32
 """Rows of memory that come in at a time."""

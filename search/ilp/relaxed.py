@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.search.ilp.dual import Dual
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)

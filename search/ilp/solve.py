@@ -25,7 +25,7 @@ from stratagem.search.ilp.reduce import (
     make_problem,
 )
 from stratagem.search.ilp.trees import TreeSearch
-from stratagem.simulator.arrays import Ints
+from stratagem.simulator.base.arrays import Ints
 
 
 class Status(Enum):

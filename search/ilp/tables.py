@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 ROUNDING = 1e-12
 """Relative error up to which a table is a sum of a row vector and a column vector."""

@@ -16,7 +16,7 @@ from stratagem.search.ilp.incumbent import Incumbent
 from stratagem.search.ilp.memory import FlatWindows, only, some_rows
 from stratagem.search.ilp.reduce import Problem
 from stratagem.search.ilp.relaxed import Relaxed
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 MAX_ROWS, MORE_ROWS = 64, 16
 """Rows that a search knows at first, and learns at a time."""

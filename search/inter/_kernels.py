@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.simulator._compiling import kernel
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.base.compiling import kernel
 
 NUM_COLUMNS = 14
 (

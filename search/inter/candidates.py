@@ -63,10 +63,10 @@ def candidates(
     2019). Interleaved and zero-bubble pipelines have stages of equally many devices.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([512] * 9, batch=64), Cluster.preset("dgx-a100")
         >>> situation = Situation(graph, cluster, Training(), default_costs())
         >>> found = candidates(situation, limit=4)

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.search.inter.compact import CompactGraph, compact_graph
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.sharding.choice import Choice
 
 ALL_CUTS = 40
 """Graphs of up to so many operators are cut between any two."""
@@ -87,7 +87,7 @@ def chain_of(graph: OperatorGraph) -> Chain:
     between repeated layers, and where a single tensor goes on.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> chain = chain_of(gpt(num_layers=12, hidden=64, num_heads=4, sequence=16, batch=8))
         >>> len(chain.operators), len(chain.cuts)
         (126, 18)

@@ -10,7 +10,7 @@ import numpy as np
 
 from stratagem.search.inter import _kernels as kernels
 from stratagem.search.inter.tables import StageTable, Ways
-from stratagem.simulator.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 
 LABELS = 1 << 14
 """Labels for which there is room at first; it grows."""

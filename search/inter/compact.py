@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.graph import OperatorGraph, repeated_blocks
-from stratagem.simulator.operators import Operator, RepeatedBlock
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators.operator import Operator, RepeatedBlock
 
 ENDS = 2
 """Repeats of a block that stay at each end of a run."""
@@ -25,7 +25,7 @@ class CompactGraph:
     """A graph, the same with fewer repeats, and which operator there stands for each here.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph = gpt(num_layers=12, hidden=64, num_heads=4, sequence=16, batch=8)
         >>> compact = compact_graph(graph)
         >>> len(graph.operators) - len(compact.graph.operators)

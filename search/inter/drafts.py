@@ -16,9 +16,9 @@ from stratagem.search.inter.ties import TiePricer
 from stratagem.search.partition import cut_stages
 from stratagem.search.situation import Situation
 from stratagem.search.space import Options, Skeleton
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import TableBuilder
 
 
 @dataclass(frozen=True, eq=False)

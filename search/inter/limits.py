@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stratagem.search.pipelining import searched_schedules
-from stratagem.simulator.segments import RECOMPUTE_POLICIES, check_policy
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, check_policy
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from stratagem.search.inter.chain import Chain
 from stratagem.search.inter.ties import TiePricer
 from stratagem.search.inter.variants import Variant
 from stratagem.search.situation import Situation
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.boundary import price_boundary
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cost_table import CostTable, TableBuilder
-from stratagem.simulator.lifetimes import Lifetimes, stage_lifetimes
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import Placements
-from stratagem.simulator.resources import COMPUTE
-from stratagem.simulator.rows import EdgeRow, OperatorRow
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.placement import Placements
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.hardware.resources import COMPUTE
+from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow
+from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.pricing.stage_boundaries import price_boundary
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, stage_lifetimes
 
 
 def stage_mesh(devices: Sequence[int], tensor: int) -> DeviceMesh:

@@ -13,7 +13,7 @@ from stratagem.search.inter.chains import Devices
 from stratagem.search.inter.limits import Limits
 from stratagem.search.inter.schedules import microbatches_held
 from stratagem.search.pipelining import traits_of
-from stratagem.simulator.units import format_bytes
+from stratagem.simulator.base.units import format_bytes
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from stratagem.search.inter.profiles import MeshPricer, stage_mesh
 from stratagem.search.inter.variants import Layout, Variant, variants
 from stratagem.search.situation import Situation
 from stratagem.search.space import MAX_IMBALANCE, distinct_stages
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
 
 ROOM = 16
 """Rows an option table has at first; it grows."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from stratagem.search.inter.chain import Chain
 from stratagem.search.situation import Situation
-from stratagem.simulator.boundary import price_tie
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.mesh import DeviceMesh
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.stage_boundaries import price_tie
+from stratagem.simulator.sharding.choice import Choice
 
 
 @dataclass(eq=False)

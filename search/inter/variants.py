@@ -14,11 +14,11 @@ from stratagem.search.strategies import (
     tensor_dims,
     tensor_parallel,
 )
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.parameters import zero_stage
-from stratagem.simulator.placement import Shard
-from stratagem.simulator.segments import recomputed_operators
+from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Shard
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import zero_stage
 
 MakeChoices = Callable[[OperatorGraph, Sequence[int]], "Choices | None"]
 """Choices by operator of (part of) a graph on a mesh of a shape; None where there are none."""
@@ -33,7 +33,7 @@ class Layout:
     choices of a solver:
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> from stratagem.search.strategies import data_parallel
         >>> Layout("data", data_parallel).make(mlp([8, 8], batch=4), (4, 1))["layers.0"].zero
         0

@@ -38,9 +38,9 @@ from stratagem.search.literature.screening import Dropped, Outlook, Rates, Scree
 from stratagem.search.literature.tofu import TofuResult, recursive_mesh, tofu
 from stratagem.search.situation import Situation
 from stratagem.search.strategies import expert_dims, with_recompute
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.plan.plan import Plan
 
 __all__ = [
     "LITERATURE",

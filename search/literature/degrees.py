@@ -7,14 +7,9 @@ from collections.abc import Iterator
 
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import Situation
-from stratagem.search.strategies import (
-    expert_dims,
-    expert_ways,
-    left_whole,
-    tensor_dims,
-)
-from stratagem.simulator.graph import repeated_blocks
-from stratagem.simulator.segments import RECOMPUTE_POLICIES
+from stratagem.search.strategies import expert_dims, expert_ways, left_whole, tensor_dims
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
+from stratagem.simulator.graph.operator_graph import repeated_blocks
 
 MAX_MICROBATCH = 64
 """Samples that a replica takes at once at most; powers of two up to it are tried."""
@@ -31,10 +26,10 @@ def megatron_setups(situation: Situation) -> Iterator[TrainingSetup]:
     2021, arXiv 2104.04473). Models without heads or hidden layers to shard have none.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import gpt
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import gpt
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> situation = Situation(graph, cluster, Training(), default_costs())
         >>> max(setup.pipeline for setup in megatron_setups(situation))

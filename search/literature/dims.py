@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.search.strategies import dim_chains, expert_dims
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import DimKind, Operator, factors
-from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.operator import DimKind, Operator, factors
 
 Member = tuple[str, str]
 """An operator and one of its dims, by name."""
@@ -60,7 +60,7 @@ def logical_dims(graph: OperatorGraph) -> dict[str, LogicalDim]:
     images. All others are called as in their first operator.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> dims = logical_dims(gpt(num_layers=2, batch=8))
         >>> dims["heads"].sizes, len(dims["heads"].chains)
         ((12,), 2)
@@ -87,7 +87,7 @@ def dim_table(graph: OperatorGraph) -> Table:
     """The logical dims of a model as a table, a row for each chain.
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> table = dim_table(mlp([8, 16, 4], batch=2))
         >>> table.rows[1]
         ('hidden', 16, 3, 'layers.0.out', 'layers.1.in', '')

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.simulator.arrays import Floats
+from stratagem.simulator.base.arrays import Floats
 
 MAX_TABLE = 10**7
 """Combinations of the frontier's options that are held at most."""

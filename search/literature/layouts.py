@@ -9,13 +9,13 @@ from stratagem.search.choices import Choices
 from stratagem.search.literature.dims import NAMED_PARTS, LogicalDim, logical_dims
 from stratagem.search.literature.pricing import Price, StagePrices
 from stratagem.search.situation import Situation
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.operators import Layout, Operator, factors
-from stratagem.simulator.parameters import zero_stage
-from stratagem.simulator.placement import REPLICATE, Config, Placement, Shard, smallest_shard
-from stratagem.simulator.rules import rule_of
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Config, Placement, Shard, smallest_shard
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators.operator import Layout, Operator, factors
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import zero_stage
 
 MAX_LAYOUTS = 20_000
 """Layouts that a search tries at most; it refuses to leave some out."""
@@ -28,7 +28,7 @@ def layout_choices(
 
     Example: Megatron-LM's tensor parallelism with data parallelism, in one line.
         >>> from stratagem.search.strategies import tensor_parallel
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph = gpt(num_layers=2, batch=8, vocabulary=512)
         >>> axes = (MeshAxis("data", 2), MeshAxis("model", 4))
         >>> layout = {"batch": "data", "heads": "model", "hidden": "model", "vocab": "model"}
@@ -100,10 +100,10 @@ def best_layout(
     ``auto_mtf`` chooses one by memory alone.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([512, 512], batch=65536), Cluster.preset("dgx-a100", num_nodes=1)
         >>> situation = Situation(graph, cluster, Training(), default_costs())
         >>> mesh = DeviceMesh((MeshAxis("all", 8),), tuple(range(8)))

@@ -15,17 +15,17 @@ import numpy as np
 
 from stratagem.search.situation import Situation
 from stratagem.search.space import Skeleton
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.memory import StageTensors
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import smallest_shard
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.resources import slowdown_of
-from stratagem.simulator.stage_shapes import StageShapes
-from stratagem.simulator.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.placement import smallest_shard
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.hardware.resources import slowdown_of
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.device_memory import StageTensors
+from stratagem.simulator.stage.equal_stages import StageShapes
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class StagePrices:
 
     Example:
         >>> from stratagem.search.strategies import data_parallel
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> situation = Situation(graph, cluster, Training(), default_costs())
         >>> mesh = DeviceMesh((MeshAxis("data", 8),), tuple(range(8)))
@@ -145,10 +145,10 @@ def grid_meshes(situation: Situation) -> list[DeviceMesh]:
     """All devices as data × model, for every model axis that divides a node and the devices.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
         >>> situation = Situation(mlp([8, 8], batch=8), cluster, Training(), default_costs())
         >>> [mesh.shape for mesh in grid_meshes(situation)]

@@ -23,12 +23,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stratagem.search.choices import Choices
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import MeshAxis
-from stratagem.simulator.operators import Operator, factors
-from stratagem.simulator.parameters import trainable_weights
-from stratagem.simulator.placement import (
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Config,
     Partial,
@@ -39,7 +36,10 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.hardware.device_mesh import MeshAxis
+from stratagem.simulator.operators.operator import Operator, factors
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
 Annotation = Mapping[str, str | None]
 """Per axis the dim of the tensor that it splits, or None: none, and so it stays. Axes that are not
@@ -89,7 +89,7 @@ def complete(
 
     Example: one annotation makes a model data parallel.
         >>> from stratagem.search.strategies import data_parallel
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph = mlp([8, 16, 4], batch=32)
         >>> done = complete(graph, [MeshAxis("data", 4)], {"layers.0": {"data": "sample"}})
         >>> done.choices == data_parallel(graph, (4,))

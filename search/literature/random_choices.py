@@ -9,8 +9,8 @@ import numpy as np
 
 from stratagem.search.choices import Choices
 from stratagem.search.space import operator_choices
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.sharding.choice import Choice
 
 
 def random_choices(
@@ -25,7 +25,7 @@ def random_choices(
     Jia et al. 2019 (FlexFlow, arXiv 1807.05358) start Markov chains from such strategies.
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph = mlp([8, 16, 4], batch=32)
         >>> random_choices(graph, (4,), seed=1) == random_choices(graph, (4,), seed=1)
         True

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from stratagem.search.literature.dims import LogicalDim, logical_dims
 from stratagem.search.literature.propagation import Annotation
 from stratagem.search.strategies import expert_dims
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import MeshAxis
-from stratagem.simulator.names import unknown
-from stratagem.simulator.operators import Operator, factors
-from stratagem.simulator.placement import smallest_shard
-from stratagem.simulator.rules import rule_of
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import smallest_shard
+from stratagem.simulator.hardware.device_mesh import MeshAxis
+from stratagem.simulator.operators.operator import Operator, factors
+from stratagem.simulator.operators.operator_kinds import rule_of
 
 TRANSFORMER_RECIPES = ("2d attempt 1", "2d attempt 2", "2d finalized")
 """GSPMD's ways to split a dense transformer, from the first tried to the one kept."""
@@ -41,7 +41,7 @@ def transformer_annotations(
     their features whole, so they gather what the last recipe splits.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph = gpt(num_layers=1, batch=8)
         >>> axes = (MeshAxis("X", 2), MeshAxis("Y", 2))
         >>> transformer_annotations(graph, axes)["h.0.mlp.down"]
@@ -93,7 +93,7 @@ def gshard_annotations(graph: OperatorGraph, axes: Sequence[MeshAxis]) -> dict[s
     where they enter. All else, such as the all-to-alls between both, follows.
 
     Example:
-        >>> from stratagem.simulator.models import moe
+        >>> from stratagem.simulator.graph.models import moe
         >>> graph = moe(num_layers=2, experts=8, batch=8)
         >>> annotations = gshard_annotations(graph, [MeshAxis("device", 8)])
         >>> annotations["wte"], annotations["h.1.moe.up"]

@@ -13,20 +13,20 @@ import numpy as np
 
 from stratagem.search.literature.pricing import one_stage_plan
 from stratagem.search.situation import Situation
-from stratagem.simulator.arrays import Floats, Ints
-from stratagem.simulator.cell_layouts import Cells
-from stratagem.simulator.cells import cell_block
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cost_table import TableBuilder
-from stratagem.simulator.engine import simulate
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.memory import StageTensors
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.placement import REPLICATE, Pin
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.resources import slowdown_of
-from stratagem.simulator.stage_shapes import StageShapes
-from stratagem.simulator.work_kinds import FORWARD, LAST_BACKWARD
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Pin
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.hardware.resources import slowdown_of
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.schedules.work_kinds import FORWARD, LAST_BACKWARD
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.device_memory import StageTensors
+from stratagem.simulator.stage.cell_layouts import Cells
+from stratagem.simulator.stage.device_cells import cell_block
+from stratagem.simulator.stage.equal_stages import StageShapes
 
 OVER_MEMORY = 10.0
 """How many times worse the reward of a placement is that some device cannot hold."""
@@ -83,10 +83,10 @@ def reinforce(
     plan as if one device held everything, so it may call a plan too large that `fits`.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
         >>> situation = Situation(mlp([8, 8], batch=4), cluster, Training(), default_costs())
         >>> found = reinforce(situation, num_samples=20)
@@ -145,7 +145,7 @@ def operator_groups(graph: OperatorGraph, max_groups: int) -> Ints:
     Sources, which every device computes, belong to the group of what follows them.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> groups = operator_groups(gpt(num_layers=4, batch=8), 64)
         >>> int(groups.max()) + 1, bool((np.diff(groups) >= 0).all())
         (9, True)
@@ -210,10 +210,10 @@ class Placements:
     """Prices placements of groups; operators and conversions are priced once for all of them.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import mlp
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
         >>> situation = Situation(mlp([8, 8], batch=4), cluster, Training(), default_costs())
         >>> groups = operator_groups(situation.graph, 2)

@@ -22,15 +22,15 @@ from stratagem.search.literature.shortened import Shortened, shortened
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.situation import Situation, rank
 from stratagem.search.strategies import with_recompute
-from stratagem.simulator.arrays import Flags, Floats, Ints
-from stratagem.simulator.collectives import Collective, collective_time
-from stratagem.simulator.cost_table import CostTable, TableBuilder
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.memory import StageTensors
-from stratagem.simulator.mesh import AxisLink, DeviceMesh, MeshAxis
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.stage_shapes import StageShapes
+from stratagem.simulator.base.arrays import Flags, Floats, Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.simulation.device_memory import StageTensors
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.stage.equal_stages import StageShapes
 
 _EACH_SYNC = (0.0, 0.0, 0.5, 1.5)
 """By ZeRO stage, how many all-reduces of gradients a microbatch's gathers and syncs are worth."""
@@ -86,10 +86,10 @@ def screen(
     tried. Where no setup can fit, those with the least need are simulated.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.kernel_costs import default_costs
-        >>> from stratagem.simulator.models import gpt
-        >>> from stratagem.simulator.training import Training
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import gpt
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> situation = Situation(graph, cluster, Training(), default_costs())
         >>> found = screen(situation, [TrainingSetup(tensor=t) for t in (1, 2, 3)])

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.graph import OperatorGraph, repeated_blocks
-from stratagem.simulator.operators import Operator
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators.operator import Operator
 
 KEPT = 3
 """Repeats that are kept of a block: its first and its last, whose neighbours differ, and one."""
@@ -31,7 +31,7 @@ def shortened(graph: OperatorGraph) -> Shortened:
     """Leave out all repeats of a block but the first, one in the middle and the last.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> short = shortened(gpt(num_layers=48, batch=2))
         >>> len(short.graph.operators) < len(short.stands_for) / 10
         True

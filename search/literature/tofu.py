@@ -17,14 +17,9 @@ import numpy as np
 
 from stratagem.search.choices import Choices
 from stratagem.search.literature.frontier import least_sum
-from stratagem.simulator.arrays import Floats
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.operators import Dim, Edge, Operator, Weight, factor_sizes
-from stratagem.simulator.parameters import trainable_weights
-from stratagem.simulator.placement import (
+from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     REPLICATE,
     Partial,
     Placement,
@@ -39,8 +34,13 @@ from stratagem.simulator.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.rules import InnerReduction, rule_of
-from stratagem.simulator.training import Training
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Dim, Edge, Operator, Weight, factor_sizes
+from stratagem.simulator.operators.operator_kinds import InnerReduction, rule_of
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def tofu(
     links do not count; put the slowest axis first, where the fewest bytes go.
 
     Example: with a large batch and small weights the samples are cut.
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> result = tofu(mlp([16, 16, 16], batch=4096), (2, 2))
         >>> [str(p) for p in result.choices["layers.1"].config]
         ['S(sample)', 'S(sample)']
@@ -274,7 +274,7 @@ def moved_bytes(nbytes: float, source: Placement, target: Placement, ways: int) 
     """Bytes that all `ways` members receive when a tensor of `nbytes` changes its placement.
 
     Example: an all-gather, and a reduce-scatter followed by one.
-        >>> from stratagem.simulator.placement import PARTIAL
+        >>> from stratagem.simulator.graph.placement import PARTIAL
         >>> moved_bytes(100.0, Shard(0), REPLICATE, 4), moved_bytes(100.0, PARTIAL, REPLICATE, 4)
         (300.0, 600.0)
     """

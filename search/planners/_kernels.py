@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.simulator._compiling import kernel
-from stratagem.simulator.arrays import Floats, Indices, Words
+from stratagem.simulator.base.arrays import Floats, Indices, Words
+from stratagem.simulator.base.compiling import kernel
 
 ZERO, ONE = np.uint64(0), np.uint64(1)
 

@@ -11,7 +11,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from stratagem.search.planners.dnn_partitioning import PartitionInput, PartitionNode
-from stratagem.simulator.arrays import Floats
+from stratagem.simulator.base.arrays import Floats
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from stratagem.search.planners._kernels import split_nets, stage_loads
 from stratagem.search.planners.blocks import Blocks, pipeline_blocks
 from stratagem.search.planners.dnn_partitioning import PartitionInput, read_partition_input
 from stratagem.search.planners.result import PlannedStage, PlannerResult
-from stratagem.simulator.arrays import Flags, Floats
+from stratagem.simulator.base.arrays import Flags, Floats
 
 CONTIGUOUS = "max-load, contiguous"
 DEVICES = ("accelerator", "cpu")

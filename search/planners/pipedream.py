@@ -21,8 +21,8 @@ import numpy as np
 from stratagem.search.downsets import DownSets
 from stratagem.search.planners.reading import check_numbers
 from stratagem.search.planners.result import PlannedStage
-from stratagem.simulator.arrays import Flags, Floats
-from stratagem.simulator.files import read_text, write_text
+from stratagem.simulator.base.arrays import Flags, Floats
+from stratagem.simulator.base.files import read_text, write_text
 
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 

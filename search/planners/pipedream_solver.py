@@ -26,7 +26,7 @@ from stratagem.search.downsets import (
 from stratagem.search.planners._kernels import replica_seconds
 from stratagem.search.planners.pipedream import PipeDreamGraph, read_pipedream_graph
 from stratagem.search.planners.result import PlannedStage, PlannerResult
-from stratagem.simulator.arrays import Flags, Floats
+from stratagem.simulator.base.arrays import Flags, Floats
 
 MAX_NESTED_SETS = 800
 """With more down-sets than this a hierarchy is cut along linear orders: its table is quadratic."""

@@ -18,7 +18,7 @@ import msgspec
 
 from stratagem.search.planners.reading import check_numbers, decode_file
 from stratagem.search.planners.result import PlannedStage
-from stratagem.simulator.files import write_text
+from stratagem.simulator.base.files import write_text
 
 
 class RunOption(msgspec.Struct, frozen=True, rename="camel"):

@@ -24,7 +24,7 @@ from stratagem.search.planners.piper import (
     with_seconds,
 )
 from stratagem.search.planners.result import PlannedStage, PlannerResult
-from stratagem.simulator.arrays import Flags, Floats, Indices, Ints
+from stratagem.simulator.base.arrays import Flags, Floats, Indices, Ints
 
 EFFORT = 200_000
 """Branches that the choice of ways of one stage may take."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from stratagem.simulator.files import read_text
+from stratagem.simulator.base.files import read_text
 
 T = TypeVar("T")
 

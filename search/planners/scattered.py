@@ -23,7 +23,7 @@ from stratagem.search.planners.max_load import (
     with_loads,
 )
 from stratagem.search.planners.result import PlannedStage, PlannerResult
-from stratagem.simulator.arrays import Floats, Indices
+from stratagem.simulator.base.arrays import Floats, Indices
 
 SCATTERED = "max-load, any nodes on a device"
 HOT, COLD = 0.01, 1e-5

@@ -10,11 +10,11 @@ from stratagem.search.pipelining import searched_schedules
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.search import search
 from stratagem.search.space import Options
-from stratagem.simulator.cluster import Cluster, Link
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.simulation import simulate_plan
-from stratagem.simulator.table import Table, Unit, Value
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.tables import Table, Unit, Value
+from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.hardware.cluster import Cluster, Link
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 FACTOR = 2.0
 """How much faster the faster links are."""

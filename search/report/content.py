@@ -11,21 +11,25 @@ from typing import Any
 import numpy as np
 
 from stratagem.search.result import SearchResult
-from stratagem.simulator.arrays import Ints
-from stratagem.simulator.describe import choice_phrase, operator_seconds, plan_words
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.lifetimes import Purpose
-from stratagem.simulator.memory import MemoryTimeline
-from stratagem.simulator.memory_plot import COLOURS as MEMORY_COLOURS
-from stratagem.simulator.memory_plot import drawn_points
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plot import COLOURS, DARK
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.step_path import StepPath
-from stratagem.simulator.table import Table, Unit, Value
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import SEPARATOR, Timeline, lane_group
-from stratagem.simulator.units import format_bytes, format_duration
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.tables import Table, Unit, Value
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.drawing.memory_plot import COLOURS as MEMORY_COLOURS
+from stratagem.simulator.drawing.memory_plot import drawn_points
+from stratagem.simulator.drawing.timeline_plot import COLOURS, DARK
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.device_memory import MemoryTimeline
+from stratagem.simulator.simulation.plan_in_words import (
+    choice_phrase,
+    operator_seconds,
+    plan_words,
+)
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.stage.tensor_lifetimes import Purpose
+from stratagem.simulator.timeline.step_critical_path import StepPath
+from stratagem.simulator.timeline.timeline import SEPARATOR, Timeline, lane_group
 
 MAX_TASKS = 60_000
 """Tasks that the page holds one by one; of more, those that follow each other without a gap are

@@ -15,10 +15,10 @@ from stratagem.search.report.changes import hardware_changes
 from stratagem.search.report.content import page_content
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.space import Options
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.files import write_text
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.show.plan_picture import plan_picture
+from stratagem.simulator.base.files import write_text
+from stratagem.simulator.drawing.plan_picture import plan_picture
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.version import __version__
 
 QUICK = Budget(evaluations=300, seconds=15.0)

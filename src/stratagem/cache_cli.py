@@ -19,16 +19,16 @@ import typer
 from rich.console import Console
 
 from stratagem.cli_options import AsJson, print_json, speaker
-from stratagem.simulator.files import write_text
-from stratagem.simulator.names import nearest, unknown
-from stratagem.simulator.texts import printable
-from stratagem.simulator.units import format_bytes
+from stratagem.simulator.base.files import write_text
+from stratagem.simulator.base.hostile_texts import printable
+from stratagem.simulator.base.misspelt_names import nearest, unknown
+from stratagem.simulator.base.units import format_bytes
 from stratagem.tables import simple_table
 
 if TYPE_CHECKING:
     from stratagem.profiler.cache import TimingCache
     from stratagem.profiler.keys import Entry
-    from stratagem.simulator.provenance import Environment
+    from stratagem.simulator.plan.provenance import Environment
 
 cache_app = typer.Typer(
     invoke_without_command=True,
@@ -181,7 +181,7 @@ def import_entries(
     Example: stratagem cache import trace.json.gz --here cuda
     """
     from stratagem.profiler.importing import FileFormat, import_file
-    from stratagem.simulator.provenance import Environment
+    from stratagem.simulator.plan.provenance import Environment
 
     form = None
     if format:
@@ -329,7 +329,7 @@ def _is_collective(entry: Entry) -> bool:
 def _environment_here(here: str, told: Environment) -> Environment:
     """This machine's environment, with what was told in its place."""
     from stratagem.profiler.clock import describe_environment
-    from stratagem.simulator.provenance import Environment
+    from stratagem.simulator.plan.provenance import Environment
 
     device = _checked(here, ["cpu", "cuda"], "device for --here")
     found = describe_environment(device, threads=told.threads, load=told.load)

@@ -38,9 +38,9 @@ from stratagem.profile_cli import profile
 from stratagem.run_cli import run
 from stratagem.search_cli import search
 from stratagem.simulate_cli import compare, diff, schedules, simulate
-from stratagem.simulator.files import write_text
-from stratagem.simulator.graph_io import graph_to_json
-from stratagem.simulator.texts import printable
+from stratagem.simulator.base.files import write_text
+from stratagem.simulator.base.hostile_texts import printable
+from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.starting import INTERRUPTED, heed_interrupts
 from stratagem.version import __version__
 

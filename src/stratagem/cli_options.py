@@ -17,12 +17,12 @@ import typer
 from rich.console import Console
 
 from stratagem.search.methods import METHODS
-from stratagem.simulator.cluster import preset_names
-from stratagem.simulator.files import write_text
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.segments import RECOMPUTE_POLICIES
-from stratagem.simulator.table import Table
-from stratagem.simulator.training import OPTIMIZER_STATES, PRECISIONS, Training
+from stratagem.simulator.base.files import write_text
+from stratagem.simulator.base.tables import Table
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
+from stratagem.simulator.hardware.cluster import preset_names
+from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, PRECISIONS, Training
+from stratagem.simulator.plan.plan import Plan
 from stratagem.tables import result_table
 
 ANSWER_IS_NO = 1

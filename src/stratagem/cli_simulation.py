@@ -9,18 +9,18 @@ from rich.console import Console
 
 from stratagem import face
 from stratagem.cli_options import say_written
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.describe import describe
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plot import plot_timelines
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.step_path import StepPath
-from stratagem.simulator.trace import write_trace
-from stratagem.simulator.training import Training
+from stratagem.simulator.drawing.timeline_plot import plot_timelines
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.plan_in_words import describe
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.timeline.chrome_trace import write_trace
+from stratagem.simulator.timeline.step_critical_path import StepPath
 
 if TYPE_CHECKING:
-    from stratagem.simulator.costs import CostModel
+    from stratagem.simulator.kernel_times.cost_model import CostModel
 
 
 def costs_for(

@@ -24,8 +24,8 @@ from stratagem.cli_options import (
     speaker,
 )
 from stratagem.model_spec import load_cluster
-from stratagem.simulator.cluster import NOT_CALIBRATED, Cluster, Link, preset_names
-from stratagem.simulator.files import encode, write_text
+from stratagem.simulator.base.files import encode, write_text
+from stratagem.simulator.hardware.cluster import NOT_CALIBRATED, Cluster, Link, preset_names
 from stratagem.tables import simple_table
 
 

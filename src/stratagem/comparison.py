@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from stratagem.simulator.plan import Plan, ranks_of
-from stratagem.simulator.plot import plot_timelines
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Table, Unit
-from stratagem.simulator.task_kinds import TaskKind
-from stratagem.simulator.timeline import Timeline, statistics
-from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
-from stratagem.simulator.trace import write_trace
-from stratagem.simulator.units import format_bytes, format_duration
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.drawing.timeline_plot import plot_timelines
+from stratagem.simulator.plan.plan import Plan, ranks_of
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.timeline.chrome_trace import write_trace
+from stratagem.simulator.timeline.step_difference import TimelineDiff, diff_timelines
+from stratagem.simulator.timeline.timeline import Timeline, statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ import typer
 from stratagem import exports
 from stratagem.cli_options import AsJson, print_json, speaker
 from stratagem.model_spec import load_graph
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.plan.plan import Plan
 
 
 def export(

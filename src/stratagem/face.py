@@ -19,17 +19,17 @@ from stratagem.search.constraints import Constraints
 from stratagem.search.course import Progress
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.space import Options
-from stratagem.simulator import schedule_comparison
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.names import unknown
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import Simulation, simulate_plan
-from stratagem.simulator.table import Table
-from stratagem.simulator.training import Training
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.tables import Table
+from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation import schedule_comparison
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,7 @@ def search(
     """Find a plan to train `graph` on `cluster`, and bound the best there can be.
 
     Example:
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.graph.models import mlp
         >>> graph = mlp([256, 256, 256], batch=64)
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> search(graph, cluster, budget=Budget(evaluations=100), progress=False).plan.num_devices
@@ -401,7 +401,7 @@ def execute(
     from stratagem.executor.run import execute as run_here
     from stratagem.executor.states import model_state
     from stratagem.ranks import run_processes
-    from stratagem.simulator.torch_ops.capture import capture
+    from stratagem.simulator.torch_ops.capture.capture import capture
 
     known = get_args(Backend)
     if backend not in known:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from stratagem.executor.report import Report
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.feedback import learn
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import Provenance
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import Provenance
 
 
 def learn_from(report: Report, graph: OperatorGraph, plan: Plan, cache: TimingCache) -> int:

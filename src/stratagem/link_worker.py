@@ -9,8 +9,8 @@ import torch
 
 from stratagem.executor.world import join
 from stratagem.profiler.links import CUDA_SIZES, SIZES, time_collectives
-from stratagem.simulator.files import encode, write_text
-from stratagem.simulator.provenance import PROCESS_BACKENDS
+from stratagem.simulator.base.files import encode, write_text
+from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.cluster_links import FittedLinks, fitted_links
 from stratagem.profiler.links import CollectiveFit, fit_collectives, fit_link, keep_collectives
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.device import DeviceType, device_names
-from stratagem.simulator.provenance import ProcessBackend
-from stratagem.simulator.table import Table, Unit
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import DeviceType, device_names
+from stratagem.simulator.plan.provenance import ProcessBackend
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from enum import Enum
 from pathlib import Path
 
 from stratagem.extras import EXTRAS, install_command
-from stratagem.simulator.table import Table, Unit
-from stratagem.simulator.units import format_bytes
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.base.units import format_bytes
 from stratagem.version import __version__
 
 
@@ -126,7 +126,7 @@ def _gloo(is_here: bool) -> Finding:
 
 
 def _no_gpu(cuda: str) -> Finding:
-    from stratagem.simulator.torch_ops.versions import driver_version
+    from stratagem.simulator.torch_ops.kernels.library_versions import driver_version
 
     driver = driver_version()
     if driver and not cuda:

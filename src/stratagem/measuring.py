@@ -21,17 +21,17 @@ from stratagem.executor.scratch import Scratch
 from stratagem.profiler.keys import Measurement, summarise
 from stratagem.profiler.links import CollectiveTiming, fit_link
 from stratagem.profiler.timing import Effort, evictor, time_operator
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.cluster import Cluster, Link
-from stratagem.simulator.costs import Direction
-from stratagem.simulator.files import decode, read_text
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.models import gpt
-from stratagem.simulator.placement import REPLICATE
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.provenance import ProcessBackend
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.files import decode, read_text
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.cluster import Cluster, Link
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.plan.provenance import ProcessBackend
+from stratagem.simulator.sharding.choice import Choice
 
 LOOPBACK = "loopback (gloo)"
 """The link between CPU processes of one machine."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.places import at_place
-from stratagem.simulator.cluster import Cluster, preset_names
-from stratagem.simulator.files import read_text
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_from_json
+from stratagem.simulator.base.files import read_text
+from stratagem.simulator.graph.graph_file import graph_from_json
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster, preset_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,7 +38,7 @@ def load_graph(spec: str) -> OperatorGraph:
                 f"inputs), as {Path(spec).stem}:build"
             )
         return graph_from_json(read_text(spec, "graph file"))
-    from stratagem.simulator.torch_ops.capture import capture
+    from stratagem.simulator.torch_ops.capture.capture import capture
 
     model, inputs = load_model(spec)
     return capture(model, kwargs=inputs, name=spec.partition(":")[0].rpartition(".")[2])

@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 DRAWN = (
-    ("stratagem.simulator.plan", "Plan"),
-    ("stratagem.simulator.cluster", "Cluster"),
-    ("stratagem.simulator.graph", "OperatorGraph"),
+    ("stratagem.simulator.plan.plan", "Plan"),
+    ("stratagem.simulator.hardware.cluster", "Cluster"),
+    ("stratagem.simulator.graph.operator_graph", "OperatorGraph"),
 )
 """Modules and names of what has a picture."""
 
@@ -30,6 +30,6 @@ def register_pictures() -> bool:
 
 
 def _picture(value: Any) -> str:
-    from stratagem.simulator.show.pictures import picture_of
+    from stratagem.simulator.drawing.pictures import picture_of
 
     return picture_of(value)

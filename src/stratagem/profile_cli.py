@@ -26,10 +26,10 @@ from stratagem.cli_options import (
 )
 from stratagem.face import MAX_OPERATORS
 from stratagem.model_spec import load_cluster, load_graph
-from stratagem.simulator.cluster import Cluster, preset_names
-from stratagem.simulator.files import encode, write_text
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.files import encode, write_text
+from stratagem.simulator.hardware.cluster import Cluster, preset_names
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 from stratagem.starting import INTERRUPTED
 from stratagem.tables import result_table
 

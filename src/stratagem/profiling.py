@@ -21,17 +21,17 @@ from stratagem.profiler.timing import Effort
 from stratagem.profiler.update import profile_updates
 from stratagem.progress import progress_bar
 from stratagem.search.space import operator_choices, skeletons
-from stratagem.simulator.cluster import Cluster
-from stratagem.simulator.costs import Direction, local_operator
-from stratagem.simulator.device import DeviceType
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.placement import local_sizes
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.sliced_plan import pass_graphs
-from stratagem.simulator.training import Training
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import local_sizes
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.cost_model import Direction, local_operator
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.token_slice_plan import pass_graphs
 
 Local = tuple[Operator, LocalSizes]
 

@@ -30,12 +30,12 @@ from stratagem.executor.scratch import Scratch
 from stratagem.executor.training_loop import RunOptions, warn_not_finite
 from stratagem.feeding import Fed, Feeder
 from stratagem.progress import Show, show_status, status_file
-from stratagem.simulator.files import atomic_path
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.graph_io import graph_from_json, graph_to_json
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import ProcessBackend, Provenance
-from stratagem.simulator.timeline import Timeline
+from stratagem.simulator.base.files import atomic_path
+from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import ProcessBackend, Provenance
+from stratagem.simulator.timeline.timeline import Timeline
 
 TASK, RESULT, STATUS = "task.pt", "result.pt", "status.json"
 

@@ -15,10 +15,10 @@ import typer
 
 from stratagem.cli_options import AsJson, among, print_json, speaker
 from stratagem.progress import progress_bar
-from stratagem.simulator.names import unknown
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.provenance import PROCESS_BACKENDS
-from stratagem.simulator.units import format_bytes, format_duration
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 
 
 def run(

@@ -38,9 +38,9 @@ from stratagem.search.constraints import Constraints
 from stratagem.search.pipelining import searched_schedules
 from stratagem.search.result import Budget, SearchResult
 from stratagem.search.space import Options
-from stratagem.simulator.files import check_place
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.segments import RECOMPUTE_POLICIES
+from stratagem.simulator.base.files import check_place
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
+from stratagem.simulator.plan.plan import Plan
 from stratagem.tables import result_table, strategy_table
 
 

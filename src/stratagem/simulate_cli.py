@@ -30,18 +30,18 @@ from stratagem.cli_options import (
 )
 from stratagem.cli_simulation import costs_for, show_simulation, simulated, simulation_facts
 from stratagem.model_spec import load_graph
-from stratagem.simulator.memory_plot import plot_memory
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.plot import plot_timelines
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.timeline_diff import TimelineDiff, diff_timelines
-from stratagem.simulator.timeline_tables import collective_table, operator_table
-from stratagem.simulator.trace import write_trace
+from stratagem.simulator.drawing.memory_plot import plot_memory
+from stratagem.simulator.drawing.timeline_plot import plot_timelines
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.timeline.chrome_trace import write_trace
+from stratagem.simulator.timeline.step_difference import TimelineDiff, diff_timelines
+from stratagem.simulator.timeline.timeline_tables import collective_table, operator_table
 from stratagem.tables import comparison_table
 
 if TYPE_CHECKING:
     from stratagem.executor.report import Report
-    from stratagem.simulator.graph import OperatorGraph
+    from stratagem.simulator.graph.operator_graph import OperatorGraph
 
 TABLES = ("groups", "operators", "collectives", "critical_path")
 """Of a simulation, those that ``--tables`` writes."""

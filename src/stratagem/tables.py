@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stratagem.comparison import Comparison
-from stratagem.simulator import table as results
-from stratagem.simulator.simulation import Simulation
-from stratagem.simulator.table import Unit
-from stratagem.simulator.units import format_bytes, format_duration
+from stratagem.simulator.base import tables as results
+from stratagem.simulator.base.tables import Unit
+from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.simulation.simulation import Simulation
 
 
 def strategy_table(simulations: Mapping[str, Simulation], *, title: str = "") -> Table:

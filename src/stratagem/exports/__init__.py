@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from stratagem.exports.accelerate import (
-    accelerate_deepspeed,
-    accelerate_fsdp,
-    accelerate_megatron,
-)
+from stratagem.exports.accelerate import accelerate_deepspeed, accelerate_fsdp, accelerate_megatron
 from stratagem.exports.deepspeed import deepspeed
 from stratagem.exports.differences import differences
 from stratagem.exports.dtensor import dtensor
@@ -21,13 +17,13 @@ from stratagem.exports.fsdp2 import fsdp2
 from stratagem.exports.megatron import megatron
 from stratagem.exports.result import Draft, Export
 from stratagem.exports.torchtitan import torchtitan
-from stratagem.simulator.cost_table import RowMemory
-from stratagem.simulator.costs import CostModel
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.kernel_costs import default_costs
-from stratagem.simulator.names import unknown
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.simulation import simulate_plan
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.simulation.simulation import simulate_plan
 
 __all__ = ["FORMATS", "Export", "export"]
 
@@ -51,8 +47,8 @@ def export(
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> plan = TrainingSetup(
         ...     tensor=2, pipeline=2, zero=1, inputs_first=True, overlap_gradients=False

@@ -13,8 +13,8 @@ from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
 from stratagem.exports.units import unit_gradient_bytes
 from stratagem.search.setup import ALL_AT_ONCE
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
 
 Yaml = Mapping[str, Any]
 
@@ -53,8 +53,8 @@ def accelerate_fsdp(plan: Plan, graph: OperatorGraph) -> Draft:
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> draft = accelerate_fsdp(TrainingSetup(zero=3).plan(graph, cluster), graph)
         >>> "  fsdp_reshard_after_forward: true" in draft.text

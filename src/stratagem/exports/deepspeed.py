@@ -10,8 +10,8 @@ from typing import Any
 from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
 from stratagem.search.setup import ALL_AT_ONCE
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
 
 
 def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
@@ -34,8 +34,8 @@ def deepspeed(plan: Plan, graph: OperatorGraph) -> Draft:
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> draft = deepspeed(TrainingSetup(zero=3).plan(graph, cluster), graph)
         >>> json.loads(draft.text)["zero_optimization"]["stage"]

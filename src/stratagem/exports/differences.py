@@ -10,13 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.describe import choice_phrase, collapse
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.operators import Operator
-from stratagem.simulator.parameters import parameter_weights, zero_stage
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     Config,
     Partial,
     Pin,
@@ -24,9 +19,14 @@ from stratagem.simulator.placement import (
     splits_of,
     weight_gradient_placements,
 )
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.token_slices import num_slices
-from stratagem.simulator.windows import shard_bounds
+from stratagem.simulator.graph.token_slices import num_slices
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import parameter_weights, zero_stage
+from stratagem.simulator.simulation.plan_in_words import choice_phrase, collapse
 
 Parts = frozenset[tuple[int, tuple[tuple[int, int], ...]]]
 """Which part of each dim of an operator each device has."""
@@ -40,8 +40,8 @@ def device_parts(operator: Operator, config: Config, mesh: DeviceMesh) -> Parts:
     """The devices that run an operator, each with the bounds of its part of every dim.
 
     Example:
-        >>> from stratagem.simulator.mesh import MeshAxis
-        >>> from stratagem.simulator.models import mlp
+        >>> from stratagem.simulator.hardware.device_mesh import MeshAxis
+        >>> from stratagem.simulator.graph.models import mlp
         >>> operator = mlp([8, 4], batch=2).operator("layers.0")
         >>> mesh = DeviceMesh((MeshAxis("data", 2),), (5, 6))
         >>> sorted(device_parts(operator, (Shard("sample"),), mesh))[1]
@@ -111,8 +111,8 @@ def differences(plan: Plan, nearest: Plan, graph: OperatorGraph) -> tuple[str, .
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=2, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> plans = [TrainingSetup(microbatch=n).plan(graph, cluster) for n in (1, 2)]
         >>> differences(*plans, graph)

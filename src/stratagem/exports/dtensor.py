@@ -14,11 +14,11 @@ from stratagem.exports.placements import (
 from stratagem.exports.result import Draft
 from stratagem.exports.styles import module_of, module_styles, said, split_axes
 from stratagem.search.strategies import replicated
-from stratagem.simulator.describe import collapse
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.placement import Partial, Placements
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.texts import python_text
+from stratagem.simulator.base.hostile_texts import python_text
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Partial, Placements
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.simulation.plan_in_words import collapse
 
 HEAD = """\
 import torch
@@ -106,8 +106,8 @@ def dtensor(plan: Plan, graph: OperatorGraph) -> Draft:
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import llama
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import llama
         >>> graph = llama(num_layers=2, batch=16)
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
         >>> text = dtensor(TrainingSetup(tensor=4).plan(graph, cluster), graph).text

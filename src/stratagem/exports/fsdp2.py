@@ -12,11 +12,11 @@ from stratagem.exports.differences import summed_axes
 from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, nearest_uniform
 from stratagem.exports.units import unit_gradient_bytes, unit_of, wrapped_modules
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.parameters import zero_stage
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.texts import python_text
-from stratagem.simulator.training import Training
+from stratagem.simulator.base.hostile_texts import python_text
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.parameter_homes import zero_stage
 
 
 def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
@@ -74,8 +74,8 @@ def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=2, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> text = fsdp2(TrainingSetup(zero=3).plan(graph, cluster), graph).text
         >>> 'UNITS = {"h.0": 3, "h.1": 3, "": 3}' in text

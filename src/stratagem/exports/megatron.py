@@ -9,8 +9,8 @@ from stratagem.exports.result import Draft
 from stratagem.exports.transformer import TransformerSizes, transformer_sizes
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
 from stratagem.search.setup import ALL_AT_ONCE
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.plan import Plan
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
 
 
 def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
@@ -39,8 +39,8 @@ def megatron(plan: Plan, graph: OperatorGraph) -> Draft:
 
     Example:
         >>> from stratagem.search.setup import TrainingSetup
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> draft = megatron(TrainingSetup(tensor=2, pipeline=2).plan(graph, cluster), graph)
         >>> draft.text.splitlines()[:2]

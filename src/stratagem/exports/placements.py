@@ -12,10 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import DimKind, Edge, Layout, Operator, factor_sizes
-from stratagem.simulator.placement import (
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
     PARTIAL,
     REPLICATE,
     Config,
@@ -29,7 +27,9 @@ from stratagem.simulator.placement import (
     splits_of,
     weight_placements,
 )
-from stratagem.simulator.plan import Plan, Stage
+from stratagem.simulator.operators.operator import DimKind, Edge, Layout, Operator, factor_sizes
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
 
 
 def tensor_placements(

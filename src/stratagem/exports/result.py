@@ -6,9 +6,9 @@ import html
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratagem.simulator.files import write_text
-from stratagem.simulator.plan import Plan
-from stratagem.simulator.units import format_duration
+from stratagem.simulator.base.files import write_text
+from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from stratagem.exports.placements import (
     result_placements,
     tensor_placements,
 )
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import DimKind, Operator
-from stratagem.simulator.placement import REPLICATE, Placement, Shard, output_placements
-from stratagem.simulator.plan import Stage
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, Placement, Shard, output_placements
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.plan.plan import Stage
 
 
 def module_of(graph: OperatorGraph, operator: Operator) -> str:
     """The module that an operator is all of, by its path; empty where there is none.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph = gpt(num_layers=1, batch=8)
         >>> [module_of(graph, graph.operator(name)) for name in ("h.0.mlp.up", "h.0.add")]
         ['h.0.mlp.up', '']

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from stratagem.search.literature.dims import logical_dims
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.operators import Operator, factors
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.operator import Operator, factors
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def transformer_sizes(graph: OperatorGraph) -> TransformerSizes | None:
     Positions are rotations or learned, and layers alike.
 
     Example:
-        >>> from stratagem.simulator.models import gpt, resnet
+        >>> from stratagem.simulator.graph.models import gpt, resnet
         >>> sizes = transformer_sizes(gpt(num_layers=3, batch=8))
         >>> sizes.layers, sizes.hidden, sizes.feed_forward, sizes.heads, sizes.vocabulary
         (3, 768, 3072, 12, 50257)

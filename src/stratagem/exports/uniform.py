@@ -20,15 +20,15 @@ from stratagem.search.literature.dims import logical_dims
 from stratagem.search.partition import by_stage, layer_units
 from stratagem.search.setup import TrainingSetup
 from stratagem.search.strategies import expert_dims, expert_ways, tensor_dims
-from stratagem.simulator.choice import Choice
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.mesh import DeviceMesh
-from stratagem.simulator.operators import Operator, factors, shape_of
-from stratagem.simulator.parameters import trainable_weights
-from stratagem.simulator.placement import Shard, splits_of
-from stratagem.simulator.plan import Plan, Stage
-from stratagem.simulator.rules import rule_of
-from stratagem.simulator.segments import RECOMPUTE_POLICIES, recomputed_operators
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, recomputed_operators
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Shard, splits_of
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator import Operator, factors, shape_of
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def nearest_uniform(plan: Plan, graph: OperatorGraph, limits: Limits) -> Uniform
     """The plan with one set of degrees that is nearest to a plan, within limits.
 
     Example:
-        >>> from stratagem.simulator.cluster import Cluster
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> plan = TrainingSetup(tensor=2, pipeline=2, zero=1).plan(graph, cluster)
         >>> found = nearest_uniform(plan, graph, Limits(lambda tensor, pipeline: (0, 3)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from stratagem.simulator.graph import OperatorGraph
-from stratagem.simulator.training import Training
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.training import Training
 
 
 def wrapped_modules(graph: OperatorGraph) -> tuple[str, ...]:
@@ -16,7 +16,7 @@ def wrapped_modules(graph: OperatorGraph) -> tuple[str, ...]:
     no list belongs to the model itself.
 
     Example:
-        >>> from stratagem.simulator.models import gpt
+        >>> from stratagem.simulator.graph.models import gpt
         >>> wrapped_modules(gpt(num_layers=3, batch=8))
         ('h.0', 'h.1', 'h.2')
     """

@@ -1,0 +1,205 @@
+"""Numba kernels of the event simulator: arrays in, arrays out, no allocation.
+
+The queue is a binary heap in two arrays, ordered by (ready time, task id). Popping walks the hole
+to a leaf and lets the last entry rise from there; the smaller child is chosen without a branch.
+The order of ready times is close to random, so a branch there is mispredicted half of the time:
+on random graphs of 10,000 tasks this is 1.4 to 1.9 times as fast as the textbook binary heap, and
+1.6 to 2.4 times as fast as a 4-ary one. A packed key (ready time and id in one integer) was 1.2
+to 1.9 times as fast again, but would limit a timeline of a million tasks to 2.4 hours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import kernel
+
+
+@kernel(cache=True)
+def push_task(heap_ready: Ints, heap_task: Ints, hole: int, ready: int, task: int) -> None:
+    """Put a task at the leaf ``hole`` and let it rise to its place."""
+    while hole > 0:
+        parent = (hole - 1) >> 1
+        above = heap_ready[parent]
+        if above < ready or (above == ready and heap_task[parent] < task):
+            break
+        heap_ready[hole] = above
+        heap_task[hole] = heap_task[parent]
+        hole = parent
+    heap_ready[hole] = ready
+    heap_task[hole] = task
+
+
+@kernel(cache=True)
+def pop_task(heap_ready: Ints, heap_task: Ints, size: int) -> None:
+    """Remove the root of a heap of ``size`` entries, which leaves ``size - 1``."""
+    last = size - 1
+    hole = 0
+    child = 1
+    while child + 1 < last:
+        left, right = heap_ready[child], heap_ready[child + 1]
+        # `|` and `&`, not `or` and `and`: no branch to mispredict.
+        child += (right < left) | ((right == left) & (heap_task[child + 1] < heap_task[child]))
+        heap_ready[hole] = heap_ready[child]
+        heap_task[hole] = heap_task[child]
+        hole = child
+        child = 2 * hole + 1
+    if child < last:
+        heap_ready[hole] = heap_ready[child]
+        heap_task[hole] = heap_task[child]
+        hole = child
+    push_task(heap_ready, heap_task, hole, heap_ready[last], heap_task[last])
+
+
+@kernel(cache=True)
+def slowed_by(duration: int, wait: int, slowdown: int) -> int:
+    """Return how many ns a task loses beside a rival that is busy for ``wait`` ns from its start.
+
+    It runs at 1000 / (1000 + slowdown) of its speed until then or until its end. Quotients and
+    remainders are multiplied apart, so that no product overflows.
+    """
+    if wait <= 0:
+        return 0
+    slowest = 1000 + slowdown
+    throughout = duration // 1000 * slowdown + duration % 1000 * slowdown // 1000
+    meanwhile = wait // slowest * slowdown + wait % slowest * slowdown // slowest
+    return min(throughout, meanwhile)
+
+
+@kernel(cache=True)
+def lost_beside(contention: Ints, free: Ints, held: int, time: int, duration: int) -> int:
+    """Return how many ns a task that starts at ``time`` loses beside rivals of its resources."""
+    busy = time
+    for index in range(contention[1 + held], contention[2 + held]):
+        busy = max(busy, free[contention[index]])
+    return slowed_by(duration, busy - time, contention[0])
+
+
+@kernel(cache=True)
+def simulate_tasks(
+    successor_offsets: Ints,
+    successors: Ints,
+    num_predecessors: Ints,
+    durations: Ints,
+    resource_sets: Ints,
+    set_offsets: Ints,
+    set_resources: Ints,
+    contention: Ints,
+    remaining: Ints,
+    free: Ints,
+    heap_ready: Ints,
+    heap_task: Ints,
+    stack: Ints,
+    ready: Ints,
+    start: Ints,
+    end: Ints,
+) -> int:
+    """Play a task graph: tasks in order of (ready time, id), each as soon as its resources allow.
+
+        start = max(ready, free time of each of the task's resources)
+        end   = start + duration + what is lost beside rivals
+
+    The first eight arrays are a `TaskGraph`. The others are filled here and need no initial value:
+    ``free`` has one entry a resource, all others one entry a task.
+
+    Returns:
+        The makespan in ns, or -1 if some tasks are on or behind a cycle.
+    """
+    num_tasks = durations.size
+    free[:] = 0
+    size = 0  # of the heap
+    depth = 0  # of the stack: tasks that have ended, whose successors have not heard of it
+    for task in range(num_tasks):
+        remaining[task] = num_predecessors[task]
+        ready[task] = 0
+        if num_predecessors[task] == 0:
+            if durations[task] > 0:
+                push_task(heap_ready, heap_task, size, 0, task)
+                size += 1
+            else:
+                start[task] = 0
+                end[task] = 0
+                stack[depth] = task
+                depth += 1
+    num_ended = depth
+    makespan = 0
+    is_contended = contention.size > 0
+    while size > 0 or depth > 0:
+        if depth == 0:
+            task = heap_task[0]
+            pop_task(heap_ready, heap_task, size)
+            size -= 1
+            time = ready[task]
+            held = resource_sets[task]
+            for index in range(set_offsets[held], set_offsets[held + 1]):
+                time = max(time, free[set_resources[index]])
+            start[task] = time
+            if is_contended:
+                time += lost_beside(contention, free, held, time, durations[task])
+            time += durations[task]
+            end[task] = time
+            for index in range(set_offsets[held], set_offsets[held + 1]):
+                free[set_resources[index]] = time
+            makespan = max(makespan, time)
+            num_ended += 1
+        else:
+            depth -= 1
+            task = stack[depth]
+            time = end[task]
+        for edge in range(successor_offsets[task], successor_offsets[task + 1]):
+            after = successors[edge]
+            ready[after] = max(ready[after], time)
+            remaining[after] -= 1
+            if remaining[after] > 0:
+                continue
+            if durations[after] > 0:
+                push_task(heap_ready, heap_task, size, ready[after], after)
+                size += 1
+            else:
+                start[after] = ready[after]
+                end[after] = ready[after]
+                stack[depth] = after
+                depth += 1
+                num_ended += 1
+    return makespan if num_ended == num_tasks else -1
+
+
+@kernel(cache=True)
+def find_cycle_task(successor_offsets: Ints, successors: Ints, num_predecessors: Ints) -> int:
+    """Return a task on a cycle, or -1 if there is no cycle.
+
+    Takes away tasks without predecessors until none is left. Every task that stays has a
+    predecessor that stays, so walking back one step per task must end up going round a cycle.
+    """
+    num_tasks = num_predecessors.size
+    remaining = num_predecessors.copy()
+    stack = np.empty(num_tasks, np.int64)
+    depth = 0
+    for task in range(num_tasks):
+        if remaining[task] == 0:
+            stack[depth] = task
+            depth += 1
+    num_taken = 0
+    while depth > 0:
+        depth -= 1
+        num_taken += 1
+        done = stack[depth]
+        for edge in range(successor_offsets[done], successor_offsets[done + 1]):
+            after = successors[edge]
+            remaining[after] -= 1
+            if remaining[after] == 0:
+                stack[depth] = after
+                depth += 1
+    if num_taken == num_tasks:
+        return -1
+    before = stack
+    walker = -1
+    for task in range(num_tasks):
+        if remaining[task] > 0:
+            walker = task
+            for edge in range(successor_offsets[task], successor_offsets[task + 1]):
+                before[successors[edge]] = task
+    for _ in range(num_tasks):
+        walker = before[walker]
+    return walker

@@ -1,0 +1,295 @@
+"""What every graph builder needs: inputs, parameters, sources, elementwise operators, `build`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from stratagem.simulator.base.dtypes import DTYPE_BYTES
+from stratagem.simulator.graph.building.drafts_to_graph import (
+    finish_operators,
+    live_drafts,
+    live_parameters,
+)
+from stratagem.simulator.graph.building.elementwise_fusion import fuse_elementwise
+from stratagem.simulator.graph.building.factor_unification import fresh, leaves_of
+from stratagem.simulator.graph.building.operator_drafts import (
+    Draft,
+    Loop,
+    Made,
+    Read,
+    Stored,
+    Tensor,
+    bind,
+)
+from stratagem.simulator.graph.building.sample_dims import settle_samples
+from stratagem.simulator.graph.building.whole_batch_values import WHOLE, sums_as_sources
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.operator import DimKind, GraphInput
+from stratagem.simulator.operators.step_programs import (
+    SOURCE_FUNCTIONS,
+    STEP_FUNCTIONS,
+    Steps,
+    check_steps,
+    references,
+    shift_steps,
+)
+
+ATTRIBUTE = DimKind.ATTRIBUTE
+
+TARGETS = "targets"
+"""Name of the input that capture adds for a loss; other inputs say what the batch is."""
+
+
+def is_float(dtype: str) -> bool:
+    """Whether tensors of a dtype can have a gradient."""
+    return dtype.startswith(("float", "bfloat"))
+
+
+class GraphBuilderBase:
+    """The state of a builder: its drafts, inputs and parameters, and how an operator is added."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._module = ""
+        self._drafts: list[Draft] = []
+        self._stored: list[Stored] = []
+        self._inputs: list[GraphInput] = []
+        self._fed: dict[str, Draft] = {}
+
+    @contextmanager
+    def scope(self, module: str) -> Iterator[None]:
+        """Operators made inside belong to `module`, and their names begin with it."""
+        outer, self._module = self._module, module
+        try:
+            yield
+        finally:
+            self._module = outer
+
+    def full_name(self, name: str) -> str:
+        """`name` after the scope that is open."""
+        return ".".join(part for part in (self._module, name) if part)
+
+    def input(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str = "float32",
+        *,
+        sample_dim: int | None = 0,
+    ) -> Tensor:
+        """A tensor that the user feeds, such as token ids of shape (batch, sequence).
+
+        Raises:
+            ValueError: on an unknown dtype, a size below 1, or a name used twice.
+        """
+        _check_shape(f"input {name!r}", shape)
+        self._check_new(f"input {name!r}", dtype, [given.name for given in self._inputs], name)
+        self._inputs.append(GraphInput(name, tuple(shape), dtype, sample_dim))
+        with self.scope(""):
+            made = self.source(
+                [["alias", [["input", name]]]], shape, dtype, sample_dim=sample_dim, name=name
+            )
+        assert isinstance(made.node, Draft)
+        self._fed[name] = made.node
+        return made
+
+    def parameter(
+        self, name: str, shape: Sequence[int], dtype: str = "float32", *, trainable: bool = True
+    ) -> Tensor:
+        """A tensor that outlives the step; buffers are not `trainable`.
+
+        Raises:
+            ValueError: on an unknown dtype, a size below 1, or a name used twice.
+        """
+        _check_shape(f"parameter {name!r}", shape)
+        self._check_new(f"parameter {name!r}", dtype, [s.name for s in self._stored], name)
+        stored = Stored(name, tuple(fresh(size) for size in shape), dtype, trainable)
+        self._stored.append(stored)
+        return Tensor(stored, stored.dims, dtype)
+
+    def source(
+        self,
+        steps: Steps,
+        shape: Sequence[int],
+        dtype: str,
+        *,
+        sample_dim: int | None = None,
+        name: str = "source",
+    ) -> Tensor:
+        """A tensor computed from graph inputs by a program (`steps.SOURCE_FUNCTIONS`)."""
+        draft = self._draft("source", name)
+        check_steps(steps, known=SOURCE_FUNCTIONS, where=draft.where)
+        draft.attributes["steps"] = steps
+        loops = [
+            self._loop(draft, "dim", ATTRIBUTE, size, whole=WHOLE, labelled=True) for size in shape
+        ]
+        if sample_dim is not None:
+            for factor in loops[sample_dim].factors:
+                factor.group.sample = True
+        return self._made(draft, loops, dtype)
+
+    def elementwise(
+        self,
+        inputs: Sequence[Tensor],
+        steps: Steps,
+        dtype: str = "",
+        *,
+        name: str | None = None,
+        detached: bool = False,
+    ) -> Tensor:
+        """Pointwise `steps` over broadcast `inputs`, which ``["in", i]`` counts.
+
+        Parameters among the inputs become weights. `dtype` defaults to that of the first input.
+        """
+        draft = self._draft("elementwise", steps[-1][0] if name is None else name)
+        loops = self._broadcast_loops(draft, [tensor.shape for tensor in inputs])
+        renamed: dict[tuple[str, Any], list[Any]] = {}
+        for index, tensor in enumerate(inputs):
+            own = loops[len(loops) - len(tensor.dims) :]
+            read = self._bind(draft, tensor, own, broadcast=True)
+            reads, kind = (
+                (draft.weights, "weight")
+                if isinstance(tensor.node, Stored)
+                else (draft.reads, "in")
+            )
+            renamed["in", index] = [kind, len(reads)]
+            reads.append(read)
+        check_steps(steps, known=STEP_FUNCTIONS, where=draft.where)
+        draft.attributes["steps"] = shift_steps(steps, renamed)
+        return self._made(draft, loops, dtype or inputs[0].dtype, detached=detached)
+
+    def pointwise(self, function: str, *operands: Tensor | float | str | None) -> Tensor:
+        """One elementwise function of tensors and numbers: ``pointwise("add", x, 1.0)``."""
+        tensors = [each for each in operands if isinstance(each, Tensor)]
+        positions = iter(range(len(tensors)))
+        given = [["in", next(positions)] if isinstance(x, Tensor) else x for x in operands]
+        return self.elementwise(tensors, [[function, given]])
+
+    def build(self, loss: Tensor) -> OperatorGraph:
+        """The graph that computes `loss`, a scalar; its sources come first.
+
+        Raises:
+            ValueError: `loss` is no scalar of this builder, or an operator cannot be finished.
+        """
+        made = loss.node
+        if not isinstance(made, Draft) or math.prod(loss.shape) != 1:
+            raise ValueError(
+                f"graph {self.name!r}: the loss has shape {loss.shape}; it must be one number "
+                "made by an operator, such as the result of cross_entropy or reduce"
+            )
+        sums_as_sources(live_drafts(self._drafts, made))
+        drafts = fuse_elementwise(live_drafts(self._drafts, made))
+        drafts.sort(key=lambda draft: draft.kind != "source")
+        sampled = [given.name for given in self._inputs if given.sample_dim is not None]
+        sampled.sort(key=lambda name: name == TARGETS)
+        return settle_samples(
+            drafts,
+            [self._fed[name] for name in sampled],
+            lambda: self._finish(drafts, made),
+        )
+
+    def _finish(self, drafts: Sequence[Draft], loss: Draft) -> OperatorGraph:
+        operators = finish_operators(drafts)  # it makes names unique, that of the loss too
+        read = {name for draft in drafts for name in _inputs_read(draft)}
+        return OperatorGraph(
+            name=self.name,
+            inputs=tuple(map(self._settled, (each for each in self._inputs if each.name in read))),
+            parameters=live_parameters(drafts, self._stored),
+            operators=operators,
+            loss=loss.name,
+        )
+
+    def _settled(self, given: GraphInput) -> GraphInput:
+        """An input with samples only where its factors still count some."""
+        leaves = [leaf for loop in self._fed[given.name].loops for leaf in leaves_of(loop.factors)]
+        counts = any(leaf.sample for leaf in leaves) or (
+            given.sample_dim is not None and given.shape[given.sample_dim] == 1
+        )
+        return given if counts else replace(given, sample_dim=None)
+
+    def _draft(self, kind: str, name: str) -> Draft:
+        draft = Draft(self.full_name(name) or kind, kind, self._module)
+        self._drafts.append(draft)
+        return draft
+
+    def _loop(
+        self,
+        draft: Draft,
+        name: str,
+        kind: DimKind,
+        size: int,
+        *,
+        whole: str = "",
+        labelled: bool = False,
+    ) -> Loop:
+        loop = Loop(name, kind, fresh(size), whole, labelled)
+        draft.loops.append(loop)
+        return loop
+
+    def _bind(
+        self, draft: Draft, tensor: Tensor, loops: Sequence[Loop], *, broadcast: bool = False
+    ) -> Read:
+        """Read `tensor` with one loop per dim, its dims of size 1 repeated if `broadcast`."""
+        bound = tuple(
+            bind(draft, loop, group, broadcast=broadcast)
+            for loop, group in zip(loops, tensor.dims, strict=True)
+        )
+        return Read(tensor, bound)
+
+    def _broadcast_loops(self, draft: Draft, shapes: Sequence[Sequence[int]]) -> list[Loop]:
+        return [
+            self._loop(draft, f"dim{i}", ATTRIBUTE, size, labelled=True)
+            for i, size in enumerate(_broadcast(draft.where, shapes))
+        ]
+
+    def _made(
+        self, draft: Draft, loops: Sequence[Loop | None], dtype: str, *, detached: bool = False
+    ) -> Tensor:
+        kept = tuple(loop if loop is not None and loop.factors else None for loop in loops)
+        draft.outputs.append(Made(kept, dtype, is_float(dtype) and not detached))
+        dims = tuple(() if loop is None else loop.factors for loop in kept)
+        return Tensor(draft, dims, dtype, len(draft.outputs) - 1)
+
+    def _computed(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or a copy made by an operator where it is a parameter."""
+        return self.pointwise("alias", tensor) if isinstance(tensor.node, Stored) else tensor
+
+    def _written(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or a copy where it is a parameter or repeats elements by `expand`."""
+        return self.pointwise("alias", tensor) if tensor.is_broadcast else self._computed(tensor)
+
+    def _check_new(self, what: str, dtype: str, names: Sequence[str], name: str) -> None:
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"{what}: no dtype {dtype!r}; there are {', '.join(DTYPE_BYTES)}")
+        if name in names:
+            raise ValueError(f"{what} is declared twice; names must differ")
+
+
+def _check_shape(what: str, shape: Sequence[int]) -> None:
+    for dim, size in enumerate(shape):
+        if size < 1:
+            raise ValueError(f"{what}: dim {dim} has size {size}; sizes are at least 1")
+
+
+def _broadcast(where: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    rank = max((len(shape) for shape in shapes), default=0)
+    padded = [(*(1,) * (rank - len(shape)), *shape) for shape in shapes]
+    result = tuple(max(sizes) for sizes in zip(*padded, strict=True))
+    for shape in padded:
+        for dim, (size, wanted) in enumerate(zip(shape, result, strict=True)):
+            if size not in (1, wanted):
+                raise ValueError(
+                    f"{where}: dim {dim} has sizes {size} and {wanted}, which do not broadcast; "
+                    "make them equal, or one of them 1"
+                )
+    return result
+
+
+def _inputs_read(draft: Draft) -> Iterator[str]:
+    if draft.kind == "source":
+        for _, arguments in draft.attributes["steps"]:
+            yield from (name for kind, name in references(arguments) if kind == "input")

@@ -1,0 +1,316 @@
+"""Builders of the operators that run on matrix units, and of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stratagem.simulator.graph.building.base_builder import GraphBuilderBase
+from stratagem.simulator.graph.building.factor_unification import (
+    fresh,
+    leaves_of,
+    name_factors,
+    size_of,
+)
+from stratagem.simulator.graph.building.operator_drafts import Draft, Loop, Stored, Tensor
+from stratagem.simulator.operators.operator import DimKind
+
+ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION
+
+
+def label(tensor: Tensor, dims: Sequence[int], name: str, priority: int) -> None:
+    """Propose a name for dims of a tensor (see `factors.name_factors`)."""
+    for dim in dims:
+        name_factors(tensor.dims[dim], name, priority)
+
+
+class ContractionBuilder(GraphBuilderBase):
+    """linear, linear_sum, matmul, conv2d, embedding and attention."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool = False,
+        name: str = "",
+    ) -> Tensor:
+        """``x @ weight.T + bias``: (..., in) to (..., out).
+
+        The weight is (out, in), or (in, out) if `transposed`.
+
+        Raises:
+            ValueError: the weight is no matrix, or its `in` differs from that of x.
+        """
+        x = self._written(x)
+        draft = self._draft("linear", name)
+        if not isinstance(weight.node, Stored) or len(weight.node.dims) != 2:
+            raise ValueError(
+                f"{draft.where}: its weight has shape {weight.shape}; it must be a parameter of "
+                "two dims (use matmul for computed weights)"
+            )
+        stored_swapped = transposed != (not weight.is_plain)
+        out_dim, in_dim = (1, 0) if transposed else (0, 1)
+        leading = self._leading(draft, x, 1)
+        into = self._loop(draft, "in", REDUCTION, weight.shape[in_dim])
+        out = self._loop(draft, "out", PARAMETER, weight.shape[out_dim])
+        draft.reads.append(self._bind(draft, x, [*leading, into]))
+        order = [into, out] if transposed else [out, into]
+        draft.weights.append(self._bind(draft, weight, order))
+        if bias is not None:
+            draft.weights.append(self._bind(draft, bias, [out]))
+        draft.attributes["transposed"] = stored_swapped
+        made = self._made(draft, [*leading, out], x.dtype)
+        label(made, [-1], "feature", 1)
+        return made
+
+    def linear_sum(
+        self,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        bias: Tensor | None = None,
+        *,
+        name: str = "",
+    ) -> Tensor:
+        """``x0 @ weight0.T + x1 @ weight1.T + … + bias``: several (..., in) to (..., out).
+
+        Every weight is (out, in).
+
+        Raises:
+            ValueError: the inputs have different sizes, or there is not one weight for each.
+        """
+        inputs = [self._written(each) for each in inputs]
+        draft = self._draft("linear_sum", name)
+        shapes = sorted({tensor.shape for tensor in (*inputs, *weights)})
+        if len({tensor.shape for tensor in inputs}) != 1 or len(weights) != len(inputs):
+            raise ValueError(
+                f"{draft.where}: it has {len(inputs)} inputs and {len(weights)} weights, of "
+                f"shapes {', '.join(map(str, shapes))}; inputs must be alike, each with a weight"
+            )
+        leading = self._leading(draft, inputs[0], 1)
+        into = self._loop(draft, "in", REDUCTION, inputs[0].shape[-1])
+        out = self._loop(draft, "out", PARAMETER, weights[0].shape[0])
+        draft.reads += [self._bind(draft, each, [*leading, into]) for each in inputs]
+        draft.weights += [self._bind(draft, each, [out, into]) for each in weights]
+        if bias is not None:
+            draft.weights.append(self._bind(draft, bias, [out]))
+        draft.attributes["transposed"] = [not each.is_plain for each in weights]
+        made = self._made(draft, [*leading, out], inputs[0].dtype)
+        label(made, [-1], "feature", 1)
+        return made
+
+    def matmul(self, a: Tensor, b: Tensor, *, name: str = "") -> Tensor:
+        """The batched product (..., m, k) × (..., k, n); leading dims broadcast.
+
+        Raises:
+            ValueError: the sizes of k differ, or a dim does not broadcast.
+        """
+        a, b = (self._computed(each) for each in (a, b))
+        draft = self._draft("matmul", name)
+        batch = self._broadcast_loops(draft, [each.shape[:-2] for each in (a, b)])
+        m = self._loop(draft, "m", ATTRIBUTE, a.shape[-2])
+        n = self._loop(draft, "n", ATTRIBUTE, b.shape[-1])
+        k = self._loop(draft, "k", REDUCTION, a.shape[-1])
+        if a.shape[-1] != b.shape[-2]:
+            raise ValueError(
+                f"{draft.where}: dim 'k' has size {a.shape[-1]} on the left and {b.shape[-2]} on "
+                "the right; they must be equal"
+            )
+        for tensor, loops in ((a, [m, k]), (b, [k, n])):
+            own = batch[len(batch) - len(tensor.dims) + 2 :]
+            draft.reads.append(self._bind(draft, tensor, [*own, *loops], broadcast=True))
+        return self._made(draft, [*batch, m, n], a.dtype)
+
+    def conv2d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        stride: tuple[int, int] = (1, 1),
+        padding: tuple[int, int] = (0, 0),
+        dilation: tuple[int, int] = (1, 1),
+        groups: int = 1,
+        name: str = "",
+    ) -> Tensor:
+        """(sample, in_channel, in_height, in_width) to (sample, out_channel, height, width).
+
+        The weight is (out_channel, in_channel / groups, kernel_height, kernel_width).
+
+        Raises:
+            ValueError: the channels do not fit, or the kernel is larger than the padded image.
+        """
+        x = self._written(x)
+        draft = self._draft("conv2d", name)
+        halo = "images are split by `split_images`"
+        grouped = "" if groups == 1 else "grouped channels are not supported sharded"
+        channels = ATTRIBUTE if groups > 1 else REDUCTION
+        sample = self._loop(draft, "sample", ATTRIBUTE, x.shape[0])
+        into = self._loop(draft, "in_channel", channels, x.shape[1], whole=grouped)
+        image = [
+            self._loop(draft, axis, ATTRIBUTE, size, whole=halo)
+            for axis, size in zip(("in_height", "in_width"), x.shape[2:], strict=True)
+        ]
+        out = self._loop(draft, "out_channel", PARAMETER, weight.shape[0], whole=grouped)
+        each = into
+        if groups > 1:
+            each = self._loop(draft, "group_channel", REDUCTION, weight.shape[1], whole=grouped)
+        if weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
+            raise ValueError(
+                f"{draft.where}: {x.shape[1]} input channels in {groups} groups do not fit a "
+                f"weight of shape {weight.shape}; it takes {weight.shape[1] * groups} channels"
+            )
+        kernel = [
+            self._loop(draft, axis, REDUCTION, size, whole="a kernel is applied whole")
+            for axis, size in zip(("kernel_height", "kernel_width"), weight.shape[2:], strict=True)
+        ]
+        draft.reads.append(self._bind(draft, x, [sample, into, *image]))
+        draft.weights.append(self._bind(draft, weight, [out, each, *kernel]))
+        if bias is not None:
+            draft.weights.append(self._bind(draft, bias, [out]))
+        sizes = window_sizes(draft.where, x.shape[2:], weight.shape[2:], stride, padding, dilation)
+        draft.attributes.update(
+            stride=list(stride), padding=list(padding), dilation=list(dilation), groups=groups
+        )
+        rows = [
+            self._loop(draft, axis, ATTRIBUTE, size, whole=halo)
+            for axis, size in zip(("height", "width"), sizes, strict=True)
+        ]
+        made = self._made(draft, [sample, out, *rows], x.dtype)
+        for dim, text in enumerate(("channel", "height", "width"), 1):
+            label(made, [dim], text, 2)
+        return made
+
+    def embedding(
+        self, ids: Tensor, weight: Tensor, *, padding: int | None = None, name: str = ""
+    ) -> Tensor:
+        """Rows of `weight` (vocabulary, hidden): (...) to (..., hidden).
+
+        Row `padding` gets no gradient, as with ``padding_idx`` of `torch.nn.Embedding`.
+
+        Raises:
+            ValueError: the weight is no parameter of two dims.
+        """
+        ids = self._written(ids)
+        draft = self._draft("embedding", name)
+        if not isinstance(weight.node, Stored) or len(weight.dims) != 2:
+            raise ValueError(f"{draft.where}: its weight must be a parameter of two dims")
+        leading = self._leading(draft, ids, 0)
+        vocabulary = self._loop(draft, "vocabulary", REDUCTION, weight.shape[0])
+        hidden = self._loop(draft, "hidden", PARAMETER, weight.shape[1])
+        draft.reads.append(self._bind(draft, ids, leading))
+        draft.weights.append(self._bind(draft, weight, [vocabulary, hidden]))
+        label(ids, range(len(ids.dims)), "sequence", 1)
+        label(weight, [0], "vocabulary", 2)
+        if padding is not None:
+            draft.attributes["padding"] = padding
+        made = self._made(draft, [*leading, hidden], weight.dtype)
+        label(made, [-1], "hidden", 2)
+        return made
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        name: str = "attention",
+    ) -> Tensor:
+        """``softmax(q·kᵀ·scale + mask)·v``: (sample, head, query, e), (.., key, e), (.., key, f).
+
+        With fewer heads in key and value (grouped-query attention) each of them serves equally
+        many heads of the query, and the query's head dim becomes (head of the keys, group). A bool
+        mask says what is looked at. `scale` defaults to 1 / sqrt(e). `dropout` is the probability
+        with which a weight is dropped inside the kernel, which draws them anew in backward.
+
+        Raises:
+            ValueError: the shapes do not fit.
+        """
+        query, key, value = self._written(query), self._computed(key), self._computed(value)
+        mask = None if mask is None else self._computed(mask)
+        draft = self._draft("attention", name)
+        key, value = (self._share_heads(draft, query, each) for each in (key, value))
+        leading = self._leading(draft, query, 2, head=True)
+        rows = self._loop(draft, "query", ATTRIBUTE, query.shape[-2])
+        softmax, inner = "the softmax runs over it", "every score needs all of it"
+        columns = self._loop(draft, "key", ATTRIBUTE, key.shape[-2], whole=softmax)
+        e = self._loop(draft, "head_dim", REDUCTION, query.shape[-1], whole=inner)
+        f = self._loop(draft, "value_dim", ATTRIBUTE, value.shape[-1], whole=inner)
+        for tensor, loops in ((query, [rows, e]), (key, [columns, e]), (value, [columns, f])):
+            draft.reads.append(self._bind(draft, tensor, [*leading, *loops]))
+            label(tensor, [-2], "sequence", 3)
+            label(tensor, [-1], "head_dim", 3)
+        if mask is not None:
+            every = [*leading, rows, columns]
+            own = every[len(every) - len(mask.dims) :]
+            draft.reads.append(self._bind(draft, mask, own, broadcast=True))
+        if len(leading) > 1:
+            label(query, [-3], "head", 3)
+            _label_groups(key)
+        draft.attributes["causal"] = causal
+        draft.attributes["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+        if dropout:
+            draft.attributes["dropout"] = dropout
+        return self._made(draft, [*leading, rows, f], query.dtype)
+
+    def _share_heads(self, draft: Draft, query: Tensor, other: Tensor) -> Tensor:
+        """Keys or values with each head repeated for its group of query heads."""
+        if len(query.dims) < 4 or other.shape[-3] == query.shape[-3]:
+            return other
+        heads, own = query.shape[-3], other.shape[-3]
+        if heads % own:
+            raise ValueError(
+                f"{draft.where}: {heads} query heads cannot share {own} key and value heads; the "
+                "first must be a multiple of the second"
+            )
+        dims = list(other.dims)
+        dims[-3] = (*dims[-3], *fresh(heads // own))
+        return replace(other, dims=tuple(dims))
+
+    def _leading(self, draft: Draft, x: Tensor, own: int, *, head: bool = False) -> list[Loop]:
+        """Loops over the dims of `x` before its last `own` ones."""
+        groups = x.dims[: len(x.dims) - own]
+        loops = []
+        for i, group in enumerate(groups):
+            is_head = head and i > 0 and i == len(groups) - 1
+            name = "head" if is_head else f"dim{i}"
+            loops.append(self._loop(draft, name, ATTRIBUTE, size_of(group), labelled=True))
+        return loops
+
+
+def _label_groups(key: Tensor) -> None:
+    """Tell the heads that keys have from the groups of query heads that share one."""
+    if key.is_broadcast:
+        own = {id(leaf) for group in key.own for leaf in leaves_of(group)}
+        for leaf in leaves_of(key.dims[-3]):
+            name_factors([leaf], "kv_head" if id(leaf) in own else "group", 4)
+
+
+def window_sizes(
+    where: str,
+    image: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int] = (1, 1),
+) -> tuple[int, ...]:
+    """Height and width after sliding a window over an image.
+
+    Raises:
+        ValueError: the window is larger than the padded image.
+    """
+    sizes = []
+    for size, width, step, pad, gap in zip(image, kernel, stride, padding, dilation, strict=True):
+        room = size + 2 * pad - gap * (width - 1) - 1
+        if room < 0:
+            raise ValueError(
+                f"{where}: a window of {width} (dilation {gap}) is larger than an image of {size} "
+                f"padded by {pad}; pad more or use a smaller window"
+            )
+        sizes.append(room // step + 1)
+    return tuple(sizes)

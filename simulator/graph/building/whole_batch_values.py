@@ -1,0 +1,214 @@
+"""Sums over samples that depend on no parameter become sources: values of the whole batch.
+
+A loss divided by the sum of a mask, or targets less their mean, need the sum over all samples, not
+that of a microbatch. Where no parameter takes part, every rank can make it of the inputs:
+
+    mask ── reduce ─╮                    count (source: sum of mask, over the whole batch) ─╮
+    loss ── reduce ── div      ──▶       loss ── reduce ──────────────────────────────────── div
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stratagem.simulator.graph.building.factor_unification import leaves_of, size_of
+from stratagem.simulator.graph.building.operator_drafts import (
+    Draft,
+    Made,
+    Read,
+    Stored,
+    Tensor,
+    fixed_leaves,
+    view_key,
+)
+from stratagem.simulator.operators.operator import DimKind
+from stratagem.simulator.operators.step_programs import (
+    SOURCE_FUNCTIONS,
+    Steps,
+    references,
+    shift_steps,
+)
+
+WHOLE = "sources are computed in full on every rank"
+"""Why no dim of a source is split."""
+
+Reference = list[Any]
+
+
+def sums_as_sources(drafts: Sequence[Draft]) -> None:
+    """Turn what mixes samples, and depends on inputs and constants alone, into sources.
+
+    What leads to nothing that depends on a parameter stays: it is trained by nobody.
+
+    Args:
+        drafts: live ones in order, before elementwise chains are fused. They are changed in place;
+            what nobody reads any more is left among them.
+    """
+    free: set[int] = set()
+    for draft in drafts:
+        if _is_free(draft, free):
+            free.add(id(draft))
+    needed: set[int] = set()
+    for draft in reversed(drafts):
+        if id(draft) not in free or id(draft) in needed:
+            needed.update(id(read.tensor.node) for read in draft.reads)
+    for draft in drafts:
+        if id(draft) in free & needed and draft.kind != "source" and _mixes_samples(draft):
+            _make_source(draft)
+
+
+def _is_free(draft: Draft, free: set[int]) -> bool:
+    """Whether a source could make what a draft makes."""
+    if draft.kind not in _WRITERS or draft.weights or len(draft.outputs) != 1:
+        return False
+    if any(function not in SOURCE_FUNCTIONS for function, _ in draft.attributes.get("steps", ())):
+        return False
+    return all(id(read.tensor.node) in free for read in draft.reads)
+
+
+def _mixes_samples(draft: Draft) -> bool:
+    """Whether one sample's results depend on others, or fewer than all are kept."""
+    made = {id(loop) for loop in draft.outputs[0].loops}
+    counted = 0
+    for loop in draft.loops:
+        if any(leaf.sample for leaf in leaves_of(loop.factors)):
+            counted += 1
+            if loop.whole or id(loop) not in made:
+                return True
+    return counted > 1
+
+
+def _make_source(draft: Draft) -> None:
+    program = _Program()
+    program.made_by(draft)
+    draft.kind, draft.reads, draft.attributes = "source", [], {"steps": program.steps}
+    (made,) = draft.outputs
+    draft.loops = [loop for loop in made.loops if loop is not None]
+    for loop in draft.loops:
+        loop.kind, loop.whole = DimKind.ATTRIBUTE, WHOLE
+    draft.outputs = [Made(made.loops, made.dtype, made.differentiable)]
+
+
+class _Program:
+    """The steps of a source under construction; what is read twice is written once."""
+
+    def __init__(self) -> None:
+        self.steps: Steps = []
+        self._drafts: dict[int, Reference] = {}
+        self._views: dict[str, Reference] = {}
+
+    def add(self, function: str, *arguments: Any) -> Reference:
+        """One more step."""
+        self.steps.append([function, list(arguments)])
+        return ["step", len(self.steps) - 1]
+
+    def made_by(self, draft: Draft) -> Reference:
+        """What a draft makes, as it made it."""
+        if id(draft) not in self._drafts:
+            self._drafts[id(draft)] = _WRITERS[draft.kind](self, draft)
+        return self._drafts[id(draft)]
+
+    def read(self, tensor: Tensor) -> Reference:
+        """A tensor as it is seen through its views."""
+        assert not isinstance(tensor.node, Stored)
+        made = self.made_by(tensor.node)
+        if tensor.is_plain:
+            return made
+        key = repr(view_key(tensor))
+        if key not in self._views:
+            self._views[key] = self._view(tensor, made)
+        return self._views[key]
+
+    def _view(self, tensor: Tensor, made: Reference) -> Reference:
+        leaves = [leaf for group in tensor.own for leaf in leaves_of(group)]
+        seen = self.add("view", made, [leaf.size for leaf in leaves])
+        fixed = {id(leaf): index for leaf, index in fixed_leaves(tensor)}
+        for at in reversed(range(len(leaves))):
+            if id(leaves[at]) in fixed:
+                seen = self.add("select", seen, at, fixed[id(leaves[at])])
+        left = [id(leaf) for leaf in leaves if id(leaf) not in fixed]
+        wanted = [leaf for group in tensor.dims for leaf in leaves_of(group)]
+        order = [left.index(id(leaf)) for leaf in wanted if id(leaf) in left]
+        seen = self.add("permute", seen, order)
+        if len(wanted) > len(order):
+            sizes = [leaf.size if id(leaf) in left else 1 for leaf in wanted]
+            seen = self.add("view", seen, sizes)
+            seen = self.add("expand", seen, [leaf.size for leaf in wanted])
+        return self.add("view", seen, list(tensor.shape))
+
+    def run(self, steps: Steps, inputs: Iterable[Reference] = ()) -> Reference:
+        """The steps of another program, with `inputs` in the place of its own."""
+        moved: dict[tuple[str, Any], Reference] = {
+            ("in", number): given for number, given in enumerate(inputs)
+        }
+        for number, step in enumerate(steps):
+            self.steps += shift_steps([step], moved)
+            moved["step", number] = ["step", len(self.steps) - 1]
+        return ["step", len(self.steps) - 1]
+
+
+def _source(program: _Program, draft: Draft) -> Reference:
+    return program.run(draft.attributes["steps"])
+
+
+def _elementwise(program: _Program, draft: Draft) -> Reference:
+    inputs = [program.read(read.tensor) for read in draft.reads]
+    made = program.run(draft.attributes["steps"], inputs)
+    constant = not any(True for _, given in draft.attributes["steps"] for _ in references(given))
+    return program.add("expand", made, _shape(draft)) if constant else made
+
+
+def _reduce(program: _Program, draft: Draft) -> Reference:
+    (read,) = draft.reads
+    made = program.read(read.tensor)
+    gone = [at for at, loop in enumerate(draft.loops) if loop.kind is DimKind.REDUCTION]
+    keep = len(draft.outputs[0].loops) == len(draft.loops)
+    if gone:
+        made = program.add("sum", made, gone, keep)
+    if draft.attributes["scale"] != 1.0:
+        made = program.add("mul", made, draft.attributes["scale"])
+    return _cast(program, draft, read, made)
+
+
+def _matmul(program: _Program, draft: Draft) -> Reference:
+    return program.add("matmul", *(program.read(read.tensor) for read in draft.reads))
+
+
+def _cat(program: _Program, draft: Draft) -> Reference:
+    parts = [program.read(read.tensor) for read in draft.reads]
+    return program.add("cat", parts, draft.attributes["dim"])
+
+
+def _narrow(program: _Program, draft: Draft) -> Reference:
+    (read,) = draft.reads
+    start, at = draft.attributes["start"], draft.attributes["dim"]
+    stop = start + draft.attributes["length"]
+    return program.add("slice", program.read(read.tensor), at, start, stop, 1)
+
+
+def _softmax(program: _Program, draft: Draft) -> Reference:
+    (read,) = draft.reads
+    return program.add("softmax", program.read(read.tensor), draft.attributes["dim"])
+
+
+def _cast(program: _Program, draft: Draft, read: Read, made: Reference) -> Reference:
+    dtype = draft.outputs[0].dtype
+    return made if dtype == read.tensor.dtype else program.add("cast", made, dtype)
+
+
+def _shape(draft: Draft) -> list[int]:
+    loops = draft.outputs[0].loops
+    return [1 if loop is None else size_of(loop.factors) for loop in loops]
+
+
+_WRITERS = {
+    "source": _source,
+    "elementwise": _elementwise,
+    "reduce": _reduce,
+    "matmul": _matmul,
+    "cat": _cat,
+    "narrow": _narrow,
+    "softmax": _softmax,
+}
+"""Kinds that a source can make as well."""

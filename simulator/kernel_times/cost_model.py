@@ -1,0 +1,180 @@
+"""What an operator costs on a device: the protocol that every cost model keeps, and a roofline.
+
+A time comes with where it is from and how wrong it may be, so that a plan's prediction can say so.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from stratagem.simulator.graph.image_splits import with_halos
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import DimKind, Layout, Operator, factors, shape_of
+from stratagem.simulator.operators.operator_kinds import operator_out, rule_of
+
+
+class Direction(enum.Enum):
+    """Which pass of an operator."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Source(enum.Enum):
+    """Where a cost comes from, best first."""
+
+    MEASURED = "measured"
+    FITTED = "fitted"
+    ROOFLINE = "roofline"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, where they come from, and their relative error (one standard deviation)."""
+
+    seconds: float
+    source: Source
+    relative_error: float
+
+
+class CostModel(Protocol):
+    """Prices operators and parameter updates on one device."""
+
+    def operator_cost(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Cost:
+        """Time of one pass over an operator whose dims have the local `sizes`."""
+        ...
+
+    def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
+        """Time of the optimizer on `num_parameters` scalars."""
+        ...
+
+
+def local_operator(operator: Operator, sizes: Mapping[str, int]) -> Operator:
+    """The operator that one device runs: the same kind on its local sizes, halos among them.
+
+    Two local operators with equal `signature` run the same kernels, which is the key of every
+    measured time.
+    """
+    sizes, attributes = with_halos(operator, sizes)
+    dims = tuple(replace(dim, size=sizes[dim.name]) for dim in operator.dims)
+    return replace(operator, dims=dims, attributes=attributes)
+
+
+def tensor_bytes(operator: Operator, sizes: Mapping[str, int], training: Training) -> int:
+    """Bytes of all inputs, weights and outputs of one pass."""
+    elements = training.bytes_of("float32")
+    layouts: list[Layout] = [read.layout for read in operator.inputs]
+    layouts += [weight.layout for weight in operator.weights]
+    inputs = sum(math.prod(shape_of(layout, sizes)) for layout in layouts) * elements
+    outputs = sum(
+        math.prod(shape_of(out.layout, sizes)) * training.bytes_of(out.dtype)
+        for out in operator.outputs
+    )
+    return inputs + outputs
+
+
+class RooflineCosts:
+    """The larger of arithmetic and memory time, over the efficiencies of the device, plus
+    launches.
+
+    Matrix products pay for the tiles they do not fill and for the last wave of tiles that does not
+    fill the device (Williams et al. 2009 for the roofline; NVIDIA's matrix-multiplication guide
+    for tile and wave quantisation). An elementwise chain runs as one kernel per step, as eager
+    PyTorch runs it, or as one (`Training.fused_elementwise`).
+
+    Example:
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> device = Cluster.preset("dgx-a100").device_type(0)
+        >>> training = Training(precision="bfloat16")
+        >>> RooflineCosts().update_cost(10**9, training, device).seconds < 0.05
+        True
+    """
+
+    relative_error = 0.15
+
+    def operator_cost(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Cost:
+        """See `CostModel`."""
+        rule = rule_of(operator)
+        backward = direction is Direction.BACKWARD
+        steps = operator.attributes.get("steps", ())
+        kernels = 1 if training.fused_elementwise else max(1, len(steps))
+        flops = rule.flops(operator, sizes) * (rule.backward_flops if backward else 1.0)
+        moved = tensor_bytes(operator, sizes, training) * rule.passes * kernels
+        if backward:
+            moved, kernels = 2.0 * moved, 2 * kernels
+        memory = moved / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
+        compute = flops / self._flop_rate(operator, sizes, training, device)
+        seconds = max(compute, memory) + kernels * device.launch_us * 1e-6
+        return Cost(seconds, Source.ROOFLINE, self.relative_error)
+
+    def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
+        """See `CostModel` and `Training.update_bytes`."""
+        rate = device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency
+        seconds = num_parameters * training.update_bytes / rate + device.launch_us * 1e-6
+        return Cost(seconds, Source.ROOFLINE, self.relative_error)
+
+    def _flop_rate(
+        self, operator: Operator, sizes: Mapping[str, int], training: Training, device: DeviceType
+    ) -> float:
+        if not rule_of(operator).matmul:
+            return device.vector_tflops * 1e12
+        rows, columns, batch = product_shape(operator, sizes)
+        filled = tile_efficiency(rows, columns, batch, device)
+        return device.peak_flops(training.precision) * device.matmul_efficiency * filled
+
+
+def product_shape(operator: Operator, sizes: Mapping[str, int]) -> tuple[int, int, int]:
+    """Rows, columns and batch of an operator's matrix product."""
+    out = operator_out(operator)
+    elements = math.prod(sizes[name] for name in out)
+    if operator.kind in ("matmul", "attention"):
+        rows = math.prod(sizes[n] for n in operator.outputs[0].layout[-2])
+        columns = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
+    elif operator.kind == "expert_linear":
+        experts = sizes[operator.weights[0].layout[0][0]]
+        columns = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
+        rows = elements // (columns * experts)
+    else:
+        wide = set(factors(operator.weights[0].layout))
+        columns = math.prod(sizes[n] for n in out if n in wide and _is_parameter(operator, n))
+        rows = elements // columns
+    return rows, columns, elements // (rows * columns)
+
+
+def _is_parameter(operator: Operator, name: str) -> bool:
+    return operator.dim(name).kind is DimKind.PARAMETER
+
+
+def tile_efficiency(rows: int, columns: int, batch: int, device: DeviceType) -> float:
+    """Share of the device that the best of a few tilings of a matrix product keeps busy.
+
+    A product is cut into tiles, and all units work on one tile each at a time. Halved tiles fill
+    better but reuse less, which costs a fifth.
+    """
+    best = 0.0
+    for edges, reuse in (((1, 1), 1.0), ((1, 2), 0.9), ((2, 2), 0.8)):
+        tall, wide = (max(1, device.tile // edge) for edge in edges)
+        tiles = math.ceil(rows / tall) * math.ceil(columns / wide) * batch
+        waves = math.ceil(tiles / device.num_units)
+        useful = rows * columns * batch / (waves * device.num_units * tall * wide)
+        best = max(best, useful * reuse)
+    return best

@@ -1,0 +1,206 @@
+"""The cost model of devices whose kernels were timed: what operators cost by fitted constants.
+
+An operator is the kernels that its passes run. Matrix products go by `product_costs`, fused
+attention by its share of the peak, everything else by the bytes that it moves (`bytes_moved`). The
+host launches one kernel after the other, so no operator takes less than its launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from stratagem.simulator.hardware.device_type import (
+    AttentionConstants,
+    DeviceType,
+    MemoryConstants,
+)
+from stratagem.simulator.kernel_times.cost_model import (
+    Cost,
+    CostModel,
+    Direction,
+    RooflineCosts,
+    Source,
+)
+from stratagem.simulator.kernel_times.matrix_products import Multiplier
+from stratagem.simulator.kernel_times.memory_traffic import (
+    PRODUCT_KINDS,
+    Moved,
+    backward_moved,
+    bias_gradient_bytes,
+    forward_moved,
+    num_products,
+)
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator, factors, shape_of
+from stratagem.simulator.operators.operator_kinds import rule_of
+
+FAMILIES = {
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "batch_norm": "batch_norm",
+    "softmax": "softmax",
+}
+"""Families of kernels that move bytes, by kind; others are elementwise."""
+
+ACTIVATIONS = frozenset({"gelu", "silu", "sigmoid", "tanh", "erf", "exp", "softplus", "dropout"})
+"""Steps that compute so much for each scalar that an elementwise chain slows down."""
+
+HEAD_DIM_STEP = 32
+ATTENTION_TILE = 128
+"""Fused attention pads heads to multiples of 32 and works on tiles of 128 queries."""
+
+FLASH_SHARES = {1: (0.68, 0.55), 2: (1.0, 1.0), 3: (2.0, 1.6)}
+"""Forward and backward rate of FlashAttention 1 and 3 to that of 2.
+
+Version 1 reaches 30 to 50 and 25 to 35 % of an A100's peak where version 2 reaches up to 73 and 63
+(Dao 2023, arXiv 2307.08691, section 1 and 4.1); version 3 is 1.5 to 2.0 times as fast forward and
+1.5 to 1.75 backward on an H100 (Shah et al. 2024, arXiv 2407.08608, section 1).
+"""
+
+FLASH_BACKWARD_FLOPS = 2.5
+"""Backward computes the scores again: five products where forward has two."""
+
+
+class KernelModelCosts:
+    """Costs by the fitted constants of a device, by a roofline where it has none.
+
+    Example:
+        >>> device = DeviceType.preset("A100-80GB")
+        >>> cost = KernelModelCosts().update_cost(10**9, Training("bfloat16"), device)
+        >>> 0.01 < cost.seconds < 0.03, cost.source
+        (True, <Source.FITTED: 'fitted'>)
+    """
+
+    def __init__(self) -> None:
+        self._roofline = RooflineCosts()
+
+    def operator_cost(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Cost:
+        """See `CostModel`."""
+        if operator.kind in PRODUCT_KINDS and training.precision in device.products:
+            return _product_cost(operator, sizes, direction, training, device)
+        if operator.kind == "attention" and device.attention is not None:
+            return _attention_cost(operator, sizes, direction, training, device, device.attention)
+        if rule_of(operator).matmul or device.memory is None:
+            return self._roofline.operator_cost(operator, sizes, direction, training, device)
+        backward = direction is Direction.BACKWARD
+        count = backward_moved if backward else forward_moved
+        moved = count(operator, sizes, training)
+        family = _family(operator) + ("_backward" if backward else "")
+        return _memory_cost(moved, family, device, device.memory)
+
+    def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
+        """See `CostModel` and `Training.update_bytes`."""
+        if device.memory is None:
+            return self._roofline.update_cost(num_parameters, training, device)
+        moved = Moved(float(num_parameters * training.update_bytes), 1)
+        return _memory_cost(moved, "elementwise", device, device.memory)
+
+
+def default_costs() -> CostModel:
+    """The cost model where none is given."""
+    return KernelModelCosts()
+
+
+def memory_seconds(
+    moved: Moved, share: float, device: DeviceType, memory: MemoryConstants
+) -> float:
+    """Time of kernels that move bytes at a share of the bandwidth; the first ones stay in L2."""
+    near = min(moved.nbytes, memory.l2_mib * 2**20 * max(1, moved.kernels))
+    counted = moved.nbytes - near + near / memory.l2_gain
+    rate = device.memory_bandwidth_gb_s * 1e9 * share
+    return counted / rate + moved.kernels * memory.launch_us * 1e-6
+
+
+def _memory_cost(moved: Moved, family: str, device: DeviceType, memory: MemoryConstants) -> Cost:
+    seconds = memory_seconds(moved, memory.share(family), device, memory)
+    launches = moved.kernels * device.launch_us * 1e-6
+    return Cost(max(seconds, launches), Source.FITTED, memory.relative_error)
+
+
+def _family(operator: Operator) -> str:
+    if operator.kind == "elementwise":
+        steps = {str(function) for function, _ in operator.attributes["steps"]}
+        return "activation" if steps & ACTIVATIONS else "elementwise"
+    return FAMILIES.get(operator.kind, "elementwise")
+
+
+def _product_cost(
+    operator: Operator,
+    sizes: Mapping[str, int],
+    direction: Direction,
+    training: Training,
+    device: DeviceType,
+) -> Cost:
+    constants = device.products[training.precision]
+    multiplier = Multiplier(device, training.precision, training.parameter_bytes, constants)
+    products = num_products(operator)
+    made = training.parameter_bytes * math.prod(shape_of(operator.outputs[0].layout, sizes))
+    if direction is Direction.FORWARD:
+        seconds, kernels = multiplier.forward(operator, sizes), products
+        added = Moved(3.0 * (products - 1) * made, products - 1)
+        if added.kernels and device.memory is not None:
+            share = device.memory.share("elementwise")
+            seconds += memory_seconds(added, share, device, device.memory)
+            kernels += added.kernels
+    else:
+        seconds, kernels = multiplier.backward(operator, sizes), 2 * products
+        summed = bias_gradient_bytes(operator, sizes, training)
+        if summed and device.memory is not None:
+            share = device.memory.share("elementwise")
+            seconds += memory_seconds(Moved(summed, 1), share, device, device.memory)
+            kernels += 1
+    seconds = max(seconds, kernels * device.launch_us * 1e-6)
+    return Cost(seconds, Source.FITTED, constants.relative_error)
+
+
+def _attention_cost(
+    operator: Operator,
+    sizes: Mapping[str, int],
+    direction: Direction,
+    training: Training,
+    device: DeviceType,
+    constants: AttentionConstants,
+) -> Cost:
+    """Two products of forward, five of backward, at the share of the peak for the head dim.
+
+    On the diagonal of a causal mask whole tiles are computed. Dao 2023 has the figures.
+    """
+    query = math.prod(sizes[n] for n in operator.outputs[0].layout[-2])
+    head = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
+    keys = math.prod(sizes[n] for n in operator.inputs[1].layout[-2])
+    padded = HEAD_DIM_STEP * math.ceil(head / HEAD_DIM_STEP)
+    backward = direction is Direction.BACKWARD
+    share = constants.backward if backward else constants.forward
+    share *= _saturation(padded, constants.head_dim) / _saturation(128, constants.head_dim)
+    share *= FLASH_SHARES[training.flash_version][backward]
+    share *= head / padded * keys / (keys + constants.keys)
+    flops = rule_of(operator).flops(operator, sizes)
+    if operator.attributes.get("causal"):
+        flops *= (max(query, keys) + ATTENTION_TILE) / max(query, keys)
+    flops *= FLASH_BACKWARD_FLOPS if backward else 1.0
+    busy = _busy(operator, query, sizes, device)
+    seconds = flops / (device.peak_flops(training.precision) * share * busy)
+    moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
+    if device.memory is not None:
+        share = device.memory.share("elementwise")
+        seconds = max(seconds, memory_seconds(moved, share, device, device.memory))
+    seconds = max(seconds, moved.kernels * device.launch_us * 1e-6)
+    return Cost(seconds, Source.FITTED, constants.relative_error)
+
+
+def _saturation(size: float, half: float) -> float:
+    return size / (size + half)
+
+
+def _busy(operator: Operator, query: int, sizes: Mapping[str, int], device: DeviceType) -> float:
+    """Share of the processors that tiles of queries keep busy, when they do not fill them."""
+    heads = math.prod(sizes[n] for n in factors(operator.outputs[0].layout[:-2]))
+    return min(1.0, heads * math.ceil(query / ATTENTION_TILE) / device.num_units)

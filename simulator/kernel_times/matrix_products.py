@@ -1,0 +1,130 @@
+"""Matrix products: which ones the passes of an operator run, and what each takes on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stratagem.simulator.hardware.device_type import DeviceType, ProductConstants
+from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
+from stratagem.simulator.kernel_times.cost_model import product_shape
+from stratagem.simulator.operators.operator import Operator, shape_of
+from stratagem.simulator.operators.operator_kinds import rule_of
+
+ALIGNED_BYTES = 16
+"""What a tensor core's operands are loaded in (NVIDIA, matrix multiplication guide)."""
+
+
+class Product(NamedTuple):
+    """`batch` products of (rows × depth) by (depth × columns); `elements` are what they move."""
+
+    rows: int
+    columns: int
+    depth: int
+    batch: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """Prices products of one precision on one device by its constants.
+
+    Example:
+        >>> device = DeviceType.preset("A100-80GB")
+        >>> whole = Multiplier(device, "float16", 2, device.products["float16"])
+        >>> large = Product(8192, 8192, 8192, 1, 3 * 8192**2)
+        >>> 0.6 < 2 * 8192**3 / 312e12 / whole.seconds(large) < 0.9
+        True
+    """
+
+    device: DeviceType
+    precision: str
+    itemsize: int
+    constants: ProductConstants
+
+    def seconds(self, product: Product, gain: float = 1.0, *, aligned: bool = True) -> float:
+        """Time of one kernel whose arithmetic runs at `gain` times the usual rate."""
+        constants = self.constants
+        batched = product.batch > 1
+        rate = gain * self.device.peak_flops(self.precision)
+        if batched:
+            rate *= constants.batched
+        if not aligned:
+            rate = self.device.vector_tflops * 1e12 if batched else rate * constants.misaligned
+        return float(
+            product_seconds(
+                product.rows,
+                product.columns,
+                product.depth,
+                product.batch,
+                product.elements * self.itemsize,
+                self.device.num_units,
+                rate,
+                self.device.memory_bandwidth_gb_s * 1e9,
+                constants.vector,
+            )
+        )
+
+    def forward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
+        """The forward products of an operator."""
+        gain = self.constants.winograd if _saves_multiplications(operator) else 1.0
+        return sum(
+            self.seconds(product, gain, aligned=self._aligned(product))
+            for product in forward_products(operator, sizes)
+        )
+
+    def backward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
+        """The products of both gradients: of the left operand, and of the right one."""
+        gain = self.constants.backward
+        if _saves_multiplications(operator):
+            gain *= self.constants.winograd_backward
+        total = 0.0
+        for product in forward_products(operator, sizes):
+            aligned = self._aligned(product)
+            m, n, k = product.rows, product.columns, product.depth
+            left, right = product._replace(columns=k, depth=n), product._replace(rows=k, depth=m)
+            total += sum(self.seconds(each, gain, aligned=aligned) for each in (left, right))
+        return total
+
+    def _aligned(self, product: Product) -> bool:
+        """Whether every line of the three matrices starts at a multiple of 16 bytes.
+
+        A head dim of 108 and 2 bytes does not. Only matrix units care, and so only the lower
+        precisions.
+        """
+        step = ALIGNED_BYTES // self.itemsize
+        return self.itemsize > 2 or (product.columns % step == 0 and product.depth % step == 0)
+
+
+def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Product, ...]:
+    """The products that an operator runs: one, or one for each input of a sum."""
+    if operator.kind != "linear_sum":
+        return (forward_product(operator, sizes),)
+    rows, columns, _ = product_shape(operator, sizes)
+    made = rows * columns
+    depths = [shape_of(read.layout, sizes)[-1] for read in operator.inputs]
+    return tuple(
+        Product(rows, columns, depth, 1, made + depth * (rows + columns)) for depth in depths
+    )
+
+
+def forward_product(operator: Operator, sizes: Mapping[str, int]) -> Product:
+    """The product that a matmul, linear or convolution (as an implicit product) runs."""
+    rows, columns, batch = product_shape(operator, sizes)
+    depth = round(rule_of(operator).flops(operator, sizes) / (2 * rows * columns * batch))
+    layouts = [read.layout for read in operator.inputs]
+    layouts += [weight.layout for weight in operator.weights[:1]]
+    layouts += [out.layout for out in operator.outputs]
+    elements = sum(math.prod(shape_of(layout, sizes)) for layout in layouts)
+    return Product(rows, columns, depth, batch, elements)
+
+
+def _saves_multiplications(operator: Operator) -> bool:
+    """Whether it is a 3 × 3 convolution of stride 1 (Winograd; Lavin and Gray 2016)."""
+    if operator.kind != "conv2d":
+        return False
+    kernel = shape_of(operator.weights[0].layout, operator.sizes)[2:]
+    steps = (*operator.attributes["stride"], *operator.attributes["dilation"])
+    return kernel == (3, 3) and set(steps) == {1} and operator.attributes["groups"] == 1

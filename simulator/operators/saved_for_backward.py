@@ -1,0 +1,103 @@
+"""What the backward pass of an operator needs to have kept: inputs, the output, tensors inside.
+
+These are the tensors that autograd saves, as the published formulas count them: a GELU keeps its
+input, a dropout one byte an element, a softmax its output (Korthikanti et al. 2022, arXiv
+2205.05198). Statistics of norms, two numbers a token, are left out, as there. A chain that is one
+kernel keeps only what it reads: a fused SwiGLU its gate and its up, not silu(gate).
+"""
+
+from __future__ import annotations
+
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.operators.step_programs import is_reference
+
+_FIRST = ("log", "log1p", "sin", "cos", "erf", "abs", "leaky_relu", "gelu", "silu", "softplus")
+
+SAVED_ARGUMENTS = {
+    **dict.fromkeys((*_FIRST, "clamp", "where"), (0,)),
+    **dict.fromkeys(("pow", "maximum", "minimum"), (0, 1)),
+    "masked_fill": (1,),
+}
+"""Steps of an elementwise chain whose backward needs tensor arguments, and which."""
+
+SAVED_RESULTS = frozenset({"exp", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "relu"})
+"""Steps whose backward needs their result."""
+
+TRUTHS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not"})
+"""Steps whose results are masks of one byte an element."""
+
+
+def saved_slots(operator: Operator, *, fused: bool = False) -> frozenset[int]:
+    """Which inputs the backward pass of an operator needs.
+
+    Example: the gradient of a residual addition needs neither of them, that of a product of two
+    tensors needs both.
+
+    Args:
+        operator: of any kind.
+        fused: whether chains are one kernel a pass (`Training.fused_elementwise`): its backward
+            makes what lies inside again, from all the inputs which that is made of.
+    """
+    if operator.kind != "elementwise":
+        saved = rule_of(operator).saved_inputs
+        return frozenset(range(len(operator.inputs)) if saved is None else saved)
+    found = _saved_by_steps(operator)
+    if fused:
+        found |= _made_of(operator, {j for what, j in found if what == "step"} - {_last(operator)})
+    return frozenset(position for what, position in found if what == "in")
+
+
+def saves_output(operator: Operator) -> bool:
+    """Whether the backward pass needs the operator's output: that of a softmax, or of a ReLU."""
+    if operator.kind != "elementwise":
+        return rule_of(operator).saved_output
+    return ("step", _last(operator)) in _saved_by_steps(operator)
+
+
+def saved_inside(operator: Operator, *, fused: bool = False) -> tuple[int, int]:
+    """How many tensors and how many masks of one byte inside a chain its backward needs.
+
+    All of them have the shape of the output, which is not counted. A `fused` chain keeps what it
+    has drawn, and nothing that it can make again.
+    """
+    if operator.kind != "elementwise":
+        return 0, 0
+    steps = operator.attributes["steps"]
+    drawn = sum(function == "dropout" for function, _ in steps)
+    if fused:
+        return 0, drawn
+    kept = {j for what, j in _saved_by_steps(operator) if what == "step"} - {_last(operator)}
+    masks = sum(steps[j][0] in TRUTHS for j in kept)
+    return len(kept) - masks, masks + drawn
+
+
+def _last(operator: Operator) -> int:
+    """The number of the last step of a chain, whose result is the output."""
+    return len(operator.attributes["steps"]) - 1
+
+
+def _made_of(operator: Operator, results: set[int]) -> set[tuple[str, int]]:
+    """What the results of some steps of a chain are made of, down to inputs and weights."""
+    found: set[tuple[str, int]] = set()
+    steps, waiting = operator.attributes["steps"], sorted(results)
+    while waiting:
+        _, arguments = steps[waiting.pop()]
+        for what, which in filter(is_reference, arguments):
+            if (what, which) not in found and what == "step":
+                waiting.append(which)
+            found.add((what, which))
+    return found
+
+
+def _saved_by_steps(operator: Operator) -> set[tuple[str, int]]:
+    """("in", i) and ("step", j) of everything in a chain that its backward needs."""
+    saved: set[tuple[str, int]] = set()
+    for number, (function, arguments) in enumerate(operator.attributes["steps"]):
+        if function in SAVED_RESULTS:
+            saved.add(("step", number))
+        needed = [arguments[position] for position in SAVED_ARGUMENTS.get(function, ())]
+        if function in ("mul", "div") and all(map(is_reference, arguments)):
+            needed = arguments
+        saved.update((what, which) for what, which in filter(is_reference, needed))
+    return saved

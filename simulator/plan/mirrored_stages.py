@@ -1,0 +1,63 @@
+"""Chimera: two pipelines of one model in opposite directions over the same devices.
+
+Stage s of p lives on two meshes: its own, and that of stage p − 1 − s (Li and Hoefler, SC 2021,
+section 3.1). Microbatches go down the one pipeline or up the other:
+
+    devices   0    1    2    3
+    down      0 →  1 →  2 →  3        a stage's first home is its own mesh,
+    up        3 ←  2 ←  1 ←  0        its second one that of its mirror image
+
+Both homes have the stage's weights and optimizer state. Gradients are summed on each mesh as
+without a second home; those sums are then added up over the *joint mesh*, which has both homes
+along one more axis, by plain resharding:
+
+    gradient ──sync──▶ home ─┐
+                             ├─ Partial over the homes ──▶ Replicate ──update──▶ publish
+    gradient ──sync──▶ home ─┘
+
+Where both directions are told apart, stage s counts as s on its first home and as p + s on its
+second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stratagem.simulator.graph.placement import Pin, Placement
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+
+
+def check_homes(name: str, meshes: Sequence[DeviceMesh], num_microbatches: int) -> None:
+    """Refuse a plan whose stages cannot have second homes.
+
+    Raises:
+        ValueError: the microbatches are not even, so that both directions cannot have as many, or
+            the meshes of a stage and its mirror image have other shapes.
+    """
+    if num_microbatches % 2:
+        raise ValueError(
+            f"plan {name!r}: {num_microbatches} microbatches are odd, but chimera sends half of "
+            f"them in each direction: choose {num_microbatches + 1} microbatches"
+        )
+    for stage, (ours, theirs) in enumerate(zip(meshes, reversed(meshes), strict=True)):
+        if ours.shape != theirs.shape:
+            mirror = len(meshes) - 1 - stage
+            raise ValueError(
+                f"plan {name!r}: stage {stage} has a mesh of shape {ours.shape} and stage "
+                f"{mirror}, whose devices hold it too under chimera, one of shape "
+                f"{theirs.shape}: give both meshes one shape"
+            )
+
+
+def check_pins(name: str, configs: Mapping[str, Sequence[Placement]]) -> None:
+    """Refuse pins: what they leave out of a mesh has no counterpart on the other.
+
+    Raises:
+        ValueError: names the operator.
+    """
+    for operator, config in configs.items():
+        if any(isinstance(placement, Pin) for placement in config):
+            raise ValueError(
+                f"plan {name!r} pins operator {operator!r} to a part of its mesh, but under "
+                "chimera all devices of both homes sum its gradients: replicate or shard it"
+            )

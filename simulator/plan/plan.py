@@ -1,0 +1,471 @@
+"""The plan: all that must be known to run a model on a cluster, and its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from stratagem.simulator.base.files import decode, encode, read_text, reading, write_text
+from stratagem.simulator.graph.image_splits import split_images
+from stratagem.simulator.graph.local_statistics import local_statistics
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import REPLICATE, check_config, parse_placement
+from stratagem.simulator.graph.substitutions import Rewritten, Substituted, rewrite
+from stratagem.simulator.graph.token_slices import Slices, check_slices, num_slices
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.mirrored_stages import check_homes, check_pins
+from stratagem.simulator.schedules.actions import Schedule, validate
+from stratagem.simulator.schedules.named_schedules import CHIMERA, schedule_by_name
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.pieces_and_fusion import check_fusion, check_pieces
+
+PLAN_VERSION = 2
+CUSTOM = "custom"
+"""Name of a schedule whose orders the plan itself lists."""
+
+
+MOST_MICROBATCHES = 2**14
+"""Of a plan; its batch is at least as large."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: consecutive operators, the devices they run on, and a choice for each."""
+
+    operators: tuple[str, ...]
+    mesh: DeviceMesh
+    choices: Mapping[str, Choice]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the search expected: seconds per step, peak bytes per device of each stage."""
+
+    step_time: float
+    peak_memory: tuple[int, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, their meshes and choices, the schedule: everything the executor needs.
+
+    Stages on the same devices are on one rank; ranks are numbered as the stages bring them up.
+
+    Attributes:
+        bucket_bytes: gradients are reduced in buckets of at least so many; 0 reduces each
+            operator's alone.
+        inputs_first: a backward pass makes the gradients of its inputs before those of its
+            weights, which then run beside the conversion of the first (Megatron-LM's
+            asynchronous all-reduce of tensor parallelism).
+        schedule: a name in `SCHEDULES`, or ``custom``.
+        token_slices: parts into which the tokens of a microbatch are cut (TeraPipe): how many
+            equal ones, or the length of each.
+        orders: of a custom schedule, one line a rank, such as ``rank 0: 0F0 0B0``.
+        substitutions: what was rewritten in the model's graph before it was planned; operators
+            and `fingerprint` are those of the rewritten graph.
+
+    Raises:
+        ValueError: when stages share some of their devices, a device is not in the cluster, or
+            the schedule is unknown, invalid or not for these stages and ranks.
+    """
+
+    name: str
+    model: str
+    fingerprint: str
+    cluster: Cluster
+    training: Training
+    stages: tuple[Stage, ...]
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    bucket_bytes: int = 0
+    seed: int = 0
+    prediction: Prediction | None = None
+    token_slices: Slices = 1
+    orders: tuple[str, ...] = ()
+    inputs_first: bool = False
+    substitutions: tuple[Substituted, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 0:
+            raise ValueError(
+                f"plan {self.name!r}: bucket_bytes is {self.bucket_bytes}; it must be 0 or more"
+            )
+        if not self.stages:
+            raise ValueError(f"plan {self.name!r} has no stages")
+        if self.num_microbatches > MOST_MICROBATCHES:
+            raise ValueError(
+                f"plan {self.name!r}: num_microbatches is {self.num_microbatches}; at most "
+                f"{MOST_MICROBATCHES:,} can be played, and they must divide the batch"
+            )
+        self._check_devices()
+        self._check_ranks()
+        if self.is_mirrored:
+            self._check_mirrored()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.name!r}: num_stages={len(self.stages)}, num_devices={self.num_devices}, "
+            f"num_microbatches={self.num_microbatches}, schedule={self.schedule!r}>"
+        )
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether stages have a second home each, in a pipeline the other way round (Chimera)."""
+        return self.schedule == CHIMERA
+
+    def mirrored(self) -> Plan:
+        """The pipeline the other way round: each stage on the mesh of its mirror image."""
+        meshes = [stage.mesh for stage in reversed(self.stages)]
+        stages = zip(self.stages, meshes, strict=True)
+        return replace(self, stages=tuple(replace(s, mesh=mesh) for s, mesh in stages))
+
+    def homes(self, stage: int) -> tuple[DeviceMesh, ...]:
+        """The meshes that have a stage: its own, and in a mirrored plan that of its image."""
+        own = self.stages[stage].mesh
+        return (own, self.stages[-1 - stage].mesh) if self.is_mirrored else (own,)
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each stage: stages on the same devices share one."""
+        ranks: dict[frozenset[int], int] = {}
+        return tuple(
+            ranks.setdefault(frozenset(stage.mesh.devices), len(ranks)) for stage in self.stages
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of different sets of devices that stages run on."""
+        return max(self.rank_of) + 1
+
+    def group(self, stage: int) -> str:
+        """What the lanes of a stage's devices are called: by stage, or by rank if those differ."""
+        alone = self.num_ranks == len(self.stages) and not self.is_mirrored
+        return f"stage {stage}" if alone else f"rank {self.rank_of[stage]}"
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each operator, by name."""
+        return {name: s for s, stage in enumerate(self.stages) for name in stage.operators}
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the plan uses."""
+        return len({device for stage in self.stages for device in stage.mesh.devices})
+
+    @cached_property
+    def device_types(self) -> tuple[DeviceType, ...]:
+        """The distinct types of the devices that the plan uses."""
+        found = (kind for stage in self.stages for kind in stage.mesh.device_types(self.cluster))
+        return tuple({kind.name: kind for kind in found}.values())
+
+    def choice(self, operator: str) -> Choice:
+        """The choice for an operator."""
+        return self.stages[self.stage_of[operator]].choices[operator]
+
+    def make_schedule(self) -> Schedule:
+        """The schedule's actions for this plan's stages, ranks and microbatches."""
+        return self._made_schedule
+
+    @cached_property
+    def _made_schedule(self) -> Schedule:
+        if self.schedule == CUSTOM:
+            return self._custom_schedule()
+        if self.orders:
+            raise ValueError(
+                f"plan {self.name!r} lists orders of its own, but its schedule is "
+                f"{self.schedule!r}: call the schedule {CUSTOM!r}, or leave the orders out"
+            )
+        return schedule_by_name(
+            self.schedule,
+            len(self.stages),
+            self.num_microbatches,
+            num_ranks=self.num_ranks,
+            num_slices=num_slices(self.token_slices),
+        )
+
+    def rewrite(self, graph: OperatorGraph) -> Rewritten:
+        """What the plan's substitutions make of a model's graph, which is what the plan runs.
+
+        A graph that has been rewritten stays as it is; a plan for split images splits them, one
+        for local statistics makes them local.
+
+        Raises:
+            ValueError: a substitution does not fit `graph`.
+        """
+        split = split_images(graph)
+        for known in (graph, split, local_statistics(graph), local_statistics(split)):
+            if known.fingerprint == self.fingerprint:
+                return Rewritten(known)
+        if not self.substitutions:
+            return Rewritten(graph)
+        try:
+            return rewrite(graph, self.substitutions)
+        except ValueError as error:
+            raise ValueError(
+                f"plan {self.name!r} was made for model {self.model!r} with "
+                f"{len(self.substitutions)} substitutions, one of which does not fit: {error}"
+            ) from error
+
+    def check(self, graph: OperatorGraph) -> None:
+        """Refuse a plan that is not for `graph`, rewritten by its substitutions if it has some.
+
+        Raises:
+            ValueError: another model's plan; an operator that no stage or that two stages run, or
+                that runs before what it reads; a config that its operator cannot have; a batch
+                that the microbatches do not divide; token slices of a model that cannot be cut
+                into them (see `token_slices`), or of operators sharded along positions.
+        """
+        if self.fingerprint != graph.fingerprint:
+            raise ValueError(
+                f"plan {self.name!r} was made for model {self.model!r} (fingerprint "
+                f"{self.fingerprint[:12]}), not for {graph.name!r} ({graph.fingerprint[:12]}); "
+                f"search again for this model, batch and sequence length"
+            )
+        self._check_stages(graph)
+        for operator in graph.microbatch(self.num_microbatches).operators:
+            stage = self.stages[self.stage_of[operator.name]]
+            choice = stage.choices[operator.name]
+            config = choice.config
+            check_config(operator, config, stage.mesh.shape)
+            check_pieces(operator, config, stage.mesh.shape, choice.chunks)
+            if choice.fused:
+                check_fusion(operator)
+                if self.is_mirrored and operator.weights:
+                    raise ValueError(
+                        f"plan {self.name!r} fuses the update of operator {operator.name!r} with "
+                        "its gradient sync, but under chimera the sum over both homes comes "
+                        "between them: choose fused=False there"
+                    )
+            if operator.kind == "source" and any(p != REPLICATE for p in config):
+                raise ValueError(
+                    f"source {operator.name!r} must be replicated: every rank computes it in full"
+                )
+        if self.token_slices != 1:
+            configs = {name: self.choice(name).config for name in graph.names}
+            check_slices(graph, self.token_slices, configs)
+
+    def _custom_schedule(self) -> Schedule:
+        schedule = Schedule.parse("\n".join(self.orders), name=CUSTOM)
+        for what, ours, theirs in (
+            ("stages", len(self.stages), schedule.num_stages),
+            ("microbatches", self.num_microbatches, schedule.num_microbatches),
+            ("ranks", self.num_ranks, schedule.num_ranks),
+            ("token slices", num_slices(self.token_slices), schedule.num_slices),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"plan {self.name!r} has {ours} {what}, but its orders are for {theirs}: "
+                    "change one of them"
+                )
+        validate(schedule)
+        return schedule
+
+    def _check_devices(self) -> None:
+        owner: dict[int, int] = {}
+        for number, stage in enumerate(self.stages):
+            stage.mesh.check(self.cluster)
+            for device in stage.mesh.devices:
+                first = owner.setdefault(device, number)
+                if self.rank_of[first] != self.rank_of[number]:
+                    raise ValueError(
+                        f"plan {self.name!r}: device {device} is in stage {first} and in stage "
+                        f"{number}, whose other devices differ; stages share all of their devices "
+                        "or none"
+                    )
+
+    def _check_ranks(self) -> None:
+        schedule = self.make_schedule()
+        for stage, rank in enumerate(self.rank_of):
+            if rank not in schedule.ranks_of(stage):
+                places = " and ".join(map(str, schedule.ranks_of(stage)))
+                raise ValueError(
+                    f"plan {self.name!r}: stage {stage} is on the devices of rank {rank}, but "
+                    f"schedule {self.schedule!r} places it on rank {places}"
+                )
+
+    def _check_mirrored(self) -> None:
+        check_homes(self.name, [stage.mesh for stage in self.stages], self.num_microbatches)
+        for stage in self.stages:
+            check_pins(self.name, {n: choice.config for n, choice in stage.choices.items()})
+
+    def _check_stages(self, graph: OperatorGraph) -> None:
+        listed = [name for stage in self.stages for name in stage.operators]
+        if len(set(listed)) != len(listed):
+            twice = next(name for name in listed if listed.count(name) > 1)
+            raise ValueError(f"plan {self.name!r} runs operator {twice!r} in two stages")
+        for operator in graph.operators:
+            if operator.name not in self.stage_of:
+                raise ValueError(f"plan {self.name!r} has no stage for operator {operator.name!r}")
+            if operator.name not in self.stages[self.stage_of[operator.name]].choices:
+                raise ValueError(
+                    f"plan {self.name!r} has no choice for operator {operator.name!r}"
+                )
+            for read in operator.inputs:
+                if graph.operator(read.source).kind == "source":
+                    continue
+                if self.stage_of[read.source] > self.stage_of[operator.name]:
+                    raise ValueError(
+                        f"plan {self.name!r}: operator {operator.name!r} in stage "
+                        f"{self.stage_of[operator.name]} reads {read.source!r} of the later stage "
+                        f"{self.stage_of[read.source]}"
+                    )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file, whole or not at all."""
+        write_text(path, self.to_json())
+
+    def to_json(self) -> str:
+        """The text of the plan file; equal plans have equal text."""
+        return encode(_to_file(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            ValueError: names the file, the field and what was expected there.
+        """
+        return cls.from_json(read_text(path, "plan file"), what=f"plan file {path}")
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str = "plan") -> Plan:
+        """Read the text of a plan file."""
+        file = decode(text, _PlanFile, what)
+        if file.version != PLAN_VERSION:
+            raise ValueError(
+                f"{what} has version {file.version}, this program reads "
+                f"{PLAN_VERSION}; search again"
+            )
+        with reading(what):
+            plan = _from_file(file)
+            plan.cluster.check_figures("its cluster")
+        return plan
+
+
+@dataclass(frozen=True)
+class _ChoiceFile:
+    config: tuple[str, ...]
+    zero: int = 0
+    recompute: bool = False
+    chunks: int = 1
+    fused: bool = False
+    regather: bool = False
+
+
+@dataclass(frozen=True)
+class _StageFile:
+    axes: tuple[MeshAxis, ...]
+    devices: tuple[int, ...]
+    operators: tuple[str, ...]
+    choices: dict[str, _ChoiceFile]
+
+
+@dataclass(frozen=True)
+class _PlanFile:
+    version: int
+    name: str
+    model: str
+    fingerprint: str
+    cluster: Cluster
+    training: Training
+    num_microbatches: int
+    schedule: str
+    stages: tuple[_StageFile, ...]
+    bucket_bytes: int = 0
+    seed: int = 0
+    prediction: Prediction | None = field(default=None)
+    token_slices: Slices = 1
+    orders: tuple[str, ...] = ()
+    inputs_first: bool = False
+    substitutions: tuple[Substituted, ...] = ()
+
+
+def _to_file(plan: Plan) -> _PlanFile:
+    stages = tuple(
+        _StageFile(
+            axes=stage.mesh.axes,
+            devices=stage.mesh.devices,
+            operators=stage.operators,
+            choices={
+                name: _ChoiceFile(
+                    config=tuple(str(p) for p in choice.config),
+                    zero=choice.zero,
+                    recompute=choice.recompute,
+                    chunks=choice.chunks,
+                    fused=choice.fused,
+                    regather=choice.regather,
+                )
+                for name in stage.operators
+                for choice in [stage.choices[name]]
+            },
+        )
+        for stage in plan.stages
+    )
+    return _PlanFile(
+        version=PLAN_VERSION,
+        name=plan.name,
+        model=plan.model,
+        fingerprint=plan.fingerprint,
+        cluster=plan.cluster,
+        training=plan.training,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        stages=stages,
+        bucket_bytes=plan.bucket_bytes,
+        seed=plan.seed,
+        prediction=plan.prediction,
+        token_slices=plan.token_slices,
+        orders=plan.orders,
+        inputs_first=plan.inputs_first,
+        substitutions=plan.substitutions,
+    )
+
+
+def _from_file(file: _PlanFile) -> Plan:
+    stages = tuple(
+        Stage(
+            operators=stage.operators,
+            mesh=DeviceMesh(stage.axes, stage.devices),
+            choices={
+                name: Choice(
+                    config=tuple(parse_placement(p) for p in choice.config),
+                    zero=choice.zero,
+                    recompute=choice.recompute,
+                    chunks=choice.chunks,
+                    fused=choice.fused,
+                    regather=choice.regather,
+                )
+                for name, choice in stage.choices.items()
+            },
+        )
+        for stage in file.stages
+    )
+    return Plan(
+        name=file.name,
+        model=file.model,
+        fingerprint=file.fingerprint,
+        cluster=file.cluster,
+        training=file.training,
+        stages=stages,
+        num_microbatches=file.num_microbatches,
+        schedule=file.schedule,
+        bucket_bytes=file.bucket_bytes,
+        seed=file.seed,
+        prediction=file.prediction,
+        token_slices=file.token_slices,
+        orders=file.orders,
+        inputs_first=file.inputs_first,
+        substitutions=file.substitutions,
+    )
+
+
+def ranks_of(plan: Plan) -> dict[int, int]:
+    """Ranks count the devices that a plan uses in ascending order."""
+    devices = sorted({device for stage in plan.stages for device in stage.mesh.devices})
+    return {device: rank for rank, device in enumerate(devices)}

@@ -1,0 +1,262 @@
+"""The rows of a cost table: what the choices of an operator, an edge or a tied parameter cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Flags, Floats, Ints
+from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.sharding.choice import Choice
+
+MANY = 1000
+"""Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """Times in ns and the resources they occupy (bit masks), by choice or pair of choices."""
+
+    ns: Ints
+    mask: Ints
+
+    def where(self, keep: Flags) -> Timed:
+        """The same where `keep` is true, nothing elsewhere."""
+        return Timed(masked(self.ns, keep), masked(self.mask, keep))
+
+
+def masked(values: Ints, keep: Flags) -> Ints:
+    """The values where `keep` is true, 0 elsewhere.
+
+    Where all or nothing of many is kept this takes no memory: most edges are never converted in
+    pieces, recomputed or gathered again, and there are as many numbers as pairs of choices.
+
+    Example:
+        >>> masked(np.array([3, 4]), np.array([True, False])).tolist()
+        [3, 0]
+    """
+    if keep.all():
+        return values
+    if keep.size > MANY and not keep.any():
+        return np.broadcast_to(np.int64(0), keep.shape)
+    return np.where(keep, values, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorRow:
+    """What each choice of one operator costs: arrays over `choices`, bytes per device.
+
+    `forward`, `backward`, `input_gradient` and `weight_gradient` are the times of one of `pieces`
+    equal pieces. The last two are the parts of `backward` that make the gradients of inputs and
+    of parameters. `recompute` is the whole forward pass where a choice repeats it. The launches
+    are what the host takes to launch a pass, all pieces; nothing where that is not modelled.
+
+    `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
+    `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
+    optimizer, `publish` brings updated parameters back (ZeRO-1 and 2), `stash` copies them as they
+    are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
+    choice, how many of its parameters take each distinct path in the sync, and the latency of that
+    path in seconds.
+    `relative_error` is that of forward and backward. `inner_forward` and `inner_backward` are the
+    ns that collectives inside the passes take, of one piece. `saved_slots` are the inputs that
+    backward needs, `saves_output` says whether it needs the output. `runs_again` says whether
+    recomputing it means to run it again, or only to bring back its inputs (see
+    `segments.run_again`).
+    """
+
+    choices: tuple[Choice, ...]
+    pieces: Ints
+    forward: Timed
+    backward: Timed
+    input_gradient: Timed
+    weight_gradient: Timed
+    recompute: Timed
+    launch_forward: Timed
+    launch_backward: Timed
+    launch_recompute: Timed
+    gather: Timed
+    sync: Timed
+    each_sync: Timed
+    update: Timed
+    publish: Timed
+    stash: Timed
+    sync_latency: tuple[Mapping[str, tuple[int, float]], ...]
+    relative_error: Floats
+    sources: tuple[str, ...]
+    parameter_bytes: Ints
+    stash_bytes: Ints
+    gradient_bytes: Ints
+    optimizer_bytes: Ints
+    output_bytes: tuple[Ints, ...]
+    own_bytes: Ints
+    input_gradient_bytes: Ints
+    gathered_bytes: Ints
+    whole_gradient_bytes: Ints
+    inner_forward: Ints
+    inner_backward: Ints
+    saved_slots: frozenset[int]
+    saves_output: bool
+    runs_again: bool
+
+    @property
+    def passes_ns(self) -> Ints:
+        """Whole forward and backward pass, all pieces."""
+        both: Ints = (self.forward.ns + self.backward.ns) * self.pieces
+        return both
+
+    @cached_property
+    def most_pieces(self) -> int:
+        """In how many pieces some choice runs."""
+        return int(self.pieces.max())
+
+    @cached_property
+    def weighs(self) -> bool:
+        """Whether gradients of parameters take time of their own."""
+        return bool(self.weight_gradient.ns.any())
+
+    @cached_property
+    def is_launched(self) -> bool:
+        """Whether the host's time to launch passes is modelled."""
+        return bool(self.launch_forward.ns.any() or self.launch_backward.ns.any())
+
+    @cached_property
+    def may_recompute(self) -> bool:
+        """Whether some choice recomputes the operator."""
+        return any(choice.recompute for choice in self.choices)
+
+    @cached_property
+    def may_pin(self) -> bool:
+        """Whether some choice pins the operator to a part of the mesh."""
+        return any(isinstance(p, Pin) for choice in self.choices for p in choice.config)
+
+    @cached_property
+    def keeps(self) -> Flags:
+        """Which choices do not recompute the operator."""
+        return np.array([not choice.recompute for choice in self.choices])
+
+    @cached_property
+    def regathers(self) -> Flags:
+        """Which choices convert inputs again that backward needs, and nothing else."""
+        return np.array([c.regather and not c.recompute for c in self.choices])
+
+    @cached_property
+    def keeps_copies(self) -> Flags:
+        """Which choices keep converted inputs that backward needs."""
+        return self.keeps & ~self.regathers
+
+
+class SharedBy(IntEnum):
+    """What edges of one result may have in common: conversions forward, of gradients, of what runs
+
+    again, of inputs only; and the copy that is kept for backward.
+    """
+
+    THERE = 0
+    BACK = 1
+    AGAIN = 2
+    REGATHER = 3
+    KEPT = 4
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeLaunches:
+    """What hosts lose while they launch the collectives of an edge's conversions, whole."""
+
+    forward: Timed
+    backward: Timed
+    recompute: Timed
+    regather: Timed
+
+    def of(self, by: SharedBy) -> Timed:
+        """Those of a kind of conversion."""
+        return (self.forward, self.backward, self.recompute, self.regather)[by]
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeRow:
+    """What an edge costs by (producer choice, consumer choice).
+
+    `forward` and `backward` are the times of one piece. A conversion runs in the pieces of the
+    operator that makes the tensor (backward: the consumer makes its gradient); if that one runs
+    whole, in those of the operator that reads it. The first are counted by `made_forward` and
+    `made_backward` (1 where both run whole), the others by `read_forward` and `read_backward`.
+    `recompute` is the whole forward conversion where the consumer is recomputed (of one that does
+    not run again, where backward needs the input), `regather` where only its input is converted
+    again. `copy_bytes` is the size of the converted copy. `launches`
+    are None where launching a collective costs its hosts nothing. `shares` are, by `SharedBy`, a
+    number for each consumer choice, equal for edges of one result that share (see `sharing`), −1
+    where nothing is shared; None where nothing ever is converted.
+    """
+
+    forward: Timed
+    backward: Timed
+    made_forward: Ints
+    read_forward: Ints
+    made_backward: Ints
+    read_backward: Ints
+    recompute: Timed
+    regather: Timed
+    copy_bytes: Ints
+    launches: EdgeLaunches | None = None
+    shares: tuple[Ints, ...] | None = None
+
+    @cached_property
+    def may_regather(self) -> bool:
+        """Whether some pair of choices converts the tensor again for backward."""
+        return bool(self.regather.ns.any())
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the conversion never runs in pieces."""
+        pieces = (self.made_forward, self.read_forward, self.made_backward, self.read_backward)
+        return all(int(count.max()) <= 1 for count in pieces)
+
+    @property
+    def both_ns(self) -> Ints:
+        """Forward and backward conversion, all pieces, and the one that is repeated."""
+        there = self.forward.ns * np.maximum(self.made_forward, self.read_forward)
+        back = self.backward.ns * np.maximum(self.made_backward, self.read_backward)
+        both: Ints = there + back + self.regather.ns
+        return both
+
+
+@dataclass(frozen=True, eq=False)
+class TieRow:
+    """A tied parameter by (owner choice, user choice): gradient to its home, value back."""
+
+    gradient: Timed
+    publish: Timed
+
+
+LONGEST_SECONDS = 1e6
+"""Of one task: sums of many are counted in ns by 64 bits."""
+
+
+def to_ns(seconds: Floats) -> Ints:
+    """Whole nanoseconds; whatever takes time takes at least one."""
+    if seconds.size and not np.max(seconds) <= LONGEST_SECONDS:
+        raise ValueError(
+            f"a task would take {np.max(seconds):.3g} s, and at most {LONGEST_SECONDS:g} s can be "
+            f"counted; see the figures of the cluster"
+        )
+    ns = np.rint(seconds * 1e9).astype(np.int64)
+    return np.where(seconds > 0, np.maximum(ns, 1), 0)
+
+
+def timed_rows(rows: Sequence[Sequence[tuple[float, int]]]) -> list[Timed]:
+    """`timed` of several rows of equal length at once."""
+    pairs = np.array(rows, dtype=np.float64)
+    seconds, masks = pairs[..., 0], pairs[..., 1].astype(np.int64)
+    masks = np.where(seconds > 0, masks, 0)
+    return [Timed(ns, mask) for ns, mask in zip(to_ns(seconds), masks, strict=True)]
+
+
+def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> Timed:
+    """(seconds, mask) pairs as an array; what takes no time occupies nothing."""
+    seconds = np.array([value for value, _ in values], dtype=np.float64).reshape(shape)
+    masks = np.array([mask for _, mask in values], dtype=np.int64).reshape(shape)
+    return Timed(to_ns(seconds), np.where(seconds > 0, masks, 0))

@@ -1,0 +1,562 @@
+"""The cost table: every choice of every operator of a stage, and every pair of choices of every
+edge.
+
+`OperatorRow` holds what each choice of an operator costs, `EdgeRow` what the conversion between
+two operators costs for every pair of their choices, `TieRow` the same for a parameter that two
+operators share. Equal operators and edges share a row, so the layers of a repeated block are
+priced once. Everything that prices a plan reads this table: the search, the simulator and the
+baselines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.checkpoint_segments import run_again
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
+    Flat,
+    Pin,
+    Placements,
+    input_gradient_placements,
+    input_placements,
+    local_sizes,
+    output_gradient_placements,
+    output_placements,
+    weight_gradient_placements,
+    weight_placements,
+)
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.hardware.resources import COMPUTE, HOST
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import (
+    Edge,
+    Layout,
+    Operator,
+    Weight,
+    factor_sizes,
+    factors,
+)
+from stratagem.simulator.operators.saved_for_backward import saved_slots
+from stratagem.simulator.pricing.bytes_per_device import conversion_bytes
+from stratagem.simulator.pricing.cost_rows import (
+    EdgeLaunches,
+    EdgeRow,
+    OperatorRow,
+    TieRow,
+    Timed,
+    masked,
+    timed,
+    to_ns,
+)
+from stratagem.simulator.pricing.operator_prices import OperatorPricer
+from stratagem.simulator.pricing.repeated_layers import Repeat, find_repeat
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import (
+    home_placements,
+    makes_input_gradients,
+    trainable_weights,
+    use_of,
+)
+from stratagem.simulator.sharding.pieces_and_fusion import (
+    fuses_forward,
+    piece_dim,
+    shares_conversion,
+)
+from stratagem.simulator.sharding.resharding_paths import shared_resharder
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """The rows of one stage. `operators` are indices into the graph; edges and ties lie inside.
+
+    `edges[k]` is priced by `edge_rows[edge_row_of[k]]`, and so on; distinct rows are stored once.
+    """
+
+    graph: OperatorGraph
+    mesh: DeviceMesh
+    operators: tuple[int, ...]
+    rows: tuple[OperatorRow, ...]
+    row_of: Mapping[int, int]
+    edges: tuple[Edge, ...]
+    edge_rows: tuple[EdgeRow, ...]
+    edge_row_of: tuple[int, ...]
+    ties: tuple[tuple[int, int], ...]
+    tie_rows: tuple[TieRow, ...]
+
+    def row(self, operator: int) -> OperatorRow:
+        """The row of an operator, by its index in the graph."""
+        return self.rows[self.row_of[operator]]
+
+    @cached_property
+    def num_choices(self) -> int:
+        """Number of distinct (operator, choice) pairs that are priced."""
+        return sum(len(row.choices) for row in self.rows)
+
+    @cached_property
+    def incoming(self) -> dict[int, list[int]]:
+        """The numbers of the edges that each operator reads, if any."""
+        found: dict[int, list[int]] = {}
+        for k, edge in enumerate(self.edges):
+            found.setdefault(edge.consumer, []).append(k)
+        return found
+
+    @cached_property
+    def repeat(self) -> Repeat | None:
+        """Where its operators repeat, by place: rows, edges and segments are alike, relatively."""
+        numbers: dict[object, int] = {}
+        found = find_repeat([numbers.setdefault(kind, len(numbers)) for kind in self._kinds()])
+        if found is None or self._farthest(found) > self.step_of(found):
+            return None
+        return found
+
+    def step_of(self, repeat: Repeat) -> int:
+        """By how much indices of operators differ from one copy to the next."""
+        return self.operators[repeat.begin + repeat.period] - self.operators[repeat.begin]
+
+    @cached_property
+    def edge_repeat(self) -> Repeat | None:
+        """Where its edges repeat, by number."""
+        if self.repeat is None:
+            return None
+        begin, period, copies = self.repeat
+        each = [len(self.incoming.get(i, ())) for i in self.operators[: begin + period]]
+        first, edges = sum(each[:begin]), sum(each[begin:])
+        return Repeat(first, edges, copies) if edges else None
+
+    def _kinds(self) -> Iterator[object]:
+        """What is alike of operators that stand for one another in copies of a layer."""
+        inside, tied = set(self.operators), {i for tie in self.ties for i in tie}
+        segment = self.graph.segments if any(row.may_recompute for row in self.rows) else None
+        before = self.operators[0]
+        for i in self.operators:
+            yield (
+                self.row_of[i],
+                i - before,
+                segment[i] - i if segment is not None else 0,
+                i if i in tied else -1,
+                tuple(
+                    (edge.producer - i, edge.output, edge.slot, self.edge_row_of[k])
+                    for k in self.incoming.get(i, ())
+                    for edge in [self.edges[k]]
+                ),
+                tuple(
+                    (edge.consumer - i, edge.output, edge.slot, edge.consumer in inside)
+                    for edge in self.graph.readers[i]
+                ),
+            )
+            before = i
+
+    def _farthest(self, repeat: Repeat) -> int:
+        """How far apart the ends of the edges of a copy are at most."""
+        some = self.operators[repeat.begin : repeat.begin + repeat.period]
+        edges = [self.edges[k] for i in some for k in self.incoming.get(i, ())]
+        edges += [edge for i in some for edge in self.graph.readers[i]]
+        return max((edge.consumer - edge.producer for edge in edges), default=0)
+
+
+@dataclass(eq=False)
+class RowMemory:
+    """Rows already priced, by what a mesh looks like: stages and strategies share them.
+
+    `passes` are costs of single passes by local sizes, which meshes of several shapes share.
+
+    Use one for one cost model, cluster and training; others would be given the wrong prices.
+    """
+
+    operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
+    edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
+    passes: dict[Any, tuple[float, float, str]] = field(default_factory=dict)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+    _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+    def number(self, value: Any) -> int:
+        """A small number for a large immutable value: hashing it once is slow enough."""
+        if id(value) not in self._seen:
+            number = self._numbers.setdefault(value, len(self._numbers))
+            self._seen[id(value)] = (value, number)
+        return self._seen[id(value)][1]
+
+
+class TableBuilder:
+    """Prices the operators of a graph on one mesh; rows are remembered between tables.
+
+    With `stalls` the mesh exchanges tensors with other stages over the network all the time, which
+    costs the hosts time (see `Calibration.stall_us`).
+
+    Example:
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.hardware.device_mesh import MeshAxis
+        >>> mesh = DeviceMesh((MeshAxis("data", 8),), tuple(range(8)))
+        >>> graph = mlp([512, 512], batch=64)
+        >>> cluster = Cluster.preset("dgx-a100")
+        >>> builder = TableBuilder(graph, mesh, cluster, Training(), default_costs())
+    """
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        mesh: DeviceMesh,
+        cluster: Cluster,
+        training: Training,
+        costs: CostModel,
+        memory: RowMemory | None = None,
+        *,
+        stalls: bool = False,
+    ) -> None:
+        mesh.check(cluster)
+        self.graph, self.mesh, self.training, self.costs = graph, mesh, training, costs
+        self.links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
+        self.resharder = shared_resharder(mesh.shape, self.links)
+        self.devices = mesh.device_types(cluster)
+        self.owner = graph.owners
+        self._memory = rows = memory or RowMemory()
+        self._pricer = OperatorPricer(
+            graph,
+            mesh,
+            self.links,
+            self.resharder,
+            self.devices,
+            training,
+            costs,
+            cluster.calibration,
+            rows.number,
+            rows.passes,
+        )
+        self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
+        alike = *_price_key(mesh, self.links, self.devices), self._stall
+        self._rows = rows.operators.setdefault(alike, {})
+        self._edge_rows = rows.edges.setdefault(alike, {})
+
+    def build(
+        self, operators: Sequence[int], choices: Mapping[int, Sequence[Choice]]
+    ) -> CostTable:
+        """The table of a stage that runs `operators`, each with its list of `choices`."""
+        inside = set(operators)
+        may = [i for i in operators if any(choice.recompute for choice in choices[i])]
+        again = run_again(self.graph, inside, may)
+        rows: dict[Any, tuple[int, OperatorRow]] = {}
+        row_of: dict[int, int] = {}
+        for i in operators:
+            key, row = self._operator_row(i, tuple(choices[i]), inside, i in again)
+            row_of[i] = rows.setdefault(key, (len(rows), row))[0]
+        reads = self.graph.reads
+        edges = tuple(e for i in sorted(inside) for e in reads[i] if self._is_priced(e, inside))
+        edge_rows: dict[Any, tuple[int, EdgeRow]] = {}
+        edge_row_of: list[int] = []
+        for edge in edges:
+            key, edge_row = self._edge_row(edge, choices, edge.consumer in again)
+            edge_row_of.append(edge_rows.setdefault(key, (len(edge_rows), edge_row))[0])
+        ties = self.ties(operators)
+        return CostTable(
+            graph=self.graph,
+            mesh=self.mesh,
+            operators=tuple(operators),
+            rows=tuple(row for _, row in rows.values()),
+            row_of=row_of,
+            edges=edges,
+            edge_rows=tuple(row for _, row in edge_rows.values()),
+            edge_row_of=tuple(edge_row_of),
+            ties=tuple((owner, user) for owner, user, _, _ in ties),
+            tie_rows=tuple(self._tie_row(*tie, choices) for tie in ties),
+        )
+
+    def pass_seconds(self, i: int, choice: Choice) -> float:
+        """Forward and backward pass of an operator, all pieces, and forward again if recomputed.
+
+        What is fused into a conversion is not counted.
+
+        Args:
+            i: index of the operator in the graph.
+            choice: one that it can have on the builder's mesh.
+        """
+        return self._pricer.pass_seconds(i, choice)
+
+    def shard_seconds(self, i: int, choice: Choice, sizes: Mapping[str, int]) -> float:
+        """The same for a shard of an operator, alone on a device of the builder's mesh.
+
+        Args:
+            i: index of the operator in the graph.
+            choice: says pieces, fusion and recompute; its config is empty.
+            sizes: of the shard, by dim.
+        """
+        return self._pricer.shard_seconds(i, choice, sizes)
+
+    def _is_priced(self, edge: Edge, inside: set[int]) -> bool:
+        """Whether an edge into the stage is: not one from a source, a slice of what all have."""
+        return edge.producer in inside and self.graph.operators[edge.producer].kind != "source"
+
+    # -- operators ------------------------------------------------------------------------------
+
+    def _operator_row(
+        self, i: int, choices: tuple[Choice, ...], inside: set[int], runs_again: bool
+    ) -> tuple[Any, OperatorRow]:
+        operator = self.graph.operators[i]
+        uses = tuple(
+            use_of(self.graph, self.owner, operator, weight, inside) for weight in operator.weights
+        )
+        number = self._memory.number
+        needed = self.graph.needs_gradient[i]
+        flows = makes_input_gradients(self.graph, i)
+        key = (number(operator.signature), number(choices), uses, needed, flows, runs_again)
+        if key not in self._rows:
+            self._rows[key] = self._pricer.row(i, choices, uses, runs_again=runs_again)
+        return key, self._rows[key]
+
+    def ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
+        """(owner, user, owner's weight, user's weight) of all parameters tied in the stage."""
+        inside = set(operators)
+        ties: list[tuple[int, int, Weight, Weight]] = []
+        for i in operators:
+            for weight in trainable_weights(self.graph, self.graph.operators[i]):
+                owner = self.graph.index[self.owner[weight.parameter]]
+                if owner != i and owner in inside:
+                    own = next(
+                        w
+                        for w in self.graph.operators[owner].weights
+                        if w.parameter == weight.parameter
+                    )
+                    ties.append((owner, i, own, weight))
+        return ties
+
+    def _tie_row(
+        self,
+        owner: int,
+        user: int,
+        own: Weight,
+        weight: Weight,
+        choices: Mapping[int, Sequence[Choice]],
+    ) -> TieRow:
+        using = self.graph.operators[user]
+        shape, sizes = self.mesh.shape, factor_sizes(weight.layout, using.sizes)
+        homes = [home_placements(own, c, shape) for c in choices[owner]]
+        our_gradients = [weight_gradient_placements(own, c.config) for c in choices[owner]]
+        our_uses = [weight_placements(own, c.config) for c in choices[owner]]
+        gradients = [weight_gradient_placements(weight, c.config) for c in choices[user]]
+        uses = [weight_placements(weight, c.config) for c in choices[user]]
+        added = np.array([[a == b for b in gradients] for a in our_gradients])
+        shared = added & np.array([[a == b for b in uses] for a in our_uses])
+        to_home = self._conversions(sizes, self.training.gradient_bytes, gradients, homes)
+        to_user = self._conversions(sizes, self.training.parameter_bytes, homes, uses)
+        return TieRow(
+            Timed(np.where(added, 0, to_home.ns.T), np.where(added, 0, to_home.mask.T)),
+            Timed(np.where(shared, 0, to_user.ns), np.where(shared, 0, to_user.mask)),
+        )
+
+    # -- edges ----------------------------------------------------------------------------------
+
+    def _edge_row(
+        self, edge: Edge, choices: Mapping[int, Sequence[Choice]], runs_again: bool
+    ) -> tuple[Any, EdgeRow]:
+        producer = self.graph.operators[edge.producer]
+        consumer = self.graph.operators[edge.consumer]
+        flows = self.graph.edge_needs_gradient(edge)
+        ours, theirs = tuple(choices[edge.producer]), tuple(choices[edge.consumer])
+        number = self._memory.number
+        ends = (number(producer.signature), edge.output, number(ours))
+        runs_back = self.graph.needs_gradient[edge.consumer]
+        there = (number(consumer.signature), edge.slot, number(theirs))
+        key = (*ends, *there, flows, runs_back, runs_again)
+        if key not in self._edge_rows:
+            self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows, runs_again)
+        return key, self._edge_rows[key]
+
+    def _price_edge(
+        self,
+        edge: Edge,
+        ours: tuple[Choice, ...],
+        theirs: tuple[Choice, ...],
+        flows: bool,
+        runs_again: bool,
+    ) -> EdgeRow:
+        producer = self.graph.operators[edge.producer]
+        consumer = self.graph.operators[edge.consumer]
+        made, read = producer.outputs[edge.output], consumer.inputs[edge.slot]
+        sizes = factor_sizes(made.layout, producer.sizes)
+        itemsize = self.training.bytes_of(made.dtype)
+        sources = [output_placements(made, c.config) for c in ours]
+        targets = [input_placements(read, c.config) for c in theirs]
+        grads = [input_gradient_placements(read, c.config) for c in theirs]
+        needed = [output_gradient_placements(made, c.config) for c in ours]
+        one = len(ours) == len(theirs) == ours[0].chunks == theirs[0].chunks == 1
+        alike = sources == targets and (not flows or grads == needed)
+        if one and alike and not theirs[0].fused:
+            return UNCONVERTED
+        forward = self._conversions(sizes, itemsize, sources, targets)
+        backward = forward.where(np.zeros(forward.ns.shape, dtype=np.bool_))
+        if flows:
+            back = self._conversions(sizes, itemsize, grads, needed)
+            backward = Timed(back.ns.T.copy(), back.mask.T.copy())
+        copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape)
+        saved = saved_slots(consumer, fused=self.training.fused_elementwise)
+        kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved
+        recomputed = np.array([(kept or runs_again) and choice.recompute for choice in theirs])
+        regathered = np.array([kept and c.regather and not c.recompute for c in theirs])
+        makes = self._pieces(producer, ours, made.layout)
+        reads = self._pieces(consumer, theirs, read.layout)
+        whole = forward
+        again = np.broadcast_to(recomputed[None, :], copies.shape)
+        gathers = np.broadcast_to(regathered[None, :], copies.shape)
+        launches = None
+        if self._stall:
+            there = self._stalls(sizes, itemsize, sources, targets)
+            back = Timed(np.zeros_like(there.ns), np.zeros_like(there.mask))
+            if flows:
+                stalls = self._stalls(sizes, itemsize, grads, needed)
+                back = Timed(stalls.ns.T.copy(), stalls.mask.T.copy())
+            launches = EdgeLaunches(there, back, there.where(again), there.where(gathers))
+        if max(makes.max(), reads.max()) > 1:
+            pieces = np.where(makes[:, None] > 1, makes[:, None], reads[None, :])
+            forward = self._in_pieces(forward, pieces, sizes, itemsize, (sources, targets))
+            pieces = np.where(reads[None, :] > 1, reads[None, :], makes[:, None])
+            if flows:
+                backward = self._in_pieces(
+                    backward, pieces, sizes, itemsize, (grads, needed), transposed=True
+                )
+        if edge.slot == 0 and fuses_forward(consumer):
+            forward = self._fused(forward, consumer, theirs)
+        made_pieces = np.broadcast_to(makes[:, None], copies.shape)
+        read_pieces = np.broadcast_to(reads[None, :], copies.shape)
+        by_reader = (made_pieces == 1) & (read_pieces > 1)
+        by_producer = (made_pieces > 1) & (read_pieces == 1)
+        return EdgeRow(
+            forward=forward,
+            backward=backward,
+            made_forward=masked(made_pieces, ~by_reader),
+            read_forward=masked(read_pieces, by_reader),
+            made_backward=masked(read_pieces, ~by_producer),
+            read_backward=masked(made_pieces, by_producer),
+            recompute=whole.where(again),
+            regather=whole.where(gathers),
+            copy_bytes=copies,
+            launches=launches,
+            shares=self._shares(edge, theirs, targets, grads if flows else None, kept, runs_again),
+        )
+
+    def _shares(
+        self,
+        edge: Edge,
+        theirs: Sequence[Choice],
+        targets: Sequence[Placements],
+        grads: Sequence[Placements] | None,
+        kept: bool,
+        runs_again: bool,
+    ) -> tuple[Ints, ...]:
+        """Numbers of what each choice of a reader needs, by `SharedBy`."""
+        consumer, number = self.graph.operators[edge.consumer], self._memory.number
+        alone = np.array([not shares_conversion(consumer, c, edge.slot) for c in theirs])
+        again = np.array([choice.recompute for choice in theirs])
+        gathers = np.array([choice.regather for choice in theirs]) & ~again & kept
+        there = np.array([number(target) for target in targets], dtype=np.int64)
+        back = there if grads is None else np.array([number(g) for g in grads], dtype=np.int64)
+        none = np.full(len(theirs), -1, dtype=np.int64)
+        return (
+            np.where(alone, none, there),
+            none if grads is None else np.where(alone, none, back),
+            np.where(again & runs_again, there, none),
+            np.where(gathers, there, none),
+            np.where(alone | again | gathers | (not kept), none, there),
+        )
+
+    def _pieces(self, operator: Operator, choices: Sequence[Choice], layout: Layout) -> Ints:
+        """In how many pieces a tensor of an operator is converted, by choice."""
+        there = set(factors(layout))
+        pieces = []
+        for choice in choices:
+            dim = None
+            if choice.chunks > 1:
+                sizes = local_sizes(operator, choice.config, self.mesh.shape)
+                dim = piece_dim(operator, sizes, choice.chunks)
+            pieces.append(choice.chunks if dim in there else 1)
+        return np.array(pieces, dtype=np.int64)
+
+    def _in_pieces(
+        self,
+        whole: Timed,
+        pieces: Ints,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        ends: tuple[Sequence[Placements], Sequence[Placements]],
+        *,
+        transposed: bool = False,
+    ) -> Timed:
+        """The time of one of `pieces`: each pays the latency of the whole path."""
+        ns = whole.ns.copy()
+        for a, b in zip(*np.nonzero((pieces > 1) & (ns > 0)), strict=True):
+            source, target = (ends[0][b], ends[1][a]) if transposed else (ends[0][a], ends[1][b])
+            path = self.resharder.path(sizes, itemsize, source, target)
+            latency = self.resharder.seconds(path, 0) * 1e9
+            ns[a, b] = max(1, round(latency + (ns[a, b] - latency) / pieces[a, b]))
+        return Timed(ns, whole.mask)
+
+    def _fused(self, forward: Timed, consumer: Operator, theirs: Sequence[Choice]) -> Timed:
+        """The conversions with the forward pass of a fused consumer inside them."""
+        ns, mask = forward.ns.copy(), forward.mask.copy()
+        for b, choice in enumerate(theirs):
+            if choice.fused:
+                own = to_ns(np.array(self._pricer.forward_seconds(consumer, choice)))
+                mask[:, b] = np.where(ns[:, b] > 0, mask[:, b], COMPUTE)
+                ns[:, b] = np.maximum(ns[:, b], own)
+        return Timed(ns, mask)
+
+    def _stalls(
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+    ) -> Timed:
+        """What hosts lose while they launch the collectives of conversions."""
+        paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
+        lost = [(self._stall * self.resharder.members(path), HOST) for path in paths]
+        return timed(lost, (len(sources), len(targets)))
+
+    def _conversions(
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+    ) -> Timed:
+        if any(isinstance(p, Pin | Flat) for each in (*sources, *targets) for p in each):
+            paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
+            pairs = [(self.resharder.seconds(p, itemsize), self.resharder.mask(p)) for p in paths]
+            return timed(pairs, (len(sources), len(targets)))
+        if len(sources) == len(targets) == 1 and sources[0] == targets[0]:
+            return timed([(0.0, 0)], (1, 1))
+        seconds, mask = self.resharder.matrix(sizes, itemsize, sources, targets)
+        return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))
+
+
+def _unconverted() -> EdgeRow:
+    """The row of one pair of choices under which a tensor stays as it is."""
+    nothing, whole = np.zeros((1, 1), dtype=np.int64), np.ones((1, 1), dtype=np.int64)
+    idle = Timed(nothing, nothing)
+    return EdgeRow(idle, idle, whole, nothing, whole, nothing, idle, idle, nothing)
+
+
+UNCONVERTED = _unconverted()
+"""Most edges of a plan are of this kind, so it is made once."""
+
+
+def price_key(mesh: DeviceMesh, cluster: Cluster) -> tuple[object, ...]:
+    """What prices depend on of a mesh: its shape, its links and the types of its devices."""
+    links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
+    return _price_key(mesh, links, mesh.device_types(cluster))
+
+
+def _price_key(
+    mesh: DeviceMesh, links: tuple[AxisLink, ...], devices: Iterable[DeviceType]
+) -> tuple[object, ...]:
+    return mesh.shape, links, tuple(device.name for device in devices)

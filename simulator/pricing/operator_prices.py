@@ -1,0 +1,447 @@
+"""Pricing operators: what every choice of one costs on one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
+    Placements,
+    Shard,
+    local_elements,
+    local_sizes,
+    weight_gradient_placements,
+)
+from stratagem.simulator.hardware.cluster import Calibration
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
+from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask
+from stratagem.simulator.kernel_times.cost_model import CostModel, Direction
+from stratagem.simulator.kernel_times.memory_traffic import num_kernels
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
+from stratagem.simulator.operators.operator_kinds import Inner, InnerReduction, rule_of
+from stratagem.simulator.operators.saved_for_backward import saved_slots, saves_output
+from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
+from stratagem.simulator.pricing.cost_rows import OperatorRow, timed_rows, to_ns
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import (
+    Use,
+    home_placements,
+    makes_input_gradients,
+    residences,
+    weight_share,
+)
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
+from stratagem.simulator.sharding.resharding_paths import Resharder
+
+Priced = tuple[float, int]
+"""Seconds, and the mask of the resources that they occupy."""
+
+IDLE: Priced = (0.0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorPricer:
+    """Prices the operators of `graph` on `mesh`, whose axes have `links`.
+
+    `known` are costs of passes that the pricers of a cost model, cluster and training share, and
+    `number` gives a small number for a large value (see `RowMemory`).
+    """
+
+    graph: OperatorGraph
+    mesh: DeviceMesh
+    links: tuple[AxisLink, ...]
+    resharder: Resharder
+    devices: tuple[DeviceType, ...]
+    training: Training
+    costs: CostModel
+    calibration: Calibration
+    number: Callable[[Any], int]
+    known: dict[Any, tuple[float, float, str]]
+
+    def row(
+        self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...], *, runs_again: bool
+    ) -> OperatorRow:
+        """The row of operator `i`; `uses` says what it is to each of its weights.
+
+        Where it is recomputed it `runs_again`, or has only its inputs brought back.
+        """
+        operator = self.graph.operators[i]
+        # ZeRO changes nothing about passes, recompute and pieces nothing about parameters.
+        passed = {_pass_key(choice): choice for choice in reversed(choices)}
+        placed = {_home_key(choice): choice for choice in reversed(choices)}
+        passing = {key: self._passes(i, choice) for key, choice in passed.items()}
+        moving = {key: self._parameters(operator, uses, c) for key, c in placed.items()}
+        passes = [passing[_pass_key(choice)] for choice in choices]
+        moved = [moving[_home_key(choice)] for choice in choices]
+        kept = {(choice.config, choice.zero): choice for choice in choices}
+        keeping = {key: self._footprint(operator, uses, c) for key, c in kept.items()}
+        footprints = [keeping[choice.config, choice.zero] for choice in choices]
+        again = [runs_again and choice.recompute for choice in choices]
+        forward, backward, input_gradient, weight_gradient, recompute = timed_rows(
+            [
+                [p.forward for p in passes],
+                [
+                    _adding(p.backward, m, c)
+                    for p, m, c in zip(passes, moved, choices, strict=True)
+                ],
+                [p.input_gradient for p in passes],
+                [
+                    _adding(p.weight_gradient, m, c)
+                    for p, m, c in zip(passes, moved, choices, strict=True)
+                ],
+                [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
+            ]
+        )
+        launch_forward, launch_backward, launch_recompute = timed_rows(
+            [
+                [self._launch(i, c, Direction.FORWARD) for c in choices],
+                [self._launch(i, c, Direction.BACKWARD) for c in choices],
+                [
+                    self._launch(i, c, Direction.FORWARD) if a else IDLE
+                    for c, a in zip(choices, again, strict=True)
+                ],
+            ]
+        )
+        gather, sync, each_sync, update, publish, stash = timed_rows(
+            [
+                [m.gather for m in moved],
+                [m.sync for m in moved],
+                [m.each_sync for m in moved],
+                [m.update for m in moved],
+                [m.publish for m in moved],
+                [self._copy(m.stash_bytes) for m in moved],
+            ]
+        )
+        return OperatorRow(
+            choices=choices,
+            pieces=np.array([choice.chunks for choice in choices], dtype=np.int64),
+            forward=forward,
+            backward=backward,
+            input_gradient=input_gradient,
+            weight_gradient=weight_gradient,
+            recompute=recompute,
+            launch_forward=launch_forward,
+            launch_backward=launch_backward,
+            launch_recompute=launch_recompute,
+            gather=gather,
+            sync=sync,
+            each_sync=each_sync,
+            update=update,
+            publish=publish,
+            stash=stash,
+            sync_latency=tuple(m.latency for m in moved),
+            relative_error=np.array([p.relative_error for p in passes]),
+            sources=tuple(p.source for p in passes),
+            parameter_bytes=_column(footprints, "parameters"),
+            stash_bytes=np.array([m.stash_bytes for m in moved], dtype=np.int64),
+            gradient_bytes=_column(footprints, "gradients"),
+            optimizer_bytes=_column(footprints, "optimizer"),
+            output_bytes=tuple(
+                np.array([f.outputs[k] for f in footprints], dtype=np.int64)
+                for k in range(len(operator.outputs))
+            ),
+            own_bytes=_column(footprints, "own"),
+            input_gradient_bytes=_column(footprints, "input_gradients"),
+            gathered_bytes=_column(footprints, "gathered"),
+            whole_gradient_bytes=_column(footprints, "whole_gradients"),
+            inner_forward=to_ns(np.array([p.inner_forward for p in passes])),
+            inner_backward=to_ns(np.array([p.inner_backward for p in passes])),
+            saved_slots=saved_slots(operator, fused=self.training.fused_elementwise),
+            saves_output=saves_output(operator),
+            runs_again=runs_again,
+        )
+
+    def _footprint(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> Footprint:
+        sizes = local_sizes(operator, choice.config, self.mesh.shape)
+        return operator_footprint(operator, choice, sizes, uses, self.mesh.shape, self.training)
+
+    def forward_seconds(self, operator: Operator, choice: Choice) -> float:
+        """Time of the whole forward pass, without collectives inside it."""
+        sizes = local_sizes(operator, choice.config, self.mesh.shape)
+        return self._slowest(operator, sizes, Direction.FORWARD)[0]
+
+    def pass_seconds(self, i: int, choice: Choice) -> float:
+        """Forward and backward pass, all pieces, and the forward pass that is repeated."""
+        return _pass_seconds(self._passes(i, choice), choice)
+
+    def shard_seconds(self, i: int, choice: Choice, sizes: Mapping[str, int]) -> float:
+        """The same for a shard of some sizes, alone: nothing is exchanged inside the operator."""
+        return _pass_seconds(self._passes(i, choice, sizes), choice)
+
+    def _passes(self, i: int, choice: Choice, shard: Mapping[str, int] | None = None) -> _Passes:
+        """The passes of an operator; of a shard of it, whose choice has no config, if given."""
+        operator = self.graph.operators[i]
+        if operator.kind == "source":
+            return _Passes()
+        if shard is None:
+            shard = local_sizes(operator, choice.config, self.mesh.shape)
+        sizes = shard
+        piece = self._piece_sizes(operator, sizes, choice)
+        seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
+        comm, mask, back_comm = self._inner_collectives(operator, choice, sizes)
+        forward = (seconds + comm / choice.chunks, COMPUTE | mask)
+        backward, weight = IDLE, IDLE
+        if self.graph.needs_gradient[i]:
+            spent = self._slowest(operator, piece, Direction.BACKWARD)[0]
+            if not makes_input_gradients(self.graph, i):
+                spent *= rule_of(operator).weight_share or 1.0
+            backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
+            weight = (spent * weight_share(self.graph, i), COMPUTE)
+        whole = IDLE
+        if choice.recompute:
+            again = self._slowest(operator, sizes, Direction.FORWARD)[0]
+            whole = (again + comm, COMPUTE | mask)
+        if choice.fused and fuses_forward(operator):
+            forward = IDLE
+        return _Passes(
+            forward=forward,
+            backward=backward,
+            input_gradient=(max(0.0, backward[0] - weight[0]), backward[1]),
+            weight_gradient=weight,
+            recompute=whole,
+            inner_forward=comm / choice.chunks,
+            inner_backward=back_comm / choice.chunks if self.graph.needs_gradient[i] else 0.0,
+            relative_error=error,
+            source=source,
+        )
+
+    def _launch(self, i: int, choice: Choice, direction: Direction) -> Priced:
+        """What the host takes to launch a pass, where the cluster says so."""
+        operator, backward = self.graph.operators[i], direction is Direction.BACKWARD
+        per_kernel = self.calibration.launch_us * 1e-6
+        if not per_kernel or operator.kind == "source":
+            return IDLE
+        if backward and not self.graph.needs_gradient[i]:
+            return IDLE
+        kernels = num_kernels(operator, self.training, backward=backward)
+        return per_kernel * kernels * choice.chunks, HOST
+
+    def _piece_sizes(
+        self, operator: Operator, sizes: Mapping[str, int], choice: Choice
+    ) -> Mapping[str, int]:
+        if choice.chunks == 1:
+            return sizes
+        dim = piece_dim(operator, sizes, choice.chunks)
+        if dim is None:
+            raise ValueError(f"operator {operator.name!r} cannot run in {choice.chunks} pieces")
+        return {**sizes, dim: sizes[dim] // choice.chunks}
+
+    @cached_property
+    def _stretch(self) -> float:
+        """How much longer computing takes since devices wait for whichever is slow just then."""
+        return 1 + max((link.wait for link in self.links), default=0.0)
+
+    def _slowest(
+        self, operator: Operator, sizes: Mapping[str, int], direction: Direction
+    ) -> tuple[float, float, str]:
+        """The cost on the slowest of the stage's device types: all devices wait for it."""
+        types = tuple(device.name for device in self.devices)
+        kind = self.number(operator.signature)
+        key = kind, tuple(sizes.values()), direction is Direction.FORWARD, types
+        if key not in self.known:
+            self.known[key] = self._cost(operator, sizes, direction)
+        seconds, error, source = self.known[key]
+        return seconds * self._stretch, error, source
+
+    def _cost(
+        self, operator: Operator, sizes: Mapping[str, int], direction: Direction
+    ) -> tuple[float, float, str]:
+        scale = self.calibration.scale(matmul=rule_of(operator).matmul)
+        costs = [
+            self.costs.operator_cost(
+                operator,
+                sizes,
+                direction,
+                self.training,
+                self.calibration.device(device, scale),
+            )
+            for device in self.devices
+        ]
+        worst = max(costs, key=lambda cost: cost.seconds)
+        return worst.seconds * scale, worst.relative_error, worst.source.value
+
+    def _inner_collectives(
+        self, operator: Operator, choice: Choice, sizes: Mapping[str, int]
+    ) -> tuple[float, int, float]:
+        """Collectives inside the kernels: seconds forward, link mask, seconds backward."""
+        forward, backward, mask = 0.0, 0.0, 0
+        for inner in rule_of(operator).inner(operator, sizes):
+            for axis, placement in enumerate(choice.config):
+                if isinstance(placement, Shard) and placement.dim in inner.dims:
+                    once = self._inner_seconds(operator, inner, axis)
+                    if not once:
+                        continue
+                    forward += inner.forward * once
+                    backward += inner.backward * once
+                    mask |= link_mask(self.links[axis])
+        return forward, mask, backward
+
+    def _inner_seconds(self, operator: Operator, inner: Inner, axis: int) -> float:
+        """A sum in float32, or halos to both neighbours, whose messages leave together."""
+        ways, link = self.mesh.shape[axis], self.links[axis]
+        if isinstance(inner, InnerReduction):
+            return collective_time(Collective.ALL_REDUCE, inner.elements * 4, ways, link)
+        itemsize = self.training.bytes_of(operator.outputs[0].dtype)
+        nbytes = inner.scalars(ways) * itemsize
+        return collective_time(Collective.SEND, nbytes, ways, link) if nbytes else 0.0
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _parameters(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> _Moved:
+        sync, gather, updated, used = IDLE, IDLE, 0, 0
+        latency: dict[str, tuple[int, float]] = {}
+        gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
+        for lies in residences(operator, uses, choice, self.mesh.shape):
+            made, home = lies.made, lies.home
+            moved = self._convert(operator, lies.weight, gradient, made, home, latency)
+            sync = _add(sync, moved)
+            moved = self._convert(operator, lies.weight, parameter, home, lies.used)
+            gather = _add(gather, moved)
+            if lies.use is Use.OWNED:
+                whole = factor_sizes(lies.weight.layout, operator.sizes)
+                updated += local_elements(whole, lies.home, self.mesh.shape)
+                used += local_elements(whole, lies.used, self.mesh.shape)
+        update = (self._update_seconds(updated), COMPUTE) if updated else IDLE
+        each = sync if choice.zero >= 2 else IDLE
+        if choice.fused and sync[0] > 0:
+            sync, update = (max(sync[0], update[0]), sync[1]), IDLE
+        return _Moved(
+            sync=sync,
+            each_sync=each,
+            gather=gather if choice.zero == 3 else IDLE,
+            publish=gather if choice.zero in (1, 2) else IDLE,
+            update=update,
+            stash_bytes=used * parameter,
+            latency=latency,
+            add_seconds=self._add_seconds(operator, uses, choice),
+        )
+
+    def _add_seconds(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> float:
+        """Adding the gradients of a microbatch to those before, where no product does it."""
+        if self.training.fused_accumulation:
+            return 0.0
+        added = 0
+        for weight, use in zip(operator.weights, uses, strict=True):
+            if use in (Use.OWNED, Use.TIED_HERE, Use.TIED_ELSEWHERE):
+                whole = factor_sizes(weight.layout, operator.sizes)
+                # From ZeRO-2 on, what is added is the shard that a reduction leaves.
+                sharded = use is Use.OWNED and choice.zero >= 2
+                lies = (
+                    home_placements(weight, choice, self.mesh.shape)
+                    if sharded
+                    else weight_gradient_placements(weight, choice.config)
+                )
+                added += local_elements(whole, lies, self.mesh.shape)
+        nbytes = added * (self.training.parameter_bytes + 2 * self.training.gradient_bytes)
+        return self._moving(nbytes)
+
+    def _update_seconds(self, num_parameters: int) -> float:
+        scale = self.calibration.memory_scale
+        return scale * max(
+            self.costs.update_cost(num_parameters, self.training, device).seconds
+            for device in self.devices
+        )
+
+    def _copy(self, nbytes: int) -> Priced:
+        """Reading and writing so many bytes once."""
+        return (self._moving(2 * nbytes), COMPUTE) if nbytes else IDLE
+
+    def _moving(self, nbytes: int) -> float:
+        """Seconds of a kernel that reads and writes so many bytes in all; of none, for none."""
+        if not nbytes:
+            return 0.0
+        seconds = max(
+            nbytes / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
+            + device.launch_us * 1e-6
+            for device in self.devices
+        )
+        return self.calibration.memory_scale * seconds
+
+    def _convert(
+        self,
+        operator: Operator,
+        weight: Weight,
+        itemsize: int,
+        source: Placements,
+        target: Placements,
+        latency: dict[str, tuple[int, float]] | None = None,
+    ) -> Priced:
+        """Seconds and link mask of moving a parameter or its gradient; notes a path's latency."""
+        sizes = factor_sizes(weight.layout, operator.sizes)
+        steps = self.resharder.path(sizes, itemsize, source, target)
+        if latency is not None and steps:
+            name = " ".join(f"{step.collective.value}@{step.axis}" for step in steps)
+            count = latency.get(name, (0, 0.0))[0]
+            latency[name] = (count + 1, self.resharder.seconds(steps, 0))
+        return self.resharder.seconds(steps, itemsize), self.resharder.mask(steps)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of an operator under one choice, by piece; `recompute` is whole.
+
+    The collectives inside take `inner_forward` and `inner_backward` of them (seconds).
+    """
+
+    forward: Priced = IDLE
+    backward: Priced = IDLE
+    input_gradient: Priced = IDLE
+    weight_gradient: Priced = IDLE
+    recompute: Priced = IDLE
+    inner_forward: float = 0.0
+    inner_backward: float = 0.0
+    relative_error: float = 0.0
+    source: str = "none"
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What happens to the parameters of an operator under one choice.
+
+    Every microbatch takes `add_seconds` to add their gradients to those before.
+    """
+
+    sync: Priced
+    each_sync: Priced
+    gather: Priced
+    publish: Priced
+    update: Priced
+    stash_bytes: int
+    latency: Mapping[str, tuple[int, float]]
+    add_seconds: float
+
+
+def _adding(passed: Priced, moved: _Moved, choice: Choice) -> Priced:
+    """A piece of a pass that makes gradients of weights, and its part of adding them up."""
+    return passed[0] + moved.add_seconds / choice.chunks, passed[1]
+
+
+def _pass_seconds(passes: _Passes, choice: Choice) -> float:
+    return choice.chunks * (passes.forward[0] + passes.backward[0]) + passes.recompute[0]
+
+
+def _pass_key(choice: Choice) -> tuple[object, ...]:
+    """What the passes of an operator depend on."""
+    return choice.config, choice.recompute, choice.chunks, choice.fused
+
+
+def _home_key(choice: Choice) -> tuple[object, ...]:
+    """What moving its parameters depends on."""
+    return choice.config, choice.zero, choice.fused
+
+
+def _add(total: Priced, more: Priced) -> Priced:
+    return total[0] + more[0], total[1] | more[1]
+
+
+def _column(footprints: Sequence[Footprint], field: str) -> Ints:
+    return np.array([getattr(f, field) for f in footprints], dtype=np.int64)

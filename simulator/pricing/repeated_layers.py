@@ -1,0 +1,141 @@
+"""Where the operators of a stage repeat, as layers do, so that few of them are written out.
+
+Whoever writes the tasks or tensors of a stage goes from operator to operator and looks at rows,
+edges and segments, each relative to the operator. From one copy of a layer to the next what is
+written then changes by the same numbers: places, tasks and indices of operators move on. So a few
+copies are written, and where three of them in turn differ alike, the next ones are extrapolated:
+
+    copy      0    1    2    3   │  4  …  n − 2   │  n − 1
+              written, 1 to 3    │  extrapolated  │  written, as its neighbours differ
+              compared           │                │
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Ints
+
+Item = TypeVar("Item")
+
+WRITTEN = 4
+"""Copies that are written before others are extrapolated; the last three are compared."""
+LEAST = 10
+"""Fewer copies are all written."""
+REACH = 2
+"""Operators that a rule may look ahead or back beside those that its edges name (prefetches)."""
+
+
+class Repeat(NamedTuple):
+    """`copies` of `period` items each, the first item at place `begin`."""
+
+    begin: int
+    period: int
+    copies: int
+
+    def backwards(self, size: int) -> Repeat:
+        """The same of `size` items that are gone through from the last to the first."""
+        return Repeat(size - self.begin - self.period * self.copies, self.period, self.copies)
+
+    @property
+    def extrapolated(self) -> int:
+        """How many copies need not be written."""
+        return max(0, self.copies - WRITTEN - 1 - REACH // self.period)
+
+
+def find_repeat(kinds: Sequence[int]) -> Repeat | None:
+    """The repeat that spares most items, where equal numbers stand for items that are alike.
+
+    A copy has one item at least of which there is no other in it.
+
+    Example:
+        >>> find_repeat([7, *[1, 2] * 20, 9])
+        Repeat(begin=1, period=2, copies=20)
+        >>> find_repeat([1, 2, 3]) is None
+        True
+    """
+    numbers = np.asarray(kinds, dtype=np.int64)
+    best: Repeat | None = None
+    for period in _periods(numbers):
+        same = np.flatnonzero(numbers[period:] != numbers[:-period])
+        ends = np.concatenate([[-1], same, [len(numbers) - period]])
+        longest = int(np.diff(ends).argmax())
+        begin, behind = int(ends[longest]) + 1, int(ends[longest + 1])
+        found = Repeat(begin, period, (behind - begin + period) // period)
+        if found.copies >= LEAST and (best is None or _spared(found) > _spared(best)):
+            best = found
+    return best
+
+
+def _periods(numbers: Ints) -> list[int]:
+    """How far apart items of one kind stand, where that is often enough."""
+    order = np.argsort(numbers, kind="stable")
+    apart, alike = np.diff(order), np.diff(numbers[order]) == 0
+    periods, counts = np.unique(apart[alike], return_counts=True)
+    return [int(p) for p in periods[counts >= LEAST - 1]]
+
+
+def _spared(repeat: Repeat) -> int:
+    return repeat.period * repeat.extrapolated
+
+
+def extrapolated(columns: Ints, times: int) -> Ints | None:
+    """What follows three copies, `times` copies long; None where they do not differ alike.
+
+    Example:
+        >>> extrapolated(np.array([[1, 7, 3, 7, 5, 7]]), 2)
+        array([[7, 7, 9, 7]])
+
+    Args:
+        columns: [rows, 3 · items], the three one after the other.
+        times: copies to make.
+    """
+    first, second, third = np.split(columns, 3, axis=1)
+    step = third - second
+    if not np.array_equal(second - first, step):
+        return None
+    by = np.arange(1, times + 1)[:, None]
+    found: Ints = (third[:, None, :] + step[:, None, :] * by).reshape(len(columns), -1)
+    return found
+
+
+def copy_length(marks: Sequence[int]) -> int:
+    """What each of three copies wrote that lie between four marks; 0 where they do not agree.
+
+    Example:
+        >>> copy_length([4, 7, 10, 13]), copy_length([4, 7, 11, 13])
+        (3, 0)
+    """
+    lengths = set(np.diff(marks).tolist())
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def sparing(
+    items: Sequence[Item],
+    repeat: Repeat | None,
+    mark: Callable[[], None],
+    skip: Callable[[int], bool],
+) -> Iterator[Item]:
+    """The items one by one, but those of copies that could be skipped.
+
+    Args:
+        items: in the order in which they are written.
+        repeat: where they repeat.
+        mark: called before copies 1, 2, 3 and 4.
+        skip: then told how many copies come next; whether it made them.
+    """
+    place = 0
+    while place < len(items):
+        if repeat is not None and repeat.extrapolated:
+            copy, inside = divmod(place - repeat.begin, repeat.period)
+            if inside == 0 and 1 <= copy <= WRITTEN:
+                mark()
+                if copy == WRITTEN and skip(repeat.extrapolated):
+                    place += repeat.extrapolated * repeat.period
+                    repeat = None
+                    continue
+        yield items[place]
+        place += 1

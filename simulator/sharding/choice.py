@@ -1,0 +1,51 @@
+"""What a plan decides about one operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stratagem.simulator.graph.placement import Config
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a strategy decides for one operator.
+
+    Example:
+        >>> Choice((REPLICATE,), zero=1, chunks=4).fused
+        False
+
+    Attributes:
+        config: what each mesh axis does to it.
+        zero: the ZeRO stage of its parameters (Rajbhandari et al. 2020): 0 keeps everything on
+            every data-parallel rank; 1 shards the optimizer state; 2 also the gradients,
+            reduce-scattered after every microbatch; 3 also the parameters, gathered before every
+            use.
+        recompute: what it makes for its own segment is dropped after the forward pass and made
+            again in the backward pass, with the conversions of its inputs (see `segments`).
+        chunks: in how many pieces its passes run, so that a piece's conversion to or from its
+            neighbours overlaps with the next piece (CoCoNet, Jangda et al. 2022).
+        fused: its elementwise work runs inside the kernel of the collective that feeds it
+            (CoCoNet): the update of an operator with parameters in their gradient sync, the
+            forward pass of an elementwise one in the conversion of its first input.
+        regather: what its inputs are converted from is kept for backward, not the copies, and
+            backward converts them again: with sequence parallelism a shard instead of what was
+            gathered (Korthikanti et al. 2022, arXiv 2205.05198). What is recomputed converts its
+            inputs again anyway.
+
+    Raises:
+        ValueError: if the ZeRO stage is not 0 to 3, or `chunks` is below 1.
+    """
+
+    config: Config
+    zero: int = 0
+    recompute: bool = False
+    chunks: int = 1
+    fused: bool = False
+    regather: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"ZeRO stage {self.zero}; it must be 0, 1, 2 or 3")
+        if self.chunks < 1:
+            raise ValueError(f"{self.chunks} chunks; there must be at least 1")

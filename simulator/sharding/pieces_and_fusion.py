@@ -1,0 +1,86 @@
+"""Pieces and fusion: which operators can overlap or join the collectives around them.
+
+An operator that runs in n pieces cuts one dim of its result; each piece is converted for its
+readers while the next is computed, and each piece of its input is used as soon as it has arrived
+(Jangda et al. 2022, CoCoNet, arXiv 2105.05720):
+
+    whole      ███████ compute ███████▒▒▒▒▒▒▒▒ collective ▒▒▒▒▒▒▒▒
+    in pieces  ██████ ██████ ██████ ██████
+                      ▒▒▒▒▒▒▒ ▒▒▒▒▒▒▒ ▒▒▒▒▒▒▒ ▒▒▒▒▒▒▒
+
+Small pieces compute less efficiently, and each pays the latency of its collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from stratagem.simulator.graph.placement import Config, local_sizes
+from stratagem.simulator.operators.operator import DimKind, Operator, factors
+from stratagem.simulator.operators.operator_kinds import rule_of
+
+if TYPE_CHECKING:
+    from stratagem.simulator.sharding.choice import Choice
+
+
+def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str | None:
+    """The dim that an operator in `chunks` pieces cuts: the first of its result that can be.
+
+    It counts samples or positions, is free to split, and its local size is a multiple of `chunks`;
+    None where there is no such dim. Only matrix products and convolutions run in pieces.
+    """
+    if not rule_of(operator).matmul or operator.kind == "attention":
+        return None
+    for name in factors(operator.outputs[0].layout):
+        dim = operator.dim(name)
+        counts = dim.kind in (DimKind.SAMPLE, DimKind.ATTRIBUTE)
+        free = not dim.whole and name not in operator.windows
+        if counts and free and sizes[name] % chunks == 0:
+            return name
+    return None
+
+
+def fuses_forward(operator: Operator) -> bool:
+    """Whether an operator's forward pass can run inside the conversion of its first input."""
+    return operator.kind == "elementwise" and not operator.weights and bool(operator.inputs)
+
+
+def shares_conversion(operator: Operator, choice: Choice, slot: int) -> bool:
+    """Whether an operator may read a copy that another one reads too (see `sharing`).
+
+    What it reads in pieces, or inside a conversion, is its own.
+    """
+    return choice.chunks == 1 and not (choice.fused and slot == 0 and fuses_forward(operator))
+
+
+def check_pieces(operator: Operator, config: Config, shape: Sequence[int], chunks: int) -> None:
+    """Refuse pieces that an operator cannot run in on a mesh of `shape`.
+
+    Raises:
+        ValueError: naming the operator, what was asked for and what it can have.
+    """
+    if chunks == 1:
+        return
+    sizes = local_sizes(operator, config, shape)
+    if piece_dim(operator, sizes, chunks) is None:
+        names = [n for n in factors(operator.outputs[0].layout) if not operator.dim(n).whole]
+        have = ", ".join(f"{n} {sizes[n]}" for n in names) or "none"
+        raise ValueError(
+            f"operator {operator.name!r} ({operator.kind}) cannot run in {chunks} pieces: only "
+            f"matrix products and convolutions do, along samples or positions whose local size is "
+            f"a multiple of {chunks} (local sizes: {have}); set chunks to 1"
+        )
+
+
+def check_fusion(operator: Operator) -> None:
+    """Refuse the fusion of an operator that has nothing to fuse.
+
+    Raises:
+        ValueError: naming the operator and which ones can be fused.
+    """
+    if not operator.weights and not fuses_forward(operator):
+        raise ValueError(
+            f"operator {operator.name!r} ({operator.kind}) cannot be fused with a collective: "
+            f"only elementwise operators and those with parameters can; set fused to false"
+        )

@@ -1,0 +1,318 @@
+"""Resharding: how a tensor gets from one placement to another, one mesh axis at a time.
+
+A step changes what one axis does to the tensor. Which steps there are is the table `TRANSITIONS`;
+a conversion is the cheapest path of steps, found by Dijkstra's algorithm over the placements of
+the tensor. The simulator prices that path and the executor runs it. Backward is the same algebra:
+the gradient goes from how the consumer makes it to how the producer needs it, so every forward
+step has its adjoint on the way back (an all-gather a reduce-scatter, and so on).
+
+Shards are nested in axis order, so a step may touch a factor only on the innermost axis that
+shards it: the pieces are contiguous there. The paths take care of that by themselves (gather the
+inner axis first, say), and find hierarchical all-reduces for the same reason.
+
+What is `Flat` lies in ranges of a box, so all that changes boxes comes before or behind: a
+parameter's home is left by gathering what is flat, and reached by scattering what is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.graph.placement import (
+    FLAT,
+    PARTIAL,
+    REPLICATE,
+    Flat,
+    Partial,
+    Pin,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    flat_axes,
+    local_elements,
+    smallest_shard,
+    splits_of,
+)
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink
+from stratagem.simulator.hardware.resources import link_mask
+from stratagem.simulator.sharding._shortest_paths import shortest_paths
+
+STEP_OVERHEAD = 2e-6
+"""Seconds added to each step when paths are compared: packing and launching are not quite free."""
+
+
+TRANSITIONS: dict[tuple[type[Placement], type[Placement]], Collective] = {
+    (Partial, Replicate): Collective.ALL_REDUCE,
+    (Partial, Shard): Collective.REDUCE_SCATTER,
+    (Partial, Pin): Collective.REDUCE,
+    (Shard, Replicate): Collective.ALL_GATHER,
+    (Shard, Shard): Collective.ALL_TO_ALL,
+    (Shard, Pin): Collective.GATHER,
+    (Replicate, Shard): Collective.SLICE,
+    (Replicate, Pin): Collective.SLICE,
+    (Pin, Replicate): Collective.BROADCAST,
+    (Pin, Shard): Collective.SCATTER,
+    (Pin, Pin): Collective.SEND,
+    (Partial, Flat): Collective.REDUCE_SCATTER,
+    (Flat, Replicate): Collective.ALL_GATHER,
+    (Replicate, Flat): Collective.SLICE,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective along `axis`; `elements` of a member, the more of before and after."""
+
+    collective: Collective
+    axis: int
+    source: Placement
+    target: Placement
+    elements: int
+
+    def __str__(self) -> str:
+        return f"{self.collective.value} axis {self.axis} ({self.source} → {self.target})"
+
+
+class Resharder:
+    """Cheapest conversions of tensors on one mesh; paths are remembered.
+
+    Example:
+        >>> link = AxisLink(1e-6, 1e-9, False, False)
+        >>> from stratagem.simulator.graph.placement import PARTIAL
+        >>> steps = Resharder((4,), (link,)).path((8, 16), 4, (PARTIAL,), (Shard(1),))
+        >>> [str(step) for step in steps]
+        ['reduce-scatter axis 0 (P → S(1))']
+    """
+
+    def __init__(self, shape: Sequence[int], links: Sequence[AxisLink]) -> None:
+        self.shape = tuple(shape)
+        self.links = tuple(links)
+        self._graphs: dict[tuple[object, ...], _StateGraph] = {}
+        self._paths: dict[tuple[object, ...], tuple[Step, ...]] = {}
+        self._seconds: dict[tuple[Collective, int, int], float] = {}
+
+    def path(
+        self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
+    ) -> tuple[Step, ...]:
+        """The steps from `source` to `target` for a tensor with factors of `sizes`.
+
+        Raises:
+            ValueError: when no step leads there: nothing makes a tensor Partial again, and a shard
+                may not be empty.
+        """
+        if source == target:
+            return ()
+        key = (sizes, itemsize, source, target)
+        if key not in self._paths:
+            self._paths[key] = self._find_path(*key)
+        return self._paths[key]
+
+    def _find_path(
+        self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
+    ) -> tuple[Step, ...]:
+        if FLAT in source or FLAT in target:
+            return self._flat_path(sizes, itemsize, source, target)
+        pins = tuple(sorted({p for p in (*source, *target) if isinstance(p, Pin)}))
+        steps = self._graph(sizes, itemsize, pins).path(source, target)
+        if steps is None:
+            raise ValueError(
+                f"no resharding leads from {placements_text(source)} to {placements_text(target)} "
+                f"for a tensor with factors {sizes} on a mesh of shape {self.shape}"
+            )
+        return steps
+
+    def _flat_path(
+        self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
+    ) -> tuple[Step, ...]:
+        """Out of ranges of boxes and into them: axis after axis, with boxes between."""
+        if _only_sums(source, target):
+            moved = [axis for axis, placement in enumerate(source) if placement != target[axis]]
+            return self._along(sizes, source, moved, REPLICATE)
+        leaving, reaching = flat_axes(source)[::-1], flat_axes(target)
+        whole = _with(source, leaving, REPLICATE)
+        pending = [axis for axis in reaching if whole[axis] == PARTIAL]
+        landing = _with(_with(target, reaching, REPLICATE), pending, PARTIAL)
+        return (
+            *self._along(sizes, source, leaving, REPLICATE),
+            *self.path(sizes, itemsize, whole, landing),
+            *self._along(sizes, landing, reaching, FLAT),
+        )
+
+    def _along(
+        self, sizes: tuple[int, ...], state: Placements, axes: Sequence[int], target: Placement
+    ) -> tuple[Step, ...]:
+        """The steps that change some axes to `target`, one after the other."""
+        steps: list[Step] = []
+        for axis in axes:
+            after = _with(state, (axis,), target)
+            elements = max(local_elements(sizes, each, self.shape) for each in (state, after))
+            kind = TRANSITIONS[type(state[axis]), type(target)]
+            steps.append(Step(kind, axis, state[axis], target, elements))
+            state = after
+        return tuple(steps)
+
+    def matrix(
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+    ) -> tuple[Floats, Ints]:
+        """Seconds and link masks of every conversion, `sources` × `targets`, without pins.
+
+        Raises:
+            ValueError: when one of the conversions does not exist.
+        """
+        graph = self._graph(sizes, itemsize, ())
+        try:
+            rows = np.array([graph.number[s] for s in sources], dtype=np.int64)
+            columns = np.array([graph.number[t] for t in targets], dtype=np.int64)
+        except KeyError as error:
+            raise ValueError(
+                f"a tensor with factors {sizes} cannot lie as {placements_text(error.args[0])} "
+                f"on a mesh of shape {self.shape}"
+            ) from error
+        cells = np.ix_(rows, columns)
+        if bool((graph.origins[cells] < 0).any()):
+            raise ValueError(f"a tensor with factors {sizes} has a conversion that leads nowhere")
+        return graph.seconds[cells], graph.used[cells]
+
+    def mask(self, steps: Sequence[Step]) -> int:
+        """The link classes that a path occupies: `INTRA_NODE` and `INTER_NODE` bits."""
+        mask = 0
+        for step in steps:
+            if step.collective is not Collective.SLICE and self.shape[step.axis] > 1:
+                mask |= link_mask(self.links[step.axis])
+        return mask
+
+    def seconds(self, steps: Sequence[Step], itemsize: int) -> float:
+        """Time of a path: its collectives one after the other."""
+        return sum(self._step_seconds(s.collective, s.elements * itemsize, s.axis) for s in steps)
+
+    def _step_seconds(self, collective: Collective, nbytes: int, axis: int) -> float:
+        key = collective, nbytes, axis
+        if key not in self._seconds:
+            link = self.links[axis]
+            self._seconds[key] = collective_time(collective, nbytes, self.shape[axis], link)
+        return self._seconds[key]
+
+    def members(self, steps: Sequence[Step]) -> int:
+        """Members of all collectives of a path, each counted as often as it takes part."""
+        return sum(self.shape[s.axis] for s in steps if s.collective is not Collective.SLICE)
+
+    def _graph(self, sizes: tuple[int, ...], itemsize: int, pins: tuple[Pin, ...]) -> _StateGraph:
+        key = (sizes, itemsize, pins)
+        if key not in self._graphs:
+            self._graphs[key] = _StateGraph(self, sizes, itemsize, pins)
+        return self._graphs[key]
+
+
+@functools.lru_cache(maxsize=64)
+def shared_resharder(shape: tuple[int, ...], links: tuple[AxisLink, ...]) -> Resharder:
+    """One `Resharder` for all meshes of the same shape and links, so that paths are found once."""
+    return Resharder(shape, links)
+
+
+class _StateGraph:
+    """Every placement of one tensor on one mesh, and the cheapest path between any two of them."""
+
+    def __init__(
+        self, mesh: Resharder, sizes: tuple[int, ...], itemsize: int, pins: tuple[Pin, ...]
+    ) -> None:
+        self.shape, self.sizes = mesh.shape, sizes
+        self.states = self._all_states(pins)
+        self.number = {state: i for i, state in enumerate(self.states)}
+        self.steps: dict[tuple[int, int], Step] = {}
+        elements = [local_elements(sizes, state, mesh.shape) for state in self.states]
+        count = len(self.states)
+        weights = np.full((count, count), np.inf)
+        seconds = np.zeros((count, count))
+        for i, state in enumerate(self.states):
+            for axis, target in self._moves(state, pins):
+                j = self.number.get((*state[:axis], target, *state[axis + 1 :]))
+                if j is not None:
+                    kind = TRANSITIONS[type(state[axis]), type(target)]
+                    step = Step(kind, axis, state[axis], target, max(elements[i], elements[j]))
+                    self.steps[i, j] = step
+                    seconds[i, j] = mesh.seconds((step,), itemsize)
+                    weights[i, j] = seconds[i, j] + STEP_OVERHEAD
+        self.links = self._links(mesh)
+        self.origins, self.seconds, self.used = shortest_paths(weights, seconds, self.links)
+
+    def path(self, source: Placements, target: Placements) -> tuple[Step, ...] | None:
+        """The cheapest steps from `source` to `target`; None when there are none."""
+        start, state = self.number.get(source), self.number.get(target)
+        if start is None or state is None or self.origins[start, state] < 0:
+            return None
+        steps: list[Step] = []
+        while state != start:
+            before = int(self.origins[start, state])
+            steps.append(self.steps[before, state])
+            state = before
+        return tuple(reversed(steps))
+
+    def _links(self, mesh: Resharder) -> Ints:
+        """Per step a bit mask of the link classes it occupies (a slice occupies none)."""
+        links = np.zeros((len(self.states), len(self.states)), dtype=np.int64)
+        for (i, j), step in self.steps.items():
+            links[i, j] = mesh.mask((step,))
+        return links
+
+    def _all_states(self, pins: tuple[Pin, ...]) -> list[Placements]:
+        choices: list[list[Placement]] = [
+            [
+                REPLICATE,
+                PARTIAL,
+                *(
+                    Shard(factor)
+                    for factor, size in enumerate(self.sizes)
+                    if size > 1 or ways == 1
+                ),
+                *(p for p in pins if p.index < ways),
+            ]
+            for ways in self.shape
+        ]
+        return [state for state in itertools.product(*choices) if self._no_empty_shard(state)]
+
+    def _no_empty_shard(self, state: Placements) -> bool:
+        return all(
+            smallest_shard(size, splits_of(state, factor, self.shape)) > 0
+            for factor, size in enumerate(self.sizes)
+        )
+
+    def _moves(self, state: Placements, pins: tuple[Pin, ...]) -> Iterator[tuple[int, Placement]]:
+        """The steps from a state. Nothing is nested in, or around, an axis of one device."""
+        for axis, placement in enumerate(state):
+            behind = zip(state[axis + 1 :], self.shape[axis + 1 :], strict=True)
+            later = [p for p, ways in behind if ways > 1 and self.shape[axis] > 1]
+            if isinstance(placement, Shard) and placement in later:
+                continue
+            shards = [Shard(factor) for factor in range(len(self.sizes))]
+            targets: list[Placement] = [REPLICATE, *(s for s in shards if s not in later), *pins]
+            for target in targets:
+                if target != placement:
+                    yield axis, target
+
+
+def _with(state: Placements, axes: Sequence[int], placement: Placement) -> Placements:
+    """The same placements but for those of some axes."""
+    return tuple(placement if axis in axes else each for axis, each in enumerate(state))
+
+
+def _only_sums(source: Placements, target: Placements) -> bool:
+    """Whether sums are all that changes, which ranges of boxes can be added up in."""
+    pairs = zip(source, target, strict=True)
+    return all(a == b or (a, b) == (PARTIAL, REPLICATE) for a, b in pairs)
+
+
+def placements_text(placements: Placements) -> str:
+    """Placements as people read them: ``(S(0), R)``."""
+    return "(" + ", ".join(str(p) for p in placements) + ")"

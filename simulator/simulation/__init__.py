@@ -1,0 +1,6 @@
+"""What a plan's step takes and holds.
+
+In:      a plan and its graph.
+Out:     times, memory, a timeline, words.
+Imports: plan, stage and below.
+"""

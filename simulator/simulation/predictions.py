@@ -1,0 +1,325 @@
+"""What a simulated step looks like: its timeline, critical path, memory and communication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.engine.event_engine import Times
+from stratagem.simulator.hardware.resources import COMPUTE, NUM_RESOURCES, RESOURCE_NAMES
+from stratagem.simulator.pricing.communicated_bytes import crossing_bytes, stage_bytes
+from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.schedules.macro_graph import (
+    ALL,
+    SYNC,
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
+    are_blocks,
+    transfer_name,
+)
+from stratagem.simulator.schedules.work_kinds import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    REPLICA_SYNC,
+    REPLICA_UPDATE,
+    RESHARD_BACK,
+    SEND_BACK,
+    TIE,
+    WEIGHT_GRADIENT,
+)
+from stratagem.simulator.simulation.device_memory import (
+    BlockRun,
+    DeviceMemory,
+    MemoryTimeline,
+    StageTensors,
+    device_memory,
+    memory_over_time,
+    passes_of,
+)
+from stratagem.simulator.simulation.priced_plan import PlanModel, StageModel
+from stratagem.simulator.simulation.token_slice_memory import (
+    sliced_memory,
+    sliced_tensors,
+    with_waiting,
+)
+from stratagem.simulator.stage.stage_blocks import Role
+from stratagem.simulator.stage.tails_of_backwards import SYNCS
+from stratagem.simulator.timeline.step_critical_path import Played, StepPath, step_path
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
+
+_ROLES = frozenset(Role)
+COMPUTE_STREAM = COMPUTE.bit_length() - 1
+"""The number of what computes among the resources of a cell."""
+BETWEEN_HOMES = "to the other home"
+"""The lane of sums over both homes of a stage."""
+
+
+def step_timeline(model: PlanModel, macro: Times) -> Timeline:
+    """Every task of a step, `macro` being the times of its blocks and transfers."""
+    rows: list[Row] = []
+    lanes = {s: _lanes(model, s) for s in range(len(model.stages))}
+    for task in model.macro.blocks:
+        kind, item = model.macro.block_kind(task), int(model.macro.item[task])
+        leaves_out = SYNCS if task in model.macro.syncs else frozenset[Role]()
+        start = int(macro.start[task])
+        rows += _block_rows(model, item, kind, lanes[item], start, roles=_ROLES - leaves_out)
+        rows += _sync_rows(model, macro, task)
+    for task in np.flatnonzero(~are_blocks(model.macro.kind)).tolist():
+        if macro.end[task] > macro.start[task]:
+            start, end = int(macro.start[task]), int(macro.end[task])
+            name, sort, lane = _transfer_label(model, task)
+            rows += [Row(name, sort, each, start, end) for each in _both(model, task, lane)]
+    used = {row.lane for row in rows}
+    all_lanes = [*lanes.values(), *(_sync_lanes(model, s) for s in lanes)]
+    ordered = dict.fromkeys(lane for each in all_lanes for lane in each if lane in used)
+    return from_rows(rows, label="predicted", lanes=list(ordered))
+
+
+def _lanes(model: PlanModel, s: int, of: str = "") -> list[str]:
+    """A lane for each resource of the stage's cells, in the order of their numbers."""
+    stage, group = model.stages[s], model.group(s // len(model.parts))
+    return [
+        lane_name(f"{group}{stage.cell_name(cell)}", f"{of}{name}")
+        for cell in range(stage.cells.count)
+        for name in RESOURCE_NAMES.values()
+    ]
+
+
+def _sync_lanes(model: PlanModel, s: int) -> list[str]:
+    """Lanes of a gradient sync that goes on beside other blocks of its rank."""
+    number = model.number(s // len(model.parts))
+    return _lanes(model, s, of=f"gradients of stage {number}, ")
+
+
+def _sync_rows(model: PlanModel, macro: Times, task: int) -> Iterator[Row]:
+    """The gradient sync beside which the rank of a last block goes on, if it does."""
+    if task not in model.macro.syncs:
+        return
+    (rest, *behind), item = model.macro.syncs[task], int(model.macro.item[task])
+    kind, begin = int(model.macro.kind[rest]), int(macro.start[task])
+    if behind and macro.end[behind[0]] > macro.end[rest]:
+        kind, begin = SYNC, int(macro.start[behind[0]])
+    yield from _block_rows(model, item, kind, _sync_lanes(model, item), begin, roles=SYNCS)
+
+
+def _block_rows(
+    model: PlanModel,
+    item: int,
+    kind: int,
+    lanes: Sequence[str],
+    offset: int,
+    *,
+    roles: Collection[Role],
+) -> Iterator[Row]:
+    """What each lane does. Collectives inside a pass have its name and are put at its end."""
+    stage, times = model.stages[item], model.block_times[item][kind]
+    block = stage.cell_blocks[kind]
+    graph = block.graph
+    for copy in np.flatnonzero(graph.durations):
+        if block.block.roles[block.task[copy]] not in roles:
+            continue
+        task, held = block.task[copy], graph.resource_sets[copy]
+        start, end = offset + int(times.start[copy]), offset + int(times.end[copy])
+        name, does = block.block.names[task], block.block.kinds[task]
+        inner = _inner_ns(stage.table, block.block.roles[task], int(block.block.subjects[task]))
+        resources = graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]
+        links = resources % NUM_RESOURCES != COMPUTE_STREAM
+        turn = max(start, end - inner) if inner and links.any() else end
+        for resource, is_link in zip(resources.tolist(), links.tolist(), strict=True):
+            if turn == end or not is_link:
+                yield Row(name, does, lanes[resource], start, turn)
+            else:
+                yield Row(name, TaskKind.COMMUNICATION, lanes[resource], turn, end)
+
+
+def _inner_ns(table: CostTable, role: Role, operator: int) -> int:
+    """What collectives inside a pass take of it."""
+    if role not in (Role.FORWARD, Role.RECOMPUTE, Role.BACKWARD):
+        return 0
+    row = table.row(operator)
+    inner = row.inner_backward if role is Role.BACKWARD else row.inner_forward
+    return int(inner[0]) * (int(row.pieces[0]) if role is Role.RECOMPUTE else 1)
+
+
+def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:
+    """Name, kind and lane of what happens between stages, or outside the blocks of one."""
+    kind, item = int(model.macro.kind[task]), int(model.macro.item[task])
+    if kind in (REPLICA_SYNC, REPLICA_UPDATE):
+        return _home_label(model, item)
+    if kind == TIE:
+        i, j, _ = model.ties[item]
+        names = [model.graph.operators[k].name for k in (i, j)]
+        lane = lane_name(model.group(model.macro.ties[item][0]), "tied parameters")
+        return f"{names[0]} ↔ {names[1]}", TaskKind.GRADIENT_SYNC, lane
+    pair, part = divmod(item, len(model.parts))
+    source, target = model.macro.pairs[pair]
+    if kind in (SEND_BACK, RESHARD_BACK):
+        source, target = target, source
+    microbatch = int(model.macro.microbatch[task])
+    ends = model.number(source), model.number(target)
+    lane = lane_name(model.group(source), f"to stage {ends[1]}")
+    name = transfer_name(ends, microbatch, part, len(model.parts))
+    return name, TaskKind.COMMUNICATION, lane
+
+
+def _home_label(model: PlanModel, item: int) -> tuple[str, TaskKind, str]:
+    """The same of what homes do together; a sum of both is on the lane of the first."""
+    found, stage = model.home_tasks[item], model.macro.copies[item]
+    home = model.homes(stage)[max(found.task.copy, 0)]
+    if found.task.copy == ALL:
+        return found.name, found.kind, lane_name(model.group(home), BETWEEN_HOMES)
+    return found.name, found.kind, _lanes(model, home)[found.mask.bit_length() - 1]
+
+
+def _both(model: PlanModel, task: int, lane: str) -> list[str]:
+    """The lanes of a task between stages: those of both homes where it is a sum over them."""
+    if model.macro.kind[task] != REPLICA_SYNC:
+        return [lane]
+    homes = model.homes(model.macro.copies[int(model.macro.item[task])])
+    return [lane_name(model.group(home), BETWEEN_HOMES) for home in homes]
+
+
+def communication_bytes(model: PlanModel) -> dict[str, int]:
+    """Bytes per device that each communication of a step moves once, by its name.
+
+    Of token slices it is their mean.
+    """
+    each = [_bytes_of_part(part) for part in model.parts]
+    names = [name for name in each[0] if all(name in found for found in each)]
+    return {name: sum(found[name] for found in each) // len(each) for name in names}
+
+
+def _bytes_of_part(model: PlanModel) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for stage in model.stages:
+        sizes |= stage_bytes(stage.builder, stage.table)
+    between: Counter[str] = Counter()
+    for edge, row in model.sent:
+        source, target = model.stages_of(edge)
+        choice = model.plan.choice(model.graph.operators[edge.producer].name)
+        received = int(row.received_bytes[0, 0])
+        there, back = crossing_bytes(edge, model.stages[source].builder, choice, received)
+        between[f"stage {source} ⇢ stage {target}"] += there
+        between[f"stage {target} ⇢ stage {source}"] += back
+    return sizes | dict(between)
+
+
+def critical_path(model: PlanModel, macro: Times) -> StepPath:
+    """The path through blocks and transfers, each block replaced by the path through it."""
+    played: dict[tuple[int, int], Played] = {}
+
+    def inside(task: int) -> Played | None:
+        kind, s = int(model.macro.kind[task]), int(model.macro.item[task])
+        if not are_blocks(model.macro.kind[task]):
+            return None
+        if (kind, s) not in played:
+            played[kind, s] = _played_block(model, s, kind)
+        return played[kind, s]
+
+    step = Played(model.macro.graph, macro, lambda task: _transfer_label(model, task))
+    operator_kinds = {op.name: op.kind for op in model.graph.operators}
+    synced = {task: found[0] for task, found in model.macro.syncs.items()}
+    return step_path(step, inside, operator_kinds, {**model.macro.rests, **synced})
+
+
+def _played_block(model: PlanModel, s: int, kind: int) -> Played:
+    block, lanes, beside = model.stages[s].cell_blocks[kind], _lanes(model, s), list[str]()
+    if kind in (SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, SYNC):
+        beside = _sync_lanes(model, s)
+    graph = block.graph
+
+    def label(copy: int) -> tuple[str, TaskKind, str]:
+        task, held = block.task[copy], graph.set_offsets[graph.resource_sets[copy]]
+        named = beside if beside and block.block.roles[task] in SYNCS else lanes
+        lane = named[graph.set_resources[held]]
+        return block.block.names[task], block.block.kinds[task], lane
+
+    def ending(copy: int) -> tuple[int, str]:
+        task, held = block.task[copy], int(graph.resource_sets[copy])
+        subject, role = int(block.block.subjects[task]), block.block.roles[task]
+        resources = graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]
+        links = [r for r in resources.tolist() if r % NUM_RESOURCES != COMPUTE_STREAM]
+        inner = _inner_ns(model.stages[s].table, role, subject) if links else 0
+        return inner, lanes[links[0]] if inner else ""
+
+    return Played(graph, model.block_times[s][kind], label, ending)
+
+
+def rank_memory(model: PlanModel) -> tuple[DeviceMemory, ...]:
+    """The peak of each rank."""
+    schedule = model.macro.schedule
+    if model.slices:
+        return tuple(sliced_memory(model, rank) for rank in range(schedule.num_ranks))
+    return tuple(
+        device_memory(
+            {stage: model.stages[stage].tensors for stage in {s.stage for s in found}},
+            found,
+            model.stages[found[0].stage].table.mesh.memory_bytes(model.plan.cluster),
+            split=schedule.splits_backward,
+        )
+        for found in schedule.situations
+    )
+
+
+def stage_seconds(model: PlanModel) -> tuple[float, ...]:
+    """What forward and backward of one microbatch take in each stage of the model."""
+    parts = (INPUT_GRADIENT, WEIGHT_GRADIENT)
+    passes = (FORWARD, *(parts if model.macro.schedule.splits_backward else (BACKWARD,)))
+    return tuple(
+        sum(times[kind].makespan for kind in passes) * 1e-9 for times in model.block_times
+    )
+
+
+def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline:
+    """The memory of one device of a rank over a step."""
+    schedule = model.macro.schedule
+    order = schedule.orders[rank]
+    places: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
+    runs: list[BlockRun] = []
+    for action in order:
+        task = model.macro.number[action]
+        s = int(model.macro.item[task])
+        kind, offset = model.macro.block_kind(task), int(macro.start[task])
+        for which in passes_of(action.kind, split=schedule.splits_backward):
+            if (s, kind, which) not in places:
+                times = model.block_times[s][kind]
+                places[s, kind, which] = _place_times(model.stages[s], kind, times, which)
+            start, end = places[s, kind, which]
+            runs.append(BlockRun(s, which, start + offset, end + offset))
+    tensors: Mapping[int, StageTensors]
+    if model.slices:
+        tensors = sliced_tensors(model, rank)
+        runs = with_waiting(model, rank, runs)
+    else:
+        tensors = {s: model.stages[s].tensors for s in sorted({action.stage for action in order})}
+    stage = order[0].stage * len(model.parts)
+    capacity = model.stages[stage].table.mesh.memory_bytes(model.plan.cluster)
+    return memory_over_time(f"rank {rank}", tensors, runs, macro.makespan, capacity)
+
+
+def _place_times(stage: StageModel, kind: int, times: Times, which: int) -> tuple[Ints, Ints]:
+    """When each place of a pass starts and ends, ns from the start of its block.
+
+    A whole backward in a schedule that splits others makes both passes; the gradients of
+    parameters then count as made at its end.
+    """
+    block = stage.cell_blocks[kind]
+    order = stage.table.operators if kind == FORWARD else stage.table.operators[::-1]
+    role = {0: Role.FORWARD, 1: Role.BACKWARD, 2: Role.WEIGHT_GRADIENT}[which]
+    copies = [c for c, task in enumerate(block.task) if block.block.roles[task] is role]
+    if not copies:
+        over = np.full(len(order), times.makespan)
+        return over, over
+    place = {operator: p for p, operator in enumerate(order)}
+    places = np.array([place[int(block.block.first[block.task[c]])] for c in copies])
+    start = np.full(len(order), times.makespan)
+    end = np.zeros(len(order), dtype=np.int64)
+    np.minimum.at(start, places, times.start[copies])
+    np.maximum.at(end, places, times.end[copies])
+    both = np.maximum.accumulate(np.stack([start, end], axis=1).ravel())
+    return both[::2], both[1::2]

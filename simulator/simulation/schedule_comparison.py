@@ -1,0 +1,201 @@
+"""One pipeline under every schedule: what each would do to a plan's step, memory and weights.
+
+Schedules that flush are simulated, each as a plan of its own; Chimera and slices of tokens where
+the model can have them. Those that never do run the blocks of the plan until their pace settles.
+Interleaving cannot be compared like this, because its stages are others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+from stratagem.simulator.base.tables import Table, Unit, Value
+from stratagem.simulator.engine.event_engine import simulate
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.ampnet import ampnet
+from stratagem.simulator.schedules.named_schedules import CHIMERA, pipedream
+from stratagem.simulator.schedules.schedule_player import StageTimes, play_schedule
+from stratagem.simulator.schedules.steady_state import SteadyState, steady_state
+from stratagem.simulator.schedules.work_kinds import (
+    BACKWARD,
+    FORWARD,
+    LAST_BACKWARD,
+    REPLICA_UPDATE,
+    SEND,
+    SEND_BACK,
+)
+from stratagem.simulator.simulation.device_memory import StageTensors, device_memory
+from stratagem.simulator.simulation.predictions import rank_memory
+from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.stage.tensor_lifetimes import Purpose
+
+STREAMS = ("pipedream", "ampnet")
+"""Those that never flush, whose pace is compared."""
+
+NAMES = ("gpipe", "1f1b", "zb-h1", "chimera", "pipedream", "ampnet")
+"""The schedules that are compared."""
+
+COLUMNS = {
+    "schedule": Unit.TEXT,
+    "step": Unit.SECONDS,
+    "bubble": Unit.SHARE,
+    "held": Unit.COUNT,
+    "memory": Unit.BYTES,
+    "versions": Unit.COUNT,
+    "staleness": Unit.COUNT,
+}
+
+NOTE = (
+    "Synchronous schedules are simulated as plans. Held is the most microbatches (or slices) on a "
+    "rank. An asynchronous schedule's step is its period times the microbatches, where "
+    "transfers count for the slower direction, sync and update as what they add to the last "
+    "backward, and parameters tied between stages not at all; it keeps versions of the weights, "
+    "and staleness is how many updates they may be behind."
+)
+
+
+def compare_schedules(
+    plan: Plan,
+    graph: OperatorGraph,
+    costs: CostModel,
+    *,
+    token_slices: int = 1,
+    memory: RowMemory | None = None,
+) -> Table:
+    """The step, bubble and memory of a pipelined plan under each schedule, the fastest first.
+
+    Example:
+        >>> print(compare_schedules(plan, graph, default_costs()))  # doctest: +SKIP
+
+    Args:
+        plan: with one stage on each set of devices; its own schedule does not count.
+        graph: the model at its whole batch.
+        costs: prices of operators.
+        token_slices: of a microbatch under TeraPipe, which is left out for 1 slice.
+            Chimera is left out where plans cannot have it (see `chimera.check_homes`).
+        memory: rows priced before under the same `costs`.
+
+    Raises:
+        ValueError: when the plan has one stage only or several on the same devices, is not for
+            `graph`, or the model cannot be sliced (see `token_dims`).
+    """
+    if len(plan.stages) < 2 or plan.num_ranks < len(plan.stages):
+        raise ValueError(
+            f"plan {plan.name!r} has {len(plan.stages)} stages on {plan.num_ranks} sets of "
+            "devices: schedules are compared for pipelines of at least 2 stages, each on devices "
+            "of its own"
+        )
+    graph = plan.rewrite(graph).graph
+    plan.check(graph)
+    plain = replace(plan, schedule="1f1b", token_slices=1, orders=())
+    model = plan_model(plain, graph, costs, memory)
+    times = _whole_times(model)
+    rows = [_stream(name, plan, times, model) for name in STREAMS]
+    names = [name for name in NAMES if name not in STREAMS and name != CHIMERA]
+    plans = {name: replace(plain, schedule=name) for name in names} | _opposite(plain, graph)
+    if token_slices > 1:
+        sliced = replace(plain, schedule="terapipe", token_slices=token_slices)
+        sliced.check(graph)
+        plans[f"terapipe, {token_slices} slices"] = sliced
+    rows += [_simulated(name, one, graph, costs, memory) for name, one in plans.items()]
+    table = Table(f"schedules of {plan.name}", COLUMNS, tuple(rows), NOTE)
+    return table.sorted_by("step", descending=False)
+
+
+def _opposite(plan: Plan, graph: OperatorGraph) -> dict[str, Plan]:
+    """The plan under Chimera by its name; nothing where it cannot have two homes a stage."""
+    try:
+        opposite = replace(plan, schedule=CHIMERA)
+        opposite.check(graph)
+    except ValueError:
+        return {}
+    return {CHIMERA: opposite}
+
+
+def _whole_times(model: PlanModel) -> StageTimes:
+    """Forward, whole backward, transfer and update of the stages of a plan, in ns."""
+    stages = range(len(model.stages))
+    durations = macro_durations(model)
+
+    def column(kind: int) -> list[int]:
+        return [int(durations[kind, s]) for s in stages]
+
+    backward = column(BACKWARD)
+    pair = {stages: item for item, stages in enumerate(model.macro.pairs)}
+    transfer = [
+        max(int(durations[kind, pair[a, b]]) for kind in (SEND, SEND_BACK))
+        if (a, b) in pair
+        else 0
+        for a, b in pairwise(stages)
+    ]
+    update = [last - inner for last, inner in zip(column(LAST_BACKWARD), backward, strict=True)]
+    return StageTimes(
+        forward=column(FORWARD),
+        backward=backward,
+        transfer=transfer,
+        update=[max(0, ns) for ns in update],
+    )
+
+
+def _simulated(
+    name: str, plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None
+) -> tuple[Value, ...]:
+    """The row of a plan as it is simulated."""
+    model = plan_model(plan, graph, costs, memory)
+    macro = model.macro
+    times = simulate(macro.with_durations(macro_durations(model)))
+    works = [*macro.blocks, *(macro.kind == REPLICA_UPDATE).nonzero()[0].tolist()]
+    busy = int((times.end - times.start)[works].sum())
+    bubble = 1 - busy / (macro.schedule.num_ranks * times.makespan)
+    moments = [s for found in macro.schedule.situations for s in found]
+    held = max(1 + sum(each.waiting + each.late for each in s.held) for s in moments)
+    fullest = max(memory.peak for memory in rank_memory(model))
+    return name, times.makespan * 1e-9, bubble, held, fullest, 1, 0
+
+
+def _bytes_for(tensors: StageTensors, use: Purpose) -> int:
+    return sum(
+        int(nbytes)
+        for nbytes, each, state in zip(
+            tensors.nbytes, tensors.lifetimes.uses, tensors.is_state, strict=True
+        )
+        if state and each is use
+    )
+
+
+def _stream(name: str, plan: Plan, times: StageTimes, model: PlanModel) -> tuple[Value, ...]:
+    """The row of a schedule without flushes, at its pace once it has settled."""
+    stages, parts = len(plan.stages), plan.num_microbatches
+    # Enough microbatches to settle: the first and the last ones do not count.
+    many = max(8 * stages, 32)
+    if name == "pipedream":
+        schedule = pipedream(stages, many)
+    else:
+        schedule = ampnet(stages, many, times, max_active=stages)
+    state = steady_state(schedule, times)
+    step = float(Fraction(parts) * state.period) * 1e-9
+    versions, staleness = max(state.weight_versions), max(state.staleness)
+    held = max(play_schedule(schedule, times).peak_held)
+    fullest = _fullest(model, schedule, state)
+    return name, step, float(state.bubble), held, fullest, versions, staleness
+
+
+def _fullest(model: PlanModel, schedule: Schedule, state: SteadyState | None) -> int:
+    """Bytes per device of the fullest rank, with the versions of the weights that it keeps."""
+    peaks: list[int] = []
+    for found in schedule.situations:
+        tensors = {s: model.stages[s].tensors for s in {each.stage for each in found}}
+        peak = device_memory(tensors, found, 0, split=schedule.splits_backward).peak
+        if state is not None:
+            peak += sum(
+                (state.weight_versions[s] - 1) * _bytes_for(stage, Purpose.PARAMETERS)
+                for s, stage in tensors.items()
+            )
+        peaks.append(peak)
+    return max(peaks)

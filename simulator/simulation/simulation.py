@@ -1,0 +1,199 @@
+"""Simulating a plan: step time, memory and the predicted timeline."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from stratagem.simulator.base.tables import Table
+from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.engine.event_engine import Times, simulate
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
+from stratagem.simulator.kernel_times.cost_model import CostModel, Source
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.simulation import predictions
+from stratagem.simulator.simulation.device_memory import DeviceMemory, MemoryTimeline
+from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.timeline.step_critical_path import StepPath
+from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.timeline.timeline_tables import (
+    collective_table,
+    group_table,
+    operator_table,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What the simulator says of a plan.
+
+    Attributes:
+        step_time: seconds from the first task to the last.
+        memory: the peak of each rank (the devices of one stage, or of several that share them).
+        relative_error: of the step time, from the errors of the costs in it, and from how far
+            clusters like this one are apart where nobody has measured it.
+        is_calibrated: whether the cluster's constants, or costs of the model's operators, were
+            measured. If not, `in_words`, reports and tables say so.
+    """
+
+    plan: Plan
+    step_time: float
+    memory: tuple[DeviceMemory, ...]
+    relative_error: float
+    is_calibrated: bool
+    _model: PlanModel
+    _macro_times: Times
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which the step time lies, as far as the errors of its costs say.
+
+        One standard deviation each way if all costs err together, as they do when a device is
+        slower than its model.
+        """
+        return (
+            self.step_time * (1.0 - self.relative_error),
+            self.step_time * (1.0 + self.relative_error),
+        )
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """What the passes of one microbatch take in each stage."""
+        return predictions.stage_seconds(self._model)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits its devices."""
+        return all(rank.fits for rank in self.memory)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes per device of the fullest rank."""
+        return max(rank.peak for rank in self.memory)
+
+    @property
+    def in_words(self) -> str:
+        """Step time, memory and whether it fits, in a few words."""
+        time, memory = format_duration(self.step_time), format_bytes(self.peak_memory)
+        return f"{time} a step{self._caveat}, {memory} a device, {self._verdict}"
+
+    @property
+    def _caveat(self) -> str:
+        return "" if self.is_calibrated else f" ({NOT_CALIBRATED})"
+
+    @property
+    def error_in_words(self) -> str:
+        """How far the step time may be off, as in ``± 27 %, not calibrated``."""
+        caveat = "" if self.is_calibrated else f", {NOT_CALIBRATED}"
+        return f"± {100 * self.relative_error:.0f} %{caveat}"
+
+    @property
+    def _verdict(self) -> str:
+        """Whether it fits, as a person says it."""
+        return "fits" if self.fits else "does not fit"
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {self.plan.name!r}: {self.in_words}>"
+
+    def memory_timeline(self, rank: int) -> MemoryTimeline:
+        """The memory of one device of a rank over the step."""
+        return predictions.memory_timeline(self._model, self._macro_times, rank)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every task of the step, microbatch by microbatch."""
+        return predictions.step_timeline(self._model, self._macro_times)
+
+    @cached_property
+    def critical_path(self) -> StepPath:
+        """The chain of tasks that the step time is made of, and why each waited."""
+        return predictions.critical_path(self._model, self._macro_times)
+
+    @cached_property
+    def groups(self) -> Table:
+        """Computing, exposed communication, idleness and bubble of each stage."""
+        return group_table(self.timeline)
+
+    @cached_property
+    def operators(self) -> Table:
+        """Time of each operator by pass, the longest first."""
+        return operator_table(self.timeline)
+
+    @cached_property
+    def collectives(self) -> Table:
+        """Time of each communication, and how much of it no computing hides."""
+        return collective_table(self.timeline, self.communication_bytes)
+
+    @cached_property
+    def communication_bytes(self) -> dict[str, int]:
+        """Bytes per device that each communication moves once, by its name, where known."""
+        return predictions.communication_bytes(self._model)
+
+    def _repr_html_(self) -> str:
+        gib = self.peak_memory / 2**30
+        return (
+            f"<b>{html.escape(self.plan.name)}</b>: {self.step_time * 1e3:.2f} ms "
+            f"a step ({self.error_in_words}), {gib:.2f} GiB per device "
+            f"({self._verdict})"
+        )
+
+
+def simulate_plan(
+    plan: Plan, graph: OperatorGraph, costs: CostModel, *, memory: RowMemory | None = None
+) -> Simulation:
+    """Predict a plan's step time, memory and timeline.
+
+    Args:
+        plan: stages, meshes, choices and schedule.
+        graph: the model at its whole batch; the plan's substitutions are applied to it.
+        costs: prices of operators; links are priced from the plan's cluster.
+        memory: rows priced before, when many plans are simulated under the same `costs`.
+
+    Raises:
+        ValueError: when the plan is not for `graph` (see `Plan.check`).
+    """
+    graph = plan.rewrite(graph).graph
+    plan.check(graph)
+    return simulate_model(plan_model(plan, graph, costs, memory))
+
+
+def simulate_model(model: PlanModel) -> Simulation:
+    """Play a plan whose prices are known."""
+    durations = macro_durations(model)
+    times = simulate(model.macro.with_durations(durations))
+    return Simulation(
+        plan=model.plan,
+        step_time=times.makespan * 1e-9,
+        memory=predictions.rank_memory(model),
+        relative_error=_relative_error(model),
+        is_calibrated=_spread(model) == 0.0,
+        _model=model,
+        _macro_times=times,
+    )
+
+
+def _relative_error(model: PlanModel) -> float:
+    """The errors of the operators' costs weighted by their times (as if all erred together).
+
+    How a cluster that nobody has measured differs from others errs independently.
+    """
+    weighted = total = 0.0
+    for stage in model.stages:
+        for i in stage.table.operators:
+            row = stage.table.row(i)
+            ns = float(row.passes_ns[0])
+            weighted += ns * float(row.relative_error[0])
+            total += ns
+    return math.hypot(weighted / total, _spread(model)) if total else 0.0
+
+
+def _spread(model: PlanModel) -> float:
+    """How far clusters are apart; 0 where the cluster, or some operator, has been measured."""
+    rows = (stage.table.row(i) for stage in model.stages for i in stage.table.operators)
+    if any(Source.MEASURED.value in row.sources for row in rows):
+        return 0.0
+    return model.plan.cluster.calibration.spread

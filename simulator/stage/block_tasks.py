@@ -1,0 +1,604 @@
+"""The tasks of a stage's blocks.
+
+Forward tasks of operator v reading u:
+
+    [gather v] ──▶ forward v        forward u ──▶ [u → v] ──▶ forward v
+
+Backward runs along the same edges the other way round, and ends in the parameters:
+
+    [gather v] ──▶ backward v ──▶ [u ← v] ──▶ backward u ──▶ [sync u] ──▶ [stash u] ──▶ [update u]
+    ──▶ [publish u]
+
+but updates wait until all gradients are made, as those of a program come behind its passes.
+
+Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
+recomputed is made again when backward comes to the first operator that may need it; inputs that
+are only converted again are so beside the operator before. An operator
+that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
+operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Readers of
+one tensor may have a conversion in common (see `sharing`), so they are made in their order, and
+gradients, against it, when all are there. Where the
+host's time counts, passes and conversions wait for their launches, one after the other. Syncs of a
+bucket wait for its last gradient, and a path of collectives that two of them share pays its
+latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Flags, Ints
+from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, SharedBy, Timed
+from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
+from stratagem.simulator.sharding.parameter_homes import gradient_buckets
+from stratagem.simulator.stage.recompute_triggers import recompute_triggers
+from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, chains_of, sharing_of
+from stratagem.simulator.stage.stage_blocks import PREFETCH, Block, Draft, Pool, Role, StageBlocks
+
+
+def stage_blocks(
+    table: CostTable,
+    *,
+    split: bool = False,
+    bucket_bytes: int = 0,
+    slowdown: int = 0,
+    inputs_first: bool = False,
+    stashes: bool = False,
+) -> StageBlocks:
+    """The blocks of the stage that `table` prices.
+
+    Args:
+        table: all choices of the stage's operators.
+        split: whether the schedule runs the gradients of parameters apart.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes per device; 0
+            reduces each operator's alone.
+        slowdown: per mille by which computing and communication slow each other down.
+        inputs_first: whether an operator makes the gradients of its inputs before those of its
+            weights, so that these run while the first are converted.
+        stashes: whether every backward ends in an update; the last block also copies the weights
+            before it, for microbatches that have seen them (PipeDream).
+    """
+    writer = _Writer(table, bucket_bytes, inputs_first, stashes)
+    forward = writer.forward()
+    backward = writer.backward(parameters=True)
+    parts: tuple[Block | None, Block | None] = (None, None)
+    if split:
+        parts = writer.backward(parameters=False), writer.weight_backward()
+    pool = writer.pool.arrays()
+    return StageBlocks(forward, backward, *parts, *pool, writer.sharing, slowdown)
+
+
+_CONVERSIONS = {
+    SharedBy.THERE: (Role.CONVERT, "{0} → {1}"),
+    SharedBy.BACK: (Role.CONVERT_BACK, "{0} ← {1}"),
+    SharedBy.AGAIN: (Role.CONVERT_AGAIN, "{0} → {1} again"),
+    SharedBy.REGATHER: (Role.CONVERT_AGAIN, "{0} → {1} again"),
+}
+
+
+@dataclass(eq=False)
+class _Host:
+    """The host of a block: it launches one kernel after the other, ahead of the device."""
+
+    writer: _Writer
+    draft: Draft
+    last: list[int] = field(default_factory=list)
+
+    def launches(self, i: int, what: str, timed: Timed) -> list[int]:
+        """What a pass of operator `i` waits for; nothing where launches are not modelled."""
+        if not self.writer.table.row(i).is_launched:
+            return []
+        number = self.writer.pool.add(timed)
+        label = f"{{0}} {what} launch"
+        self.last = [self.draft.operator_task(label, Role.LAUNCH, i, number, self.last)]
+        return self.last
+
+    def converts(self, k: int, by: SharedBy) -> list[int]:
+        """What a conversion of edge `k` waits for; nothing where its launch costs nothing."""
+        launches = self.writer.edge_row(k).launches
+        if launches is None:
+            return []
+        label, timed = f"{_CONVERSIONS[by][1]} launch", launches.of(by)
+        task = self.writer.pair(self.draft, k, label, Role.LAUNCH_CONVERSION, timed, self.last, by)
+        self.last = [task]
+        return self.last
+
+
+@dataclass(eq=False)
+class _Writer:
+    """Writes the blocks of one stage into one pool."""
+
+    table: CostTable
+    bucket_bytes: int
+    inputs_first: bool
+    stashes: bool
+    pool: Pool = field(default_factory=Pool)
+    _parts: dict[tuple[int, int, str], Timed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.incoming = self.table.incoming
+        self.outgoing: dict[int, list[int]] = {}
+        for k, edge in enumerate(self.table.edges):
+            self.outgoing.setdefault(edge.producer, []).append(k)
+        self.triggers = recompute_triggers(self.table)
+        self.sharing = sharing_of(self.table, self.triggers)
+        self.chains = chains_of(self.table, self.triggers)
+
+    def forward(self) -> Block:
+        """Every operator's forward pass, conversions between, gathers ahead."""
+        made = _Pass(self)
+        draft, done = made.draft, made.done
+        for place in made.places():
+            i = self.table.operators[place]
+            first, pieces = made.gathers.before(i), self._num_pieces(i)
+            first += made.host.launches(i, "forward", self._row(i).launch_forward)
+            arrivals: list[list[int]] = [[] for _ in range(pieces)]
+            for k in self.incoming.get(i, ()):
+                edge, row = self.table.edges[k], self.edge_row(k)
+                both = row.made_forward, row.read_forward
+                launch = made.host.converts(k, SharedBy.THERE)
+                made.converted[k] = self._conversion(
+                    made, k, SharedBy.THERE, row.forward, both, done[edge.producer], launch
+                )
+                _arrive(arrivals, first, made.converted[k])
+            done[i] = self._passes(
+                draft, i, "forward", Role.FORWARD, self._row(i).forward, first, arrivals
+            )
+            made.gathers.ran(i, done[i][-1])
+        return draft.finish()
+
+    def backward(self, *, parameters: bool) -> Block:
+        """Every operator's backward pass, what it recomputes, and what `parameters` end in.
+
+        Without parameters, or where inputs come first, a pass is that of the inputs only.
+        """
+        together = parameters and not self.inputs_first
+        made = _Pass(self, backwards=True)
+        draft, done, again, ends = made.draft, made.done, made.again, made.ends
+        gathers, host = made.gathers, made.host
+        order = self.table.operators[::-1]
+        for place in made.places():
+            i = order[place]
+            gate = [done[order[place - 1]][-1]] if place else []
+            for j in self.triggers.at.get(place, ()):
+                launch = host.launches(j, "recompute", self._row(j).launch_recompute)
+                again[j] = self._again(made, j, gate, launch)
+            # What is below all that is trained has no backward pass to gather for.
+            runs = self.table.graph.needs_gradient[i]
+            first = [again[i]] if i in again else gathers.before(i) if runs else []
+            first += [
+                again[edge.producer]
+                for k in self.incoming.get(i, ())
+                for edge in [self.table.edges[k]]
+                if edge.producer in again
+            ]
+            before = done[order[place - 2]] if place > 1 else []
+            first += self._regathered(made, i, before)
+            first += host.launches(i, "backward", self._row(i).launch_backward)
+            arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
+            for k in self.outgoing.get(i, ()):
+                _arrive(arrivals, first, made.converted[k])
+            timed = self._row(i).backward if together else self._row(i).input_gradient
+            done[i] = self._passes(draft, i, "backward", Role.BACKWARD, timed, first, arrivals)
+            gathers.ran(i, done[i][-1])
+            ends[i] = done[i][-1]
+            if parameters and not together and self._row(i).weighs:
+                ends[i] = self._weight_gradient(draft, i, [ends[i]])
+            for k in self.incoming.get(i, ()):
+                row = self.edge_row(k)
+                both = row.made_backward, row.read_backward
+                launch = host.converts(k, SharedBy.BACK)
+                made.converted[k] = self._conversion(
+                    made, k, SharedBy.BACK, row.backward, both, done[i], launch
+                )
+        if parameters:
+            self._parameters(draft, ends)
+        return draft.finish()
+
+    def weight_backward(self) -> Block:
+        """The gradients of parameters, and what they end in."""
+        draft = Draft(self.table.graph.names)
+        done: dict[int, int] = {}
+        for i in reversed(self.table.operators):
+            done[i] = self._weight_gradient(draft, i, list(done.values())[-1:])
+        self._parameters(draft, done)
+        return draft.finish()
+
+    def _weight_gradient(self, draft: Draft, i: int, before: Sequence[int]) -> int:
+        row = self._row(i)
+        number = self.pool.add(self._whole(row.weight_gradient, row.pieces))
+        return draft.operator_task("{0} weight gradient", Role.WEIGHT_GRADIENT, i, number, before)
+
+    # -- passes and conversions -----------------------------------------------------------------
+
+    def _passes(
+        self,
+        draft: Draft,
+        i: int,
+        what: str,
+        role: Role,
+        timed: Timed,
+        first: Sequence[int],
+        arrivals: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """A task for each piece that an operator's pass may have, one after the other."""
+        if len(arrivals) == 1:
+            before = [*first, *arrivals[0]]
+            return [draft.operator_task(f"{{0}} {what}", role, i, self.pool.add(timed), before)]
+        tasks: list[int] = []
+        pieces = self._row(i).pieces
+        for j, arrived in enumerate(arrivals):
+            part = self._part(timed, j, pieces > j)
+            before = [*(first if j == 0 else tasks[-1:]), *arrived]
+            label = f"{{0}} {what}" + (f", piece {j + 1}" if j else "")
+            tasks.append(draft.operator_task(label, role, i, self.pool.add(part), before))
+        return tasks
+
+    def _conversion(
+        self,
+        now: _Pass,
+        k: int,
+        by: SharedBy,
+        timed: Timed,
+        pieces: tuple[Ints, Ints],
+        made: Sequence[int],
+        launch: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """Tasks of a conversion: in the pieces of what makes the tensor, and of what reads it.
+
+        Each waits for that of the edge which may have it in common.
+        """
+        by_maker, by_reader = pieces
+        last, draft = len(made) - 1, now.draft
+        other = self.chains[by].get(k)
+        ahead = [] if other is None else now.converted[other][0]
+        if by is SharedBy.BACK:
+            ahead = ahead[-1:] * len(made)
+        if last == 0 and self.edge_row(k).is_whole:
+            return [self._converted(draft, k, by, 0, timed, [*made, *launch, *ahead])], []
+        ours: list[int] = []
+        for j, task in enumerate(made):
+            active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
+            part = self._part(timed, j - len(made), active)
+            waits = [task, *launch, *ahead[j : j + 1]]
+            ours.append(self._converted(draft, k, by, j, part, waits))
+        theirs: list[int] = []
+        for j in range(int(by_reader.max())):
+            part = self._part(timed, j, by_reader > j)
+            theirs.append(self._converted(draft, k, by, j, part, [ours[-1], made[-1]]))
+        return ours, theirs
+
+    def _converted(
+        self, draft: Draft, k: int, by: SharedBy, j: int, timed: Timed, before: Sequence[int]
+    ) -> int:
+        role, arrow = _CONVERSIONS[by]
+        label = arrow + (f", piece {j + 1}" if j else "")
+        return self.pair(draft, k, label, role, timed, before, by)
+
+    def pair(
+        self,
+        draft: Draft,
+        k: int,
+        label: str,
+        role: Role,
+        timed: Timed,
+        before: Sequence[int],
+        by: SharedBy,
+    ) -> int:
+        """A task of edge `k`, which the choices of its two ends decide, and who shares it."""
+        edge = self.table.edges[k]
+        return draft.pair_task(
+            label,
+            role,
+            k,
+            (edge.producer, edge.consumer),
+            len(self._row(edge.consumer).choices),
+            self.pool.add(timed),
+            before,
+            gate=OPEN if self.sharing.is_empty else NUM_GATES * k + by,
+        )
+
+    def _again(self, now: _Pass, i: int, gate: Sequence[int], launch: Sequence[int]) -> int:
+        """Recompute an operator, its inputs converted again, not before `gate`."""
+        draft, again = now.draft, now.again
+        before = [*now.gathers.before(i), *gate, *launch]
+        for k in self.incoming.get(i, ()):
+            edge, row = self.table.edges[k], self.edge_row(k)
+            made = [again[edge.producer]] if edge.producer in again else []
+            waits = [*made, *gate, *now.host.converts(k, SharedBy.AGAIN)]
+            other = self.chains[SharedBy.AGAIN].get(k)
+            waits += [] if other is None else [now.repeated[other]]
+            task = self._converted(draft, k, SharedBy.AGAIN, 0, row.recompute, waits)
+            now.repeated[k] = task
+            before.append(task)
+        return draft.operator_task(
+            "{0} recompute",
+            Role.RECOMPUTE,
+            i,
+            self.pool.add(self._row(i).recompute),
+            before,
+        )
+
+    def _regathered(self, now: _Pass, i: int, gate: Sequence[int]) -> list[int]:
+        """Convert inputs again that were not kept as they were read, not before `gate`.
+
+        Whoever reads the same result later in backward waits for that, be it for nothing: whether
+        one of them might convert it again must not change when the others run.
+        """
+        draft, again = now.draft, now.again
+        tasks: list[int] = []
+        for k in self.incoming.get(i, ()):
+            edge, row = self.table.edges[k], self.edge_row(k)
+            other = self.chains[SharedBy.REGATHER].get(k)
+            ahead = [] if other is None else [now.regathered[other]]
+            if not row.may_regather:
+                tasks += ahead
+            else:
+                made = [again[edge.producer]] if edge.producer in again else []
+                waits = [*made, *gate[-1:], *now.host.converts(k, SharedBy.REGATHER), *ahead]
+                task = self._converted(draft, k, SharedBy.REGATHER, 0, row.regather, waits)
+                now.regathered[k] = task
+                tasks.append(task)
+        return tasks
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _parameters(self, draft: Draft, done: Mapping[int, int]) -> None:
+        """Sync, update and publish of parameters; tied ones are joined at their owner.
+
+        Updates wait for all gradients.
+        """
+        first = self.table.operators[0]
+        over = draft.operator_task("over", Role.OVER, first, 0, list(done.values()))
+        for bucket in self._buckets():
+            full = [done[i] for i in bucket]
+            if len(full) > 1:
+                full = [draft.operator_task("bucket", Role.BUCKET, bucket[0], 0, full)]
+            for place, i in enumerate(bucket):
+                before = bucket[place - 1] if place else None
+                self._parameter(draft, i, before, full, done, over)
+
+    def _parameter(
+        self,
+        draft: Draft,
+        i: int,
+        before: int | None,
+        full: Sequence[int],
+        done: Mapping[int, int],
+        over: int,
+    ) -> None:
+        row, ties, tie_rows = self._row(i), self.table.ties, self.table.tie_rows
+        tied = [k for k, (owner, _) in enumerate(ties) if owner == i]
+        added = [done[ties[k][1]] for k in tied]
+        arrived = [
+            self._tie(draft, k, Role.TIE_GRADIENT, tie_rows[k].gradient, [done[ties[k][1]]])
+            for k in tied
+        ]
+        ready = [self._sync(draft, i, before, [*full, *added]), *arrived, over]
+        if self.stashes:
+            stash = self.pool.add(row.stash)
+            ready = [draft.operator_task("{0} stash", Role.STASH, i, stash, ready, 0)]
+        base = self.pool.add(row.update)
+        update = draft.operator_task(
+            "{0} update", Role.UPDATE, i, base, ready, self._inner(base, 0)
+        )
+        base = self.pool.add(row.publish)
+        draft.operator_task("{0} publish", Role.PUBLISH, i, base, [update], self._inner(base, 0))
+        for k in tied:
+            self._tie(draft, k, Role.TIE_PUBLISH, tie_rows[k].publish, [update])
+
+    def _sync(self, draft: Draft, i: int, before: int | None, after: Sequence[int]) -> int:
+        role, row = Role.SYNC, self._row(i)
+        if self.bucket_bytes:
+            row_before = None if before is None else self._row(before)
+            saved = _shared_latency(row_before, row)
+            sync, each = (_shortened(timed, saved) for timed in (row.sync, row.each_sync))
+        else:
+            sync, each = row.sync, row.each_sync
+        base = self.pool.add(sync)
+        bases = base, self._inner(base, self.pool.add(each))
+        if before is None or not self.bucket_bytes:
+            return draft.operator_task("{0} sync", role, i, bases[0], after, bases[1])
+        width = len(row.choices)
+        return draft.pair_task("{1} sync", role, i, (before, i), width, bases[0], after, bases[1])
+
+    def _buckets(self) -> list[list[int]]:
+        """The operators by bucket, in the order in which their gradients are made."""
+        order = self.table.operators[::-1]
+        nbytes = {i: int(self._row(i).gradient_bytes.max()) for i in order}
+        return gradient_buckets(order, nbytes, self.bucket_bytes)
+
+    def _tie(self, draft: Draft, k: int, role: Role, timed: Timed, before: Sequence[int]) -> int:
+        owner, user = self.table.ties[k]
+        return draft.pair_task(
+            "{0} ↔ {1}",
+            role,
+            k,
+            (owner, user),
+            len(self._row(user).choices),
+            self.pool.add(timed),
+            before,
+            0 if not self.stashes else None,
+        )
+
+    def _inner(self, base: int, inner: int) -> int:
+        """Where a task is looked up in blocks before the last."""
+        return base if self.stashes else inner
+
+    # -- look-ups -------------------------------------------------------------------------------
+
+    def _row(self, i: int) -> OperatorRow:
+        return self.table.row(i)
+
+    def edge_row(self, k: int) -> EdgeRow:
+        return self.table.edge_rows[self.table.edge_row_of[k]]
+
+    def _num_pieces(self, i: int) -> int:
+        return self._row(i).most_pieces
+
+    def _part(self, timed: Timed, j: int, active: Flags) -> Timed:
+        """One piece of a row: `timed` where it is `active`."""
+        key = (id(timed), j, "part")
+        if key not in self._parts:
+            self._parts[key] = timed.where(active)
+        return self._parts[key]
+
+    def _whole(self, timed: Timed, pieces: Ints) -> Timed:
+        key = (id(timed), 0, "whole")
+        if key not in self._parts:
+            self._parts[key] = Timed(timed.ns * pieces, timed.mask)
+        return self._parts[key]
+
+
+class _Prefetch:
+    """Gathers of parameters: each is released by the operator `PREFETCH` before its own."""
+
+    def __init__(self, writer: _Writer, draft: Draft) -> None:
+        self._writer, self._draft = writer, draft
+        self.passed: list[int] = []
+        self.made: dict[int, None] = {}
+
+    def before(self, i: int) -> list[int]:
+        """The gather of an operator, if it has parameters and was not asked before."""
+        writer = self._writer
+        if i in self.made or not writer.table.graph.operators[i].weights:
+            return []
+        self.made[i] = None
+        released = self.passed[-PREFETCH:][:1] if len(self.passed) >= PREFETCH else []
+        base = writer.pool.add(writer.table.row(i).gather)
+        return [self._draft.operator_task("{0} gather", Role.GATHER, i, base, released)]
+
+    def ran(self, i: int, task: int) -> None:
+        """Note that an operator has its pass at `task`."""
+        if self._writer.table.graph.operators[i].weights:
+            self.passed.append(task)
+
+
+class _Pass:
+    """A pass over all operators while its block is drafted: tasks by what they are of.
+
+    Attributes:
+        done: of operators, one for each piece.
+        again: of operators that are recomputed.
+        converted: of edges, for who makes the tensor or the gradient and for who reads it.
+        repeated: of edges whose reader is recomputed.
+        regathered: of edges whose reader converts its inputs again.
+        ends: of operators, behind which their gradients are complete.
+    """
+
+    def __init__(self, writer: _Writer, *, backwards: bool = False) -> None:
+        self.draft = Draft(writer.table.graph.names)
+        self.done: dict[int, list[int]] = {}
+        self.again: dict[int, int] = {}
+        self.converted: dict[int, tuple[list[int], list[int]]] = {}
+        self.repeated: dict[int, int] = {}
+        self.regathered: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        self.gathers, self.host = _Prefetch(writer, self.draft), _Host(writer, self.draft)
+        self._table, self._backwards = writer.table, backwards
+        self._marks: list[tuple[int, ...]] = []
+        self._launched: list[list[int]] = []
+
+    def places(self) -> Iterator[int]:
+        """Places of operators in the order of the pass, but those of copies that need no writing.
+
+        See `repeats`.
+        """
+        repeat, size = self._table.repeat, len(self._table.operators)
+        if repeat is not None and self._backwards:
+            repeat = repeat.backwards(size)
+        return sparing(range(size), repeat, self._mark, self._skip)
+
+    @property
+    def _kept(self) -> tuple[dict[int, Any], ...]:
+        """What later operators look up: three by edge, the others by operator."""
+        by_edge = self.converted, self.repeated, self.regathered
+        return (*by_edge, self.done, self.again, self.ends, self.gathers.made)
+
+    def _mark(self) -> None:
+        passed = len(self.gathers.passed)
+        self._marks.append((len(self.draft), passed, *map(len, self._kept)))
+        self._launched.append(self.host.last)
+
+    def _skip(self, times: int) -> bool:
+        """Extrapolate what the next copies draft, and what they leave for later operators."""
+        steps = [*[self._edge_step] * 3, *[self._operator_step] * 4]
+        tasks = copy_length([mark[0] for mark in self._marks])
+        before, last = self._launched[2:]
+        launches = 0 if last == before else tasks
+        if not tasks or last != _later(before, launches):
+            return False
+        added: list[list[tuple[int, Any]]] = []
+        sizes = zip(*(mark[2:] for mark in self._marks[1:]), strict=True)
+        for kept, step, (a, b, c) in zip(self._kept, steps, sizes, strict=True):
+            items = list(kept.items())
+            one, two = items[a:b], items[b:c]
+            if two != [(key + step, _later(value, tasks)) for key, value in one]:
+                return False
+            added.append(two)
+        if not self.draft.repeat(self._marks[0][0], times):
+            return False
+        passed = self.gathers.passed[self._marks[2][1] : self._marks[3][1]]
+        for k in range(1, times + 1):
+            for kept, step, items in zip(self._kept, steps, added, strict=True):
+                kept.update((key + step * k, _later(value, tasks * k)) for key, value in items)
+            self.gathers.passed += _later(passed, tasks * k)
+        self.host.last = _later(last, launches * times)
+        return True
+
+    @property
+    def _operator_step(self) -> int:
+        """By how much the index of an operator differs from that of its like in the next copy."""
+        assert self._table.repeat is not None
+        step = self._table.step_of(self._table.repeat)
+        return -step if self._backwards else step
+
+    @property
+    def _edge_step(self) -> int:
+        step = 0 if self._table.edge_repeat is None else self._table.edge_repeat.period
+        return -step if self._backwards else step
+
+
+def _later(tasks: Any, by: int) -> Any:
+    """The like of some tasks, an int or (tuples of) lists of them, `by` tasks later."""
+    if isinstance(tasks, int):
+        return tasks + by
+    if isinstance(tasks, tuple):
+        return tuple(_later(each, by) for each in tasks)
+    return None if tasks is None else [task + by for task in tasks]
+
+
+def _arrive(
+    arrivals: Sequence[list[int]], first: list[int], tasks: tuple[list[int], list[int]]
+) -> None:
+    """What a pass waits for: all pieces of whoever made its tensor, its own piece by piece."""
+    ours, theirs = tasks
+    first.append(ours[-1])
+    for arrived, task in zip(arrivals, theirs, strict=False):
+        arrived.append(task)
+
+
+def _shared_latency(before: OperatorRow | None, row: OperatorRow) -> Ints:
+    """ns that a sync saves behind that of `before` (rows; one if None) in the same bucket."""
+    ours = [None] if before is None else list(before.sync_latency)
+    saved = [
+        [
+            sum(
+                (count - (0 if there is not None and name in there else 1)) * seconds
+                for name, (count, seconds) in here.items()
+            )
+            for here in row.sync_latency
+        ]
+        for there in ours
+    ]
+    return np.rint(np.array(saved) * 1e9).astype(np.int64)
+
+
+def _shortened(timed: Timed, saved: Ints) -> Timed:
+    ns = np.where(timed.ns > 0, np.maximum(timed.ns[None, :] - saved, 1), 0)
+    return Timed(ns, np.broadcast_to(timed.mask, ns.shape))

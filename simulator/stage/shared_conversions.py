@@ -1,0 +1,240 @@
+"""Conversions that several readers of a tensor have in common.
+
+Readers of one result that need it in the same placements read one converted copy, and their
+gradients are added up as they are made, before one conversion brings the sum back:
+
+    norm ──▶ [gather] ──▶ q, k, v            q, k, v ──▶ + ──▶ [reduce-scatter] ──▶ norm
+
+So a conversion has to be made for an edge only if no other edge of the same result makes it. A
+tensor is converted for its first reader, the sum of gradients when the last one is there. The
+conversions of one result are made in this order, each when the one before is through.
+
+Whether an edge has it is decided by the choices of all its readers, not of two operators. A
+*gate* says so: it lists the others whose choice would be a number equal to that of its own reader,
+and shuts then. A task or a tensor behind a gate that is shut takes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Flags, Ints
+from stratagem.simulator.pricing.cost_rows import SharedBy
+from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.stage._shut_gates import all_shut
+from stratagem.simulator.stage.recompute_triggers import Triggers
+
+NUM_GATES = len(SharedBy)
+"""Gates of an edge, one for each of `SharedBy`: edge k has those from NUM_GATES · k on."""
+OPEN = -1
+"""The gate of what nobody shares."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """The gates of a stage.
+
+    Entries `starts[g]` to `starts[g + 1]` of gate g are an operator each, and where in `ids` the
+    numbers of its choices begin; the first is the gate's own reader. −1 is equal to nothing.
+
+    `sharers` is, per gate, of how many edges at most one makes what they share.
+    """
+
+    starts: Ints
+    operators: Ints
+    offsets: Ints
+    ids: Ints
+    sharers: Ints
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """What kernels take (see `_sharing_kernels.is_shut`)."""
+        return self.starts, self.operators, self.offsets, self.ids
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """Whether all gates are always open."""
+        return bool((np.diff(self.starts) <= 1).all())
+
+    def shut(self, gates: Ints, choices: Ints) -> Flags:
+        """Which of some gates are shut under `choices` (per operator of the graph)."""
+        if self.is_empty:
+            return np.zeros(len(gates), dtype=np.bool_)
+        found: Flags = all_shut(gates, choices, *self.arrays)
+        return found
+
+    def moved(self, by: int) -> Sharing:
+        """The gates of a stage of equal operators, `by` places further on in the graph."""
+        return self if by == 0 else replace(self, operators=self.operators + by)
+
+    def rivals(self, gate: int) -> Ints:
+        """The operators, beside its own reader, whose choices decide about a gate."""
+        found: Ints = self.operators[self.starts[gate] + 1 : self.starts[gate + 1]]
+        return found
+
+    def share_of(self, gates: Ints) -> Ints:
+        """Of how many edges at most one makes what is behind each gate; 1 where it is open."""
+        if not len(self.sharers):
+            return np.ones(len(gates), dtype=np.int64)
+        return np.where(gates < 0, 1, self.sharers[np.maximum(gates, 0)])
+
+
+def no_sharing() -> Sharing:
+    """No gates."""
+    none = np.zeros(0, dtype=np.int64)
+    return Sharing(np.zeros(1, dtype=np.int64), none, none, none, none)
+
+
+def joined_sharing(parts: Sequence[Sharing]) -> tuple[Sharing, list[int]]:
+    """The gates of several stages as one, and by how much each stage's numbers grow."""
+    begins = np.cumsum([0, *(len(part.sharers) for part in parts)])
+    entries = np.cumsum([0, *(len(part.operators) for part in parts)])
+    numbers = np.cumsum([0, *(len(part.ids) for part in parts)])
+    starts = [part.starts[:-1] + at for part, at in zip(parts, entries, strict=False)]
+    whole = Sharing(
+        starts=np.concatenate([*starts, entries[-1:]]).astype(np.int64),
+        operators=np.concatenate([part.operators for part in parts]),
+        offsets=np.concatenate([p.offsets + at for p, at in zip(parts, numbers, strict=False)]),
+        ids=np.concatenate([part.ids for part in parts]),
+        sharers=np.concatenate([part.sharers for part in parts]),
+    )
+    return whole, begins[:-1].tolist()
+
+
+def neighbours(table: CostTable) -> dict[int, tuple[int, ...]]:
+    """The edges that may share conversions, by number, each with all of its result in order.
+
+    Pinned readers have their conversions to themselves: they run at the same time.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for k, edge in enumerate(table.edges):
+        if not table.row(edge.consumer).may_pin:
+            groups.setdefault((edge.producer, edge.output), []).append(k)
+    return {k: tuple(group) for group in groups.values() if len(group) > 1 for k in group}
+
+
+def sharing_of(table: CostTable, triggers: Triggers) -> Sharing:
+    """The gates of the stage that `table` prices."""
+    groups = neighbours(table)
+    return _Gates(table, triggers).result(groups) if groups else no_sharing()
+
+
+class _Gates:
+    """Collects the gates of one stage."""
+
+    def __init__(self, table: CostTable, triggers: Triggers) -> None:
+        self._table, self._triggers = table, triggers
+        self._pool: list[Ints] = []
+        self._size = 0
+        self._begin: dict[int, int] = {}
+        self._alike: dict[tuple[int, int], bool] = {}
+
+    def result(self, groups: dict[int, tuple[int, ...]]) -> Sharing:
+        """The gates, edge by edge."""
+        starts, operators, offsets, sharers = [0], list[int](), list[int](), list[int]()
+        for k, edge in enumerate(self._table.edges):
+            for by in SharedBy:
+                group = groups.get(k, ())
+                others = self._others(k, group, by)
+                order = _makers(self._table, group, by)
+                ahead = [j for j in order[: order.index(k)] if j in others] if others else []
+                if by is SharedBy.KEPT:
+                    ahead = [j for j in ahead if self._outlives(j, k)]
+                for j in [k, *ahead] if ahead else ():
+                    operators.append(edge.consumer if j == k else self._table.edges[j].consumer)
+                    offsets.append(self._offset(j, by))
+                starts.append(len(operators))
+                sharers.append(1 + len(others))
+        return Sharing(
+            starts=np.array(starts, dtype=np.int64),
+            operators=np.array(operators, dtype=np.int64),
+            offsets=np.array(offsets, dtype=np.int64),
+            ids=np.concatenate([np.zeros(0, dtype=np.int64), *self._pool]),
+            sharers=np.array(sharers, dtype=np.int64),
+        )
+
+    def _others(self, k: int, group: Sequence[int], by: SharedBy) -> list[int]:
+        """The edges that share with edge `k` under some choices."""
+        mine = self._ids(k, by)
+        if mine is None:
+            return []
+        rows = [(j, self._ids(j, by)) for j in group if j != k]
+        found = [j for j, ids in rows if ids is not None and self._may_share(ids, mine)]
+        if by is not SharedBy.AGAIN:
+            return found
+        when = self._triggers.of.get
+        edges = self._table.edges
+        return [j for j in found if when(edges[j].consumer) == when(edges[k].consumer)]
+
+    def _outlives(self, j: int, k: int) -> bool:
+        """Whether edge `j`, which is read before edge `k`, is needed as long in backward."""
+        edges, row = self._table.edges, self._table.row
+        late = [row(e.consumer).weighs and e.slot == 0 for e in (edges[j], edges[k])]
+        return late[0] or not late[1]
+
+    def _ids(self, k: int, by: SharedBy) -> Ints | None:
+        shares = self._table.edge_rows[self._table.edge_row_of[k]].shares
+        return None if shares is None else shares[by]
+
+    def _may_share(self, ours: Ints, theirs: Ints) -> bool:
+        key = id(ours), id(theirs)
+        if key not in self._alike:
+            common = np.intersect1d(ours, theirs)
+            self._alike[key] = bool((common >= 0).any())
+        return self._alike[key]
+
+    def _offset(self, k: int, by: SharedBy) -> int:
+        """Where the numbers of the choices of an edge's reader begin."""
+        ids = self._ids(k, by)
+        assert ids is not None
+        if id(ids) not in self._begin:
+            self._begin[id(ids)] = self._size
+            self._pool.append(ids)
+            self._size += len(ids)
+        return self._begin[id(ids)]
+
+
+def _backwards(table: CostTable, group: Sequence[int]) -> list[int]:
+    """The edges of a result in the order in which backward comes to their readers."""
+    return sorted(group, key=lambda k: (-table.edges[k].consumer, k))
+
+
+def _makers(table: CostTable, group: Sequence[int], by: SharedBy) -> Sequence[int]:
+    """The edges of a result, first who makes what they share before all others.
+
+    Of gradients that is whoever comes last, when all are there.
+    """
+    if by is SharedBy.BACK:
+        return _backwards(table, group)[::-1]
+    return _backwards(table, group) if by is SharedBy.REGATHER else group
+
+
+def chains_of(table: CostTable, triggers: Triggers) -> dict[SharedBy, dict[int, int]]:
+    """Of each edge that may share a conversion, the edge that is converted before it."""
+    groups, edges = sorted(set(neighbours(table).values())), table.edges
+    when = triggers.of.get
+    found: dict[SharedBy, dict[int, int]] = {by: {} for by in SharedBy}
+    for group in groups:
+        found[SharedBy.THERE].update((b, a) for a, b in pairwise(group))
+        backwards = _backwards(table, group)
+        found[SharedBy.BACK].update((b, a) for a, b in pairwise(backwards))
+        again: dict[int, int] = {}
+        for k in group:
+            trigger = when(edges[k].consumer)
+            if trigger is None:
+                continue
+            if trigger in again:
+                found[SharedBy.AGAIN][k] = again[trigger]
+            again[trigger] = k
+        gathered: int | None = None
+        for k in backwards:
+            if gathered is not None:
+                found[SharedBy.REGATHER][k] = gathered
+            if table.edge_rows[table.edge_row_of[k]].may_regather:
+                gathered = k
+    return found

@@ -1,0 +1,136 @@
+"""aten operators that become elementwise chains, and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.simulator.graph.building.operator_drafts import Tensor, expand, permute
+from stratagem.simulator.operators.step_programs import Steps
+from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.checks import check_kind, kind_of_steps
+from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant
+from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Term
+
+
+def _cross_entropy(call: Call) -> Tensor:
+    logits = call.tensor("self")
+    call.refuse_unless(call.arguments.get("reduction", 1) == 1, "a reduction other than mean")
+    call.refuse_unless(call.arguments.get("weight") is None, "class weights")
+    call.refuse_unless(call.arguments.get("label_smoothing", 0) == 0, "label smoothing")
+    target = call.given("target")
+    call.refuse_unless(
+        isinstance(target, Expression) and "int" in target.dtype,
+        "targets that are not class indices from an input",
+    )
+    order = [0, *range(2, len(logits.dims)), 1] if len(logits.dims) > 1 else [0]
+    ignored = call.given("ignore_index")
+    return call.builder.cross_entropy(
+        permute(logits, order),
+        call.handle(target),
+        ignore_index=ignored,
+        name=call.label("cross_entropy"),
+    )
+
+
+def _mse_loss(call: Call) -> Tensor:
+    x, target = call.tensor("self"), call.tensor("target")
+    steps: Steps = [["sub", [["in", 0], ["in", 1]]], ["pow", [["step", 0], 2]]]
+    squares = call.builder.elementwise([x, target], steps, name=call.label("squares"))
+    reduction = call.given("reduction")
+    if reduction == 0:
+        return squares
+    make = call.builder.mean if reduction == 1 else call.builder.reduce
+    return make(squares, name=call.label("mean" if reduction == 1 else "reduce"))
+
+
+def _dropout(call: Call) -> Tensor:
+    x = call.tensor("input")
+    train, p = call.given("train"), call.given("p")
+    if not train or p == 0:
+        return x
+    shared = [len(x.dims) - 2] if call.operator == "feature_dropout" else []
+    steps: Steps = [["dropout", [["in", 0], p, *shared]]]
+    return call.builder.elementwise([x], steps, name=call.label("dropout"))
+
+
+def _cast(call: Call) -> Tensor:
+    x = call.tensor("self", broadcast=True)
+    if x.dtype == call.dtype:
+        return x
+    steps: Steps = [["cast", [["in", 0], call.dtype]]]
+    return call.builder.elementwise([x], steps, call.dtype, name=call.label("cast"))
+
+
+def _detach(call: Call) -> Tensor:
+    x = call.tensor("self")
+    steps: Steps = [["alias", [["in", 0]]]]
+    return call.builder.elementwise([x], steps, name=call.label("detach"), detached=True)
+
+
+def _pointwise(call: Call) -> Tensor:
+    """An elementwise operator of the term that the table gives for the aten operator.
+
+    Constants of one element become numbers, unless the result then has another dtype or shape.
+    """
+    term, kind = POINTWISE[call.operator](call.arguments), (call.shape, call.dtype)
+    operands, steps = _chain(call, term, numbers=True)
+    if kind_of_steps(steps, operands) != kind:
+        operands, steps = _chain(call, term, numbers=False)
+    check_kind(kind_of_steps(steps, operands), kind)
+    return call.builder.elementwise(operands, steps, call.dtype, name=call.label(steps[-1][0]))
+
+
+def _chain(call: Call, term: Term, *, numbers: bool) -> tuple[list[Tensor], Steps]:
+    """The operands and steps of a term; constants of one element are `numbers` in them."""
+    operands: list[Tensor] = []
+    steps: Steps = []
+
+    def write(argument: Any) -> Any:
+        if isinstance(argument, Term):
+            steps.append([argument.function, [write(each) for each in argument.arguments]])
+            return ["step", len(steps) - 1]
+        if numbers and isinstance(argument, Expression) and math.prod(argument.shape) == 1:
+            known = call.constant(argument) if is_constant(argument) else None
+            if known is not None:
+                return known.item()
+        if isinstance(argument, (Tensor, Expression)):
+            operands.append(call.handle(argument, broadcast=True))
+            return ["in", len(operands) - 1]
+        return argument
+
+    write(term)
+    return operands, steps
+
+
+def _where(call: Call) -> Tensor:
+    """One of both tensors where a constant condition always takes it, as masks of padding do."""
+    condition = call.given("condition")
+    known = None
+    if isinstance(condition, Expression) and is_constant(condition):
+        known = call.constant(condition)
+    if known is None or bool(known.any()) != bool(known.all()):
+        return _pointwise(call)
+    one, other = call.given("self"), call.given("other")
+    taken = one if bool(known.any()) else other
+    if not isinstance(taken, Tensor) or taken.dtype != call.dtype:
+        return _pointwise(call)
+    return expand(taken, call.shape)
+
+
+def _copy(call: Call) -> Any:
+    return call.given("self")
+
+
+ELEMENTWISE_HANDLERS: dict[str, Callable[[Call], Any]] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys(("clone", "lift_fresh_copy"), _copy),
+    **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),
+    **dict.fromkeys(("dropout", "feature_dropout"), _dropout),
+    "where": _where,
+    "detach": _detach,
+    "cross_entropy_loss": _cross_entropy,
+    "mse_loss": _mse_loss,
+}
+"""aten name → handler."""

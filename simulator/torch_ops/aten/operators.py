@@ -1,0 +1,245 @@
+"""aten operators with a kind of their own in the rule table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stratagem.simulator.graph.building.factor_unification import leaves_of
+from stratagem.simulator.graph.building.operator_drafts import Stored, Tensor, permute, reshape
+from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant, mask_meaning
+
+
+def _linear(call: Call) -> Tensor:
+    """A linear layer, or a product with what the model makes of parameters, such as parts."""
+    label = call.label("linear")
+    x, weight, bias = call.tensor("input"), call.tensor("weight"), call.optional("bias")
+    if isinstance(weight.node, Stored) and len(weight.node.dims) == 2:
+        own = bias if bias is not None and isinstance(bias.node, Stored) else None
+        made = call.builder.linear(x, weight, own, name=label)
+        bias = None if own is bias else bias
+    else:
+        call.refuse_unless(len(x.dims) > 1, "a vector and a weight that is no parameter")
+        made = call.builder.matmul(x, permute(weight, [1, 0]), name=call.label("matmul"))
+    return made if bias is None else call.builder.pointwise("add", made, bias)
+
+
+def _addmm(call: Call) -> Tensor:
+    call.refuse_unless(call.given("beta") == 1 == call.given("alpha"), "beta or alpha not 1")
+    x, weight, bias = (call.tensor(name) for name in ("mat1", "mat2", "self"))
+    if isinstance(weight.node, Stored) and isinstance(bias.node, Stored):
+        label = call.label("linear")
+        return call.builder.linear(x, weight, bias, transposed=True, name=label)
+    product = call.builder.matmul(x, weight, name=call.label("matmul"))
+    return call.builder.elementwise([bias, product], [["add", [["in", 0], ["in", 1]]]])
+
+
+def _matmul(call: Call) -> Tensor:
+    other = "mat2" if "mat2" in call.arguments else "other"
+    a, b = call.tensor("self", broadcast=True), call.tensor(other, broadcast=True)
+    call.refuse_unless(min(len(a.dims), len(b.dims)) > 1, "a vector")
+    if isinstance(b.node, Stored) and len(b.node.dims) == 2 == len(b.dims):
+        return call.builder.linear(a, b, transposed=True, name=call.label("linear"))
+    return call.builder.matmul(a, b, name=call.label("matmul"))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    sizes = [value] if isinstance(value, int) else list(value)
+    return (sizes[0], sizes[-1])
+
+
+def _conv2d(call: Call) -> Tensor:
+    x, padding = call.tensor("input"), call.given("padding")
+    padding = 0 if padding == "valid" else padding
+    call.refuse_unless(not isinstance(padding, str), f"padding {padding!r}")
+    call.refuse_unless(len(x.dims) == 4, f"{len(x.dims)} dims, without a batch of images")
+    return call.builder.conv2d(
+        x,
+        call.stored("weight"),
+        call.stored_or_none("bias"),
+        stride=_pair(call.given("stride")),
+        padding=_pair(padding),
+        dilation=_pair(call.given("dilation")),
+        groups=call.given("groups"),
+        name=call.label("conv2d"),
+    )
+
+
+def _embedding(call: Call) -> Tensor:
+    ids, weight = call.tensor("indices"), call.tensor("weight")
+    padding = call.given("padding_idx")
+    return call.builder.embedding(
+        ids, weight, padding=None if padding < 0 else padding, name=call.label("embedding")
+    )
+
+
+def _layer_norm(call: Call) -> Tensor:
+    return call.builder.layer_norm(
+        call.tensor("input"),
+        call.stored_or_none("weight"),
+        call.stored_or_none("bias"),
+        num_dims=len(call.given("normalized_shape")),
+        eps=call.given("eps"),
+        name=call.label("layer_norm"),
+    )
+
+
+def _rms_norm(call: Call) -> Tensor:
+    return call.builder.rms_norm(
+        call.tensor("input"),
+        call.stored_or_none("weight"),
+        num_dims=len(call.given("normalized_shape")),
+        eps=call.given("eps"),
+        name=call.label("rms_norm"),
+    )
+
+
+def _batch_norm(call: Call) -> Tensor:
+    stored = ("weight", "bias", "running_mean", "running_var")
+    for name in stored:
+        call.refuse_unless(call.given(name) is not None, f"no {name}")
+    return call.builder.batch_norm(
+        call.tensor("input"),
+        *(call.stored(name) for name in stored),
+        eps=call.given("eps"),
+        momentum=call.given("momentum"),
+        training=call.given("training"),
+        name=call.label("batch_norm"),
+    )
+
+
+def _attention(call: Call) -> Tensor:
+    query, key, value = (call.tensor(name, broadcast=True) for name in ("query", "key", "value"))
+    mask, causal = call.given("attn_mask"), call.given("is_causal")
+    if isinstance(mask, Expression) and is_constant(mask):
+        seen = call.constant(mask)
+        meaning = "other" if seen is None else mask_meaning(seen, (query.shape[-2], key.shape[-2]))
+        mask, causal = (mask, causal) if meaning == "other" else (None, meaning == "causal")
+    return call.builder.attention(
+        query,
+        key,
+        value,
+        None if mask is None else call.handle(mask, broadcast=True),
+        causal=causal,
+        scale=call.given("scale"),
+        dropout=call.given("dropout_p"),
+        name=call.label("attention"),
+    )
+
+
+def _softmax(call: Call) -> Tensor:
+    x = call.in_dtype("self")
+    return call.builder.softmax(x, dim=call.given("dim"), name=call.label("softmax"))
+
+
+def _pool(mode: str) -> Callable[[Call], Tensor]:
+    def make(call: Call) -> Tensor:
+        a, x = call.arguments, call.tensor("self")
+        call.refuse_unless(len(x.dims) == 4, f"{len(x.dims)} dims, without a batch of images")
+        kernel, padding = _pair(a["kernel_size"]), _pair(a["padding"])
+        stride = _pair(a["stride"]) if a["stride"] else kernel
+        call.refuse_unless(_pair(a.get("dilation", 1)) == (1, 1), "dilation")
+        counts = a.get("count_include_pad", True) or padding == (0, 0)
+        call.refuse_unless(counts, "count_include_pad False")
+        call.refuse_unless(a.get("divisor_override") is None, "a divisor")
+        left = [
+            (size + 2 * edge - window) % step
+            for size, edge, window, step in zip(x.shape[2:], padding, kernel, stride, strict=True)
+        ]
+        call.refuse_unless(not (a["ceil_mode"] and any(left)), "ceil_mode and a part of a window")
+        return call.builder.pool2d(
+            x, mode=mode, kernel=kernel, stride=stride, padding=padding, name=call.label("pool")
+        )
+
+    return make
+
+
+def _adaptive_pool(call: Call) -> Tensor:
+    x = call.tensor("self")
+    rows, columns = call.shape[-2:]
+    if (rows, columns) == (1, 1):
+        return call.builder.mean(x, [-2, -1], keep=True, name=call.label("mean"))
+    height, width = x.shape[-2:]
+    call.refuse_unless(
+        height % rows == 0 == width % columns, f"({height}, {width}) to ({rows}, {columns})"
+    )
+    kernel = (height // rows, width // columns)
+    label = call.label("pool")
+    return call.builder.pool2d(x, mode="avg", kernel=kernel, stride=kernel, name=label)
+
+
+def _reduce(call: Call) -> Tensor:
+    x = call.in_dtype("self")
+    dims = call.arguments.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or None
+    make = call.builder.mean if call.operator == "mean" else call.builder.reduce
+    keep = call.arguments.get("keepdim", False)
+    return make(x, dims, keep=keep, name=call.label(call.operator))
+
+
+def _cat(call: Call) -> Tensor:
+    """Batches of equal length stay batches: one behind the other, samples inside."""
+    tensors = [call.handle(each) for each in call.given("tensors")]
+    dim = call.given("dim") % len(call.shape)
+    if len({each.shape for each in tensors}) == 1 and _counts_samples(tensors[0], dim):
+        return reshape(_stacked(call, tensors, dim), call.shape)
+    return call.builder.cat(tensors, dim=dim, name=call.label("cat"))
+
+
+def _counts_samples(tensor: Tensor, dim: int) -> bool:
+    return any(leaf.sample for leaf in leaves_of(tensor.dims[dim]))
+
+
+def _stack(call: Call) -> Tensor:
+    tensors = [call.handle(each) for each in call.given("tensors")]
+    return _stacked(call, tensors, call.given("dim") % len(call.shape))
+
+
+def _stacked(call: Call, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors of one shape along a new dim."""
+    shape = [*tensors[0].shape[:dim], 1, *tensors[0].shape[dim:]]
+    raised = [reshape(each, shape) for each in tensors]
+    return call.builder.cat(raised, dim=dim, name=call.label("cat"))
+
+
+def _dispatch(call: Call) -> Tensor:
+    x, gates, capacity = call.tensor("x"), call.tensor("gates"), call.given("capacity")
+    top_k = call.given("top_k")
+    return call.builder.moe_dispatch(x, gates, top_k=top_k, capacity=capacity)
+
+
+def _expert_linear(call: Call) -> Tensor:
+    x, weight = call.tensor("x"), call.tensor("weight")
+    name = weight.node.name.rpartition(".")[2]
+    return call.builder.expert_linear(x, weight, call.optional("bias"), name=name)
+
+
+def _combine(call: Call) -> Tensor:
+    return call.builder.moe_combine(
+        call.tensor("y"), call.tensor("gates"), top_k=call.given("top_k")
+    )
+
+
+OPERATOR_HANDLERS: dict[str, Callable[[Call], Any]] = {
+    "linear": _linear,
+    "addmm": _addmm,
+    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    "conv2d": _conv2d,
+    "embedding": _embedding,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "batch_norm": _batch_norm,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    "max_pool2d": _pool("max"),
+    "avg_pool2d": _pool("avg"),
+    "adaptive_avg_pool2d": _adaptive_pool,
+    **dict.fromkeys(("mean", "sum"), _reduce),
+    "cat": _cat,
+    "stack": _stack,
+    "stratagem::moe_dispatch": _dispatch,
+    "stratagem::expert_linear": _expert_linear,
+    "stratagem::moe_combine": _combine,
+}
+"""aten name, or that of an operator of ours → handler."""

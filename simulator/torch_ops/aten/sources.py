@@ -1,0 +1,181 @@
+"""aten operators as functions of source programs (`steps.SOURCE_FUNCTIONS`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratagem.simulator.graph.building.base_builder import is_float
+from stratagem.simulator.torch_ops.aten.expressions import Expression
+from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Arguments, Term
+
+Shape = tuple[int, ...]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _view(a: Arguments, shape: Shape, dtype: str) -> Term:
+    return Term("view", (a["self"], shape))
+
+
+def _alias(a: Arguments, shape: Shape, dtype: str) -> Term:
+    return Term("alias", (a["self"],))
+
+
+def _cast(a: Arguments, shape: Shape, dtype: str) -> Term:
+    x = a["self"]
+    return Term("alias", (x,)) if x.dtype == dtype else Term("cast", (x, dtype))
+
+
+def _arange(a: Arguments, shape: Shape, dtype: str) -> Term:
+    start, step = a.get("start", 0), a.get("step", 1)
+    return Term("arange", (start, a["end"], step, dtype))
+
+
+def _full(value: Any) -> Callable[[Arguments, Shape, str], Term]:
+    def make(a: Arguments, shape: Shape, dtype: str) -> Term:
+        return Term("full", (shape, a["fill_value"] if value is None else value, dtype))
+
+    return make
+
+
+def dims_order(operator: str, a: Arguments, rank: int) -> list[int]:
+    """The order of dims after a permutation or transposition."""
+    order = list(range(rank))
+    if "dims" in a:
+        return [dim % rank for dim in a["dims"]]
+    if operator == "numpy_T":
+        return order[::-1]
+    one, two = (-2, -1) if operator == "mT" else (a.get("dim0", 0), a.get("dim1", rank - 1))
+    order[one], order[two] = order[two], order[one]
+    return order
+
+
+def _permute(operator: str) -> Callable[[Arguments, Shape, str], Term]:
+    return lambda a, shape, dtype: Term(
+        "permute", (a["self"], dims_order(operator, a, len(shape)))
+    )
+
+
+def _slice(a: Arguments, shape: Shape, dtype: str) -> Term:
+    start, stop = slice_bounds(a, a["self"].shape)
+    return Term("slice", (a["self"], a["dim"] % len(shape), start, stop, a["step"]))
+
+
+def slice_bounds(a: Arguments, shape: Shape) -> tuple[int, int]:
+    """Start and stop of ``aten.slice`` within the dim."""
+    start, stop, _ = slice(a["start"], a["end"]).indices(shape[a["dim"]])
+    return start, max(start, stop)
+
+
+def _sum(a: Arguments, shape: Shape, dtype: str) -> Term:
+    return Term("sum", (_summand(a["self"], dtype), a.get("dim"), a.get("keepdim", False)))
+
+
+def _cumsum(a: Arguments, shape: Shape, dtype: str) -> Term:
+    return Term("cumsum", (_summand(a["self"], dtype), a["dim"]))
+
+
+def _summand(x: Expression, dtype: str) -> Expression | Term:
+    """What is summed: cast first, unless sums of it are in that dtype by themselves."""
+    natural = x.dtype if is_float(x.dtype) else "int64"
+    return x if dtype == natural else Term("cast", (x, dtype))
+
+
+def _over(function: str) -> Callable[[Arguments, Shape, str], Term]:
+    return lambda a, shape, dtype: Term(
+        function, (a["self"], a.get("dim"), a.get("keepdim", False))
+    )
+
+
+def _pad(a: Arguments, shape: Shape, dtype: str) -> Term:
+    if a["mode"] != "constant":
+        raise ValueError(f"padding of inputs with mode {a['mode']!r} is not supported")
+    return Term("pad", (a["self"], a["pad"], a["value"] or 0))
+
+
+def _plain(function: str, *names: str) -> Callable[[Arguments, Shape, str], Term]:
+    return lambda a, shape, dtype: Term(function, tuple(a[name] for name in names))
+
+
+def _pointwise(name: str) -> Callable[[Arguments, Shape, str], Term]:
+    return lambda a, shape, dtype: POINTWISE[name](a)
+
+
+_VIEWS = [
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "view_as",
+    "reshape_as",
+    "ravel",
+]
+_ALIASES = [
+    "contiguous",
+    "alias",
+    "detach",
+    "clone",
+    "lift_fresh_copy",
+    "detach_",
+    "lift_fresh",
+    "dropout",
+]
+_CASTS = ["to", "_to_copy", "type_as", "float", "long", "bool", "int"]
+
+SOURCES: dict[str, Callable[[Arguments, Shape, str], Term]] = {
+    **{name: _pointwise(name) for name in POINTWISE},
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_ALIASES, _alias),
+    **dict.fromkeys(_CASTS, _cast),
+    **{name: _permute(name) for name in ("transpose", "t", "permute", "numpy_T", "mT")},
+    "expand": lambda a, shape, dtype: Term("expand", (a["self"], shape)),
+    "expand_as": lambda a, shape, dtype: Term("expand", (a["self"], shape)),
+    "repeat": _plain("repeat", "self", "repeats"),
+    "arange": _arange,
+    "full": _full(None),
+    "full_like": _full(None),
+    "new_full": _full(None),
+    "scalar_tensor": lambda a, shape, dtype: Term("full", (shape, a["s"], dtype)),
+    **{name: _full(1) for name in ("ones", "ones_like", "new_ones")},
+    **{name: _full(0) for name in ("zeros", "zeros_like", "new_zeros")},
+    "matmul": _plain("matmul", "self", "other"),
+    "select": _plain("select", "self", "dim", "index"),
+    "slice": _slice,
+    "cat": _plain("cat", "tensors", "dim"),
+    "pad": _pad,
+    "roll": _plain("roll", "self", "shifts", "dims"),
+    "flip": _plain("flip", "self", "dims"),
+    "cumsum": _cumsum,
+    "diff": _plain("diff", "self", "n", "dim", "prepend", "append"),
+    "index": _plain("index", "self", "indices"),
+    "gather": _plain("gather", "self", "dim", "index"),
+    "sum": _sum,
+    "any": _over("any"),
+    "all": _over("all"),
+    "amax": _over("amax"),
+    "argmax": _over("argmax"),
+    "tril": _plain("tril", "self", "diagonal"),
+    "triu": _plain("triu", "self", "diagonal"),
+    "one_hot": _plain("one_hot", "self", "num_classes"),
+}
+"""aten name → the term of its arguments and of the result's shape and dtype."""
+
+
+def expression_of(term: Term, shape: Shape, dtype: str, node: torch.fx.Node) -> Expression:
+    """A term as an expression; the shapes of inner terms are never asked for."""
+    if term.function == "alias" and isinstance(term.arguments[0], Expression):
+        return term.arguments[0]
+    inner = tuple(
+        expression_of(each, (), dtype, node) if isinstance(each, Term) else each
+        for each in term.arguments
+    )
+    return Expression(term.function, inner, shape, dtype, node)

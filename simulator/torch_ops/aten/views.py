@@ -1,0 +1,103 @@
+"""aten views: they move factors about and make no operator, but for slices of unequal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.simulator.graph.building.operator_drafts import (
+    Tensor,
+    expand,
+    part,
+    permute,
+    reshape,
+    select,
+)
+from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.sources import dims_order, slice_bounds
+
+
+def _same(call: Call) -> Any:
+    return call.given("self")
+
+
+def _view(call: Call) -> Tensor:
+    return reshape(call.tensor("self"), call.shape)
+
+
+def _expand(call: Call) -> Tensor:
+    return expand(call.tensor("self"), call.shape)
+
+
+def _broadcast_tensors(call: Call) -> list[Tensor]:
+    tensors = [call.handle(each, broadcast=True) for each in call.given("tensors")]
+    return [expand(each, call.shape) for each in tensors]
+
+
+def _permute(call: Call) -> Tensor:
+    x = call.tensor("self")
+    return permute(x, dims_order(call.operator, call.arguments, len(x.dims)))
+
+
+def _select(call: Call) -> Tensor:
+    x, dim = call.whole("self"), call.given("dim")
+    return select(x, dim, call.given("index") % x.shape[dim])
+
+
+def _cut(call: Call, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A slice of a dim: one of equal parts where it is one (a view), else a narrow operator."""
+    size = x.shape[dim]
+    if length == size:
+        return x
+    if size % length == 0 and start % length == 0 and not x.is_broadcast:
+        try:
+            return part(x, dim, start // length, size // length)
+        except ValueError:
+            pass
+    label = call.label("narrow")
+    return call.builder.narrow(x, dim=dim, start=start, length=length, name=label)
+
+
+def _slice(call: Call) -> Tensor:
+    x, dim = call.whole("self"), call.given("dim")
+    call.refuse_unless(call.given("step") == 1, f"step {call.given('step')}")
+    start, stop = slice_bounds(call.arguments, x.shape)
+    return _cut(call, x, dim, start, stop - start)
+
+
+def _split(call: Call) -> list[Tensor]:
+    x, dim = call.whole("self"), call.given("dim")
+    size = x.shape[dim]
+    if "chunks" in call.arguments:
+        length = -(-size // call.given("chunks"))
+        lengths = [length] * (size // length) + [size % length] * (size % length > 0)
+    elif isinstance(
+        sizes := call.arguments.get("split_size", call.arguments.get("split_sizes")), int
+    ):
+        lengths = [min(sizes, size - start) for start in range(0, size, sizes)]
+    else:
+        lengths = list(sizes or ())
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [_cut(call, x, dim, *bounds) for bounds in zip(starts, lengths, strict=True)]
+
+
+def _unbind(call: Call) -> list[Tensor]:
+    x, dim = call.whole("self"), call.given("dim")
+    return [select(x, dim, index) for index in range(x.shape[dim])]
+
+
+VIEW_HANDLERS: dict[str, Callable[[Call], Any]] = {
+    **dict.fromkeys(("alias", "contiguous"), _same),
+    **dict.fromkeys(
+        ["view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"], _view
+    ),
+    **dict.fromkeys(("view_as", "reshape_as", "ravel"), _view),
+    **dict.fromkeys(("expand", "expand_as"), _expand),
+    "broadcast_tensors": _broadcast_tensors,
+    **dict.fromkeys(("transpose", "t", "permute", "numpy_T", "mT"), _permute),
+    "select": _select,
+    "slice": _slice,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
+    "unbind": _unbind,
+}
+"""aten name → handler, for results that share memory with their argument."""

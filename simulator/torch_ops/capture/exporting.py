@@ -1,0 +1,215 @@
+"""torch.export of a model: what it cannot follow is one error, at the line of the model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import logging
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from stratagem.simulator.torch_ops.capture.attributes import (
+    Kept,
+    kept,
+    put_back,
+    tensors_lost,
+    words_changed,
+)
+
+_PACKAGE = Path(__file__).parent
+_OWN = (Path(torch.__file__).parent, _PACKAGE, Path(sysconfig.get_path("stdlib")))
+"""Where frames lie that are no lines of a model."""
+
+_FAKE_CONSTANT = "We found a fake tensor in the exported program constant's list"
+
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+"""Those that tell at length what becomes one error here."""
+
+
+def export(
+    model: nn.Module, given: Mapping[str, Any], name: str, prefix: str = ""
+) -> ExportedProgram:
+    """The exported program of a model on inputs like `given`, of which values do not matter.
+
+    Args:
+        model: what is exported.
+        given: its inputs.
+        name: how errors call it.
+        prefix: before the names of the user's modules, which errors leave out.
+
+    Raises:
+        ValueError: torch cannot follow the model, or a module counts its calls. Names the line,
+            or what is counted.
+    """
+    _check_norms(model, name, prefix)
+    program, before, after = _traced(model, given, name)
+    for key in tensors_lost(before, after, program.constants):
+        raise ValueError(
+            f"capture of {name!r}: forward reads its {key.removeprefix(prefix)!r} and puts "
+            "another tensor in its place, but a plan keeps nothing between steps that is no "
+            "parameter or running statistic of a batch norm: give it to forward as an input"
+        )
+    counted = words_changed(before, after)
+    if counted:
+        # What is only noted is the same after a second call.
+        try:
+            put_back(model, after)
+            _, _, second = _traced(model, given, name)
+        finally:
+            put_back(model, before)
+        counted = sorted(set(counted).intersection(words_changed(after, second)))
+    for key in counted:
+        raise ValueError(
+            f"capture of {name!r}: forward changes its {key.removeprefix(prefix)!r} from "
+            f"{before.get(key)!r} to {after[key]!r} and then to {second[key]!r}, but a plan "
+            "computes the same in every step: give what depends on it to forward as an input"
+        )
+    return program
+
+
+def _traced(
+    model: nn.Module, given: Mapping[str, Any], name: str
+) -> tuple[ExportedProgram, Kept, Kept]:
+    """The program, and what modules kept before and right behind their forward."""
+    tensors = [*model.parameters(), *model.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    examples = pytree.tree_map_only(
+        torch.Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), dict(given)
+    )
+    before, after = kept(model), Kept()
+    try:
+        with _watched(model, after), _in_few_words():
+            return torch.export.export(model, (), examples, strict=False), before, after
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            f"capture of {name!r}: what the model does depends on the values of a "
+            f"tensor{_where(error)}, but a plan has the same operators in every step: write the "
+            "choice as torch.where, or decide it outside of forward"
+        ) from error
+    except Exception as error:
+        if isinstance(error, ValueError) and _is_of_package(error):
+            raise
+        first = str(error).strip().partition("\n")[0]
+        if first.startswith(_FAKE_CONSTANT):
+            first = "it uses a tensor that was made in an earlier call"
+        raise ValueError(
+            f"capture of {name!r}: torch.export cannot follow the model{_where(error)}: "
+            f"{type(error).__name__}: {first}; forward must run, and be made of torch operators "
+            "on tensors of shapes that are known beforehand"
+        ) from error
+
+
+class _Refusing(TorchFunctionMode):
+    """Refuses what an exported program would leave out, where the model does it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _DATA:
+            raise ValueError(
+                f"capture: .data is read{_line()}, which takes a tensor out of what is captured: "
+                "use .detach()"
+            )
+        if func is torch.autograd.grad:
+            raise ValueError(
+                f"capture: torch.autograd.grad is called{_line()}, but a plan differentiates the "
+                "loss once: write the gradient out, or leave the term that needs it out"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_DATA = inspect.getattr_static(torch.Tensor, "data").__get__
+
+
+@contextmanager
+def _watched(model: nn.Module, after: Kept) -> Iterator[None]:
+    """While it is open, `model` refuses and notes in `after` what it keeps behind its forward."""
+    own = vars(model).get("forward")
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with _Refusing():
+            made = forward(*args, **kwargs)
+        after.update(kept(model))
+        return made
+
+    vars(model)["forward"] = watched
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
+
+
+@contextmanager
+def _in_few_words() -> Iterator[None]:
+    """Without the graphs and traces that torch shows beside its errors."""
+    loggers = [logging.getLogger(each) for each in _LOGGERS]
+    disabled = [each.disabled for each in loggers]
+    shown, dump = io.StringIO(), ""
+    for each in loggers:
+        each.disabled = True
+    try:
+        with redirect_stderr(shown), warnings.catch_warnings():
+            # Capture looks at what is assigned itself.
+            warnings.filterwarnings("ignore", "The tensor attributes? self")
+            yield
+    except Exception as error:
+        dump = str(getattr(error, "partial_fx_graph", ""))
+        raise
+    finally:
+        for each, was in zip(loggers, disabled, strict=True):
+            each.disabled = was
+        said = shown.getvalue()
+        sys.stderr.write(said.replace(f"{dump}\n", "") if dump else said)
+
+
+def _check_norms(model: nn.Module, name: str, prefix: str) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.momentum is None and module.training:
+            raise ValueError(
+                f"capture of {name!r}: {path.removeprefix(prefix)!r} ({type(module).__name__}) "
+                "has momentum=None, a mean over all steps so far, in which every step has another "
+                "weight; give it a number, such as momentum=0.1"
+            )
+
+
+def _where(error: BaseException) -> str:
+    """The line of the model that an error comes from."""
+    return _last(traceback.extract_tb(error.__traceback__))
+
+
+def _line() -> str:
+    """The line of the model that is running."""
+    return _last(traceback.extract_stack())
+
+
+def _last(frames: traceback.StackSummary) -> str:
+    for frame in reversed(frames):
+        path = Path(frame.filename)
+        if not any(path.is_relative_to(each) for each in _OWN):
+            return f" at {path}:{frame.lineno} ({frame.line})"
+    return ""
+
+
+def _is_of_package(error: ValueError) -> bool:
+    """Whether it was raised here, in words of its own."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return Path(last.filename).is_relative_to(_PACKAGE)

@@ -1,0 +1,346 @@
+"""Walking an exported graph, node by node, with a graph builder."""
+
+from __future__ import annotations
+
+import operator
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import GraphModule, Node
+
+from stratagem.simulator.base.misspelt_names import nearest
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.gradient_paths import untrained
+from stratagem.simulator.torch_ops.aten.arguments import Given
+from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.checks import (
+    check_arguments,
+    check_kind,
+    check_made,
+    kind_of_term,
+)
+from stratagem.simulator.torch_ops.aten.expressions import Expression, Sources, evaluate
+from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
+from stratagem.simulator.torch_ops.aten.patterns import RmsNorm, find_rms_norms
+from stratagem.simulator.torch_ops.aten.sources import SOURCES, expression_of
+from stratagem.simulator.torch_ops.capture.in_place import (
+    CHECKS,
+    Names,
+    check_state,
+    storages,
+    written,
+)
+from stratagem.simulator.torch_ops.capture.nodes import (
+    aten_name,
+    by_schema,
+    flat,
+    look_up,
+    shape_and_dtype,
+    source_line,
+)
+
+_NO_GRADIENT = "wrap_with_set_grad_enabled"
+_WRAPPERS = (_NO_GRADIENT, "wrap_with_autocast")
+
+
+class Walker:
+    """Turns an exported program into an operator graph."""
+
+    def __init__(
+        self,
+        exported: ExportedProgram,
+        model: nn.Module,
+        *,
+        name: str,
+        prefix: str,
+        batch: int | None,
+    ) -> None:
+        self._exported = exported
+        self._model = model
+        self._prefix = prefix
+        self._batch = batch
+        self._builder = GraphBuilder(name)
+        self._sources = Sources(self._builder)
+        self._parameters: dict[str, Tensor] = {}
+        self._constants: dict[str, torch.Tensor] = {}
+        self._evaluated: dict[Node, torch.Tensor | None] = {}
+        self._counters: frozenset[int] = frozenset()
+        self._changed: set[Node] = set()
+
+    def graph(self) -> OperatorGraph:
+        """The operator graph.
+
+        Raises:
+            ValueError: see `capture`.
+        """
+        self._counters = check_state(self._exported, self._model, self._prefix)
+        nodes = {node.name: node for node in self._exported.graph.nodes}
+        values: dict[Node, Any] = {}
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        first = {id(value): name for name, value in self._model.named_parameters()}
+        for spec in self._exported.graph_signature.input_specs:
+            if isinstance(spec.arg, TensorArgument):
+                node = nodes[spec.arg.name]
+                if spec.kind is InputKind.PARAMETER:
+                    stored = named[str(spec.target)]
+                    values[node] = self._parameter(first[id(stored)], node, stored.requires_grad)
+                else:
+                    values[node] = self._given(spec, node)
+        output = self._walk(self._exported.graph_module, values)
+        return _frozen(self._builder.build(self._loss(output)))
+
+    def _parameter(self, name: str, node: Node, trainable: bool) -> Tensor:
+        name = name.removeprefix(self._prefix)
+        if name not in self._parameters:
+            shape, dtype = shape_and_dtype(node)
+            made = self._builder.parameter(name, shape, dtype, trainable=trainable)
+            self._parameters[name] = made
+        return self._parameters[name]
+
+    def _given(self, spec: InputSpec, node: Node) -> Expression:
+        """An input, a buffer, or a constant that the model holds."""
+        shape, dtype = shape_and_dtype(node)
+        if spec.kind is InputKind.USER_INPUT:
+            sample_dim = 0 if shape and shape[0] == self._batch else None
+            made = self._builder.input(node.name, shape, dtype, sample_dim=sample_dim)
+            self._sources.declare(node.name, made)
+            return Expression("input", (node.name,), shape, dtype, node)
+        name = str(spec.target).removeprefix(self._prefix)
+        constant = self._exported.constants.get(str(spec.target))
+        if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constant, torch.Tensor):
+            self._constants[node.name] = constant
+            return Expression("tensor", (constant.tolist(), dtype), shape, dtype, node)
+        return Expression("buffer", (name,), shape, dtype, node)
+
+    def _loss(self, output: Sequence[Any]) -> Tensor:
+        for value in output:
+            if isinstance(value, Tensor) and value.shape == () and "float" in value.dtype:
+                return value
+        raise ValueError(
+            f"capture of {self._builder.name!r}: the model returns no scalar float to minimise; "
+            "return the loss from forward, or pass loss= and targets="
+        )
+
+    def _walk(self, module: GraphModule, values: dict[Node, Any]) -> Sequence[Any]:
+        norms, names = find_rms_norms(module.graph), Names(module.graph)
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return [look_up(each, values) for each in node.args[0]]
+            if node.op == "get_attr":
+                values[node] = getattr(module, str(node.target))
+            elif node in norms and _are_tensors(norms[node], values):
+                values[node] = self._rms_norm(node, norms[node], values)
+            elif node.op == "call_function":
+                values[node] = self._call(node, values, names)
+        raise AssertionError("an exported graph ends in its output")
+
+    def _call(self, node: Node, values: dict[Node, Any], names: Names) -> Any:
+        args = [look_up(each, values) for each in node.args]
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        name = aten_name(node)
+        if name in CHECKS:
+            return None
+        if name in _WRAPPERS:
+            return self._wrapped(name, args)
+        targets = written(node)
+        if any(storages(each) & self._counters for each in targets):
+            return None
+        given = by_schema(node, args, {k: look_up(v, values) for k, v in node.kwargs.items()})
+        with self._builder.scope(self._path(node)):
+            result = self._convert(node, name.removesuffix("_") if targets else name, given)
+        if targets:
+            changed = self._changed_by(node, names)
+            self._changed.update(changed)
+            values.update(dict.fromkeys(changed, result))
+        return result
+
+    def _changed_by(self, node: Node, names: Names) -> list[Node]:
+        """What an operator in place changes the meaning of from here on."""
+        try:
+            return names.changed_by(node)
+        except ValueError as error:
+            raise ValueError(f"{self._describe(node)}: {error}") from error
+
+    def _rms_norm(self, node: Node, norm: RmsNorm, values: dict[Node, Any]) -> Tensor:
+        x, weight = values[norm.x], values[norm.weight]
+        name = "" if self._is_leaf(node) else "rms_norm"
+        with self._builder.scope(self._path(node)):
+            return self._builder.rms_norm(x, weight, eps=norm.eps, name=name)
+
+    def _wrapped(self, name: str, args: list[Any]) -> Sequence[Any]:
+        """A block under `torch.no_grad` or `torch.autocast`: its nodes, in line."""
+        module = next(each for each in args if isinstance(each, GraphModule))
+        given = args[args.index(module) + 1 :]
+        if name != _NO_GRADIENT and _enabled(args):
+            raise ValueError(
+                "capture: torch.autocast inside the model is not supported; the precision is a "
+                "matter of `Training`"
+            )
+        inner = [node for node in module.graph.nodes if node.op == "placeholder"]
+        results = self._walk(module, dict(zip(inner, given, strict=True)))
+        if name == _NO_GRADIENT and args[0] is False:
+            return [self._without_gradient(each) for each in results]
+        return results
+
+    def _without_gradient(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self._builder.elementwise([value], [["alias", [["in", 0]]]], detached=True)
+
+    def _convert(self, node: Node, name: str, given: Given) -> Any:
+        try:
+            made = self._made(node, name, given)
+            check_arguments(name, given)
+            check_made(node, made)
+        except ValueError as error:
+            raise ValueError(f"{self._describe(node)}: {error}") from error
+        return made
+
+    def _made(self, node: Node, name: str, given: Given) -> Any:
+        """A source where an operator reads sources only, else what its handler makes."""
+        tensors = [x for x in flat(given.everything()) if isinstance(x, (Tensor, Expression))]
+        is_source = all(map(_is_source, tensors))
+        shape, dtype = shape_and_dtype(node)
+        if name in SOURCES and is_source and not _is_random(name, given):
+            term = SOURCES[name](given, shape, dtype)
+            check_kind(kind_of_term(term), (shape, dtype))
+            return expression_of(term, shape, dtype, node)
+        if name in ("split", "unbind", "chunk") and is_source:
+            return self._parts(node, name, given)
+        if name not in HANDLERS:
+            raise ValueError(_unsupported(name))
+        return HANDLERS[name](self._make_call(node, name, given, shape, dtype))
+
+    def _parts(self, node: Node, name: str, given: Given) -> list[Expression]:
+        """Parts of an expression, as slices or selections of it."""
+        whole: Expression = given["self"]
+        dim, start = given["dim"] % len(whole.shape), 0
+        parts: list[Expression] = []
+        arguments: tuple[Any, ...]
+        for value in node.meta["val"]:
+            shape = tuple(value.shape)
+            if name == "unbind":
+                arguments = (whole, dim, start)
+                start += 1
+            else:
+                arguments = (whole, dim, start, start + shape[dim], 1)
+                start += shape[dim]
+            function = "select" if name == "unbind" else "slice"
+            parts.append(Expression(function, arguments, shape, whole.dtype))
+        return parts
+
+    def _make_call(
+        self, node: Node, name: str, given: Given, shape: tuple[int, ...], dtype: str
+    ) -> Call:
+        return Call(
+            builder=self._builder,
+            sources=self._sources,
+            operator=name,
+            arguments=given,
+            shape=shape,
+            dtype=dtype,
+            leaf=self._is_leaf(node),
+            constant=self._constant,
+            parameter=self._buffer,
+        )
+
+    def _constant(self, expression: Expression) -> torch.Tensor | None:
+        node = expression.node
+        if node is None:
+            return None
+        if node not in self._evaluated:
+            self._evaluated[node] = evaluate(node, self._constants, self._changed)
+        return self._evaluated[node]
+
+    def _buffer(self, expression: Expression) -> Tensor:
+        assert expression.node is not None
+        return self._parameter(expression.arguments[0], expression.node, trainable=False)
+
+    def _path(self, node: Node) -> str:
+        """The module that a node is of, from the user's model on, which is empty itself."""
+        return f"{_full_path(node)}.".removeprefix(self._prefix).removesuffix(".")
+
+    def _is_leaf(self, node: Node) -> bool:
+        if not self._path(node):
+            return False
+        module = self._model.get_submodule(_full_path(node))
+        return next(module.children(), None) is None
+
+    def _describe(self, node: Node) -> str:
+        shapes = [tuple(x.meta["val"].shape) for x in node.all_input_nodes if _has_shape(x)]
+        path = self._path(node) or "the model itself"
+        line = source_line(node)
+        at = f" at {line}" if line else ""
+        return f"capture: {node.target} in {path}{at} on tensors of shapes {shapes}"
+
+
+def _frozen(graph: OperatorGraph) -> OperatorGraph:
+    """The graph with the parameters that get no gradient not trained, as torch leaves them."""
+    names = untrained(graph)
+    if not names:
+        return graph
+    name = names[0]
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    warnings.warn(
+        f"capture of {graph.name!r}: no gradient of the loss reaches parameter {name!r}{more}, "
+        "as what is made of it is detached or under torch.no_grad; a plan leaves it as it is, as "
+        "torch does; requires_grad_(False) says so in the model",
+        stacklevel=4,
+    )
+    kept = (replace(p, trainable=p.trainable and p.name not in names) for p in graph.parameters)
+    return replace(graph, parameters=tuple(kept))
+
+
+def _full_path(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(stack.values())), "")
+    return re.sub(r"@\d+", "", path)
+
+
+def _unsupported(name: str) -> str:
+    near = nearest(name, HANDLERS)
+    like = f" (near are {', '.join(near)})" if near else ""
+    return (
+        f"aten.{name} is not supported. Write it with operators that are{like}, or add it: "
+        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten.handlers takes a function of the Call, "
+        "like those in aten_operators.py beside it; a kind of its own needs a rule in rules.py "
+        "and a kernel as well, as CONTRIBUTING.md says"
+    )
+
+
+def _are_tensors(norm: RmsNorm, values: dict[Node, Any]) -> bool:
+    return isinstance(values[norm.x], Tensor) and isinstance(values[norm.weight], Tensor)
+
+
+def _has_shape(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_source(value: Tensor | Expression) -> bool:
+    """Whether it comes from inputs and constants, and no gradient will ever be asked for it.
+
+    Float inputs are tensors of operators: images are normalised as activations are.
+    """
+    if isinstance(value, Tensor):
+        return False
+    return value.function != "input" or "float" not in value.dtype
+
+
+def _is_random(name: str, given: Given) -> bool:
+    """Whether an operator draws random numbers, as a source cannot: it has no shards."""
+    return name == "dropout" and min(given["train"], given["p"]) > 0
+
+
+def _enabled(args: Sequence[Any]) -> bool:
+    """Whether a `wrap_with_autocast` (device, dtype, enabled, …) turns autocast on."""
+    return bool(args[2])

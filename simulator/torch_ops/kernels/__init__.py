@@ -1,0 +1,6 @@
+"""Running operators of a graph in torch.
+
+In:      local shards.
+Out:     their results, on any device.
+Imports: graph, plan and below.
+"""

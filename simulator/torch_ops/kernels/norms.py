@@ -1,0 +1,109 @@
+"""Normalisations and softmaxes on local shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stratagem.simulator.operators.operator import DimKind, Operator, shape_of
+from stratagem.simulator.operators.operator_kinds import statistics_dims
+from stratagem.simulator.torch_ops.kernels.shards import Shards, positions
+
+Tensors = Sequence[Tensor]
+
+
+def layer_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """Layer norm; the normalised dims are whole."""
+    weight, bias = (*weights, None, None)[:2]
+    shape = _normalised_shape(operator, shards)
+    return functional.layer_norm(inputs[0], shape, weight, bias, operator.attributes["eps"])
+
+
+def rms_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """RMS norm; the normalised dims are whole."""
+    weight = weights[0] if weights else None
+    shape = list(_normalised_shape(operator, shards))
+    return functional.rms_norm(inputs[0], shape, weight, operator.attributes["eps"])
+
+
+def _normalised_shape(operator: Operator, shards: Shards) -> tuple[int, ...]:
+    """The last dims of x: those of the weight, or without one those of kind PARAMETER."""
+    layout = operator.inputs[0].layout
+    if operator.weights:
+        return shape_of(operator.weights[0].layout, shards.sizes)
+    first = next(
+        i
+        for i, group in enumerate(layout)
+        if any(operator.dim(name).kind is DimKind.PARAMETER for name in group)
+    )
+    return shape_of(layout[first:], shards.sizes)
+
+
+def softmax(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """Softmax along a whole dim, of scaled and of causal scores too."""
+    x, given = inputs[0], operator.attributes
+    if "scale" in given:
+        x = x * given["scale"]
+    if given.get("causal"):
+        rows = positions(operator, shards, operator.inputs[0].layout[-2], x.device)
+        later = torch.arange(x.shape[-1], device=x.device) > rows[:, None]
+        x = x.masked_fill(later, -math.inf)
+    return functional.softmax(x, given["dim"])
+
+
+def batch_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """Batch norm with statistics over all shards; updates the running ones in place.
+
+    A `local` one has those of this shard's samples.
+    """
+    x, given = inputs[0], operator.attributes
+    weight, bias, mean, variance = weights
+    training = given.get("training", True)
+    shared = statistics_dims(operator)
+    if training and shards.split(operator, shared):
+        return _batch_norm_together(operator, shards, x, weights, shared)
+    wide = mean.dtype
+    return functional.batch_norm(
+        *(x, mean, variance, weight.to(wide), bias.to(wide)),
+        *(training, given["momentum"], given["eps"]),
+    )
+
+
+def _batch_norm_together(
+    operator: Operator, shards: Shards, x: Tensor, weights: Tensors, shared: tuple[str, ...]
+) -> Tensor:
+    """Statistics from one all-reduce of per-rank sums.
+
+    Sums of squares cancel, so each rank takes its own mean and variance first, and they are put
+    together in float64: with n of N elements on a rank, mean = Σ n·m / N and variance =
+    Σ n·(v + m²) / N − mean².
+    """
+    weight, bias, running_mean, running_variance = weights
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    total = here = x.numel() // x.shape[1]
+    for name in shared:
+        total = total // shards.sizes[name] * operator.sizes[name]
+    wide = x if x.dtype == torch.float64 else x.float()
+    own_variance, own_mean = torch.var_mean(wide, others, correction=0)
+    own_variance, own_mean = own_variance.double(), own_mean.double()
+    sums = torch.stack([own_mean, own_variance + own_mean.square()]) * (here / total)
+    mean, square = shards.all_reduce(sums, shared, "sum")
+    variance = square - mean.square()
+    _update(running_mean, mean, operator)
+    _update(running_variance, variance * (total / max(total - 1, 1)), operator)
+    scale = torch.rsqrt(variance + operator.attributes["eps"])
+    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+    mean, scale, weight, bias = (
+        each.to(wide.dtype).view(shape) for each in (mean, scale, weight, bias)
+    )
+    # One image is kept for backward; mean and scale in one factor and addend would cancel.
+    return torch.addcmul(bias, wide - mean, scale * weight).to(x.dtype)
+
+
+def _update(running: Tensor, value: Tensor, operator: Operator) -> None:
+    with torch.no_grad():
+        running.lerp_(value.to(running.dtype), operator.attributes["momentum"])

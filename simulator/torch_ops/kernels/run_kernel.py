@@ -1,0 +1,155 @@
+"""How each kind of operator runs in torch on the local shards of one rank.
+
+Every kernel calls the ordinary torch function, so that an operator that is not sharded runs as it
+does in eager torch. What sharding adds is little: a bias is added on one of the ranks that share a
+sum, ids and targets outside a rank's part of the vocabulary give nothing, a causal mask starts
+where the rank's queries do, and windows fetch rows from the ranks that have them. Kinds and
+conventions are those of `operators.operator_kinds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stratagem.simulator.operators.operator import Layout, Operator, factors, shape_of
+from stratagem.simulator.torch_ops.kernels.attention import attention, prefix, rotary
+from stratagem.simulator.torch_ops.kernels.experts import (
+    expert_linear,
+    moe_combine,
+    moe_dispatch,
+    moe_weights,
+)
+from stratagem.simulator.torch_ops.kernels.loss import cross_entropy
+from stratagem.simulator.torch_ops.kernels.norms import batch_norm, layer_norm, rms_norm, softmax
+from stratagem.simulator.torch_ops.kernels.shards import Shards, aligned, look_up, place_of
+from stratagem.simulator.torch_ops.kernels.spatial import conv2d, pool2d
+from stratagem.simulator.torch_ops.kernels.step_programs import elementwise
+
+Tensors = Sequence[Tensor]
+Kernel = Callable[[Operator, Shards, Tensors, Tensors], Tensor]
+
+
+def run_kernel(
+    operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors
+) -> tuple[Tensor, ...]:
+    """Run one operator on one rank's shards; autograd records it.
+
+    Args:
+        operator: any kind but ``source``.
+        shards: which part of each dim this rank has.
+        inputs: in the shapes of the operator's own layouts, with local sizes.
+        weights: likewise, in the layouts in which they are stored.
+
+    Returns:
+        The local outputs. One that lacks a sharded dim is an addend of the whole (`Partial`).
+
+    Raises:
+        ValueError: when the kind has no kernel.
+    """
+    if operator.kind not in KERNELS:
+        known = ", ".join(KERNELS)
+        raise ValueError(
+            f"operator {operator.name!r} has kind {operator.kind!r}, which has no kernel; there "
+            f"are {known} (sources run by run_source)"
+        )
+    return (KERNELS[operator.kind](operator, shards, inputs, weights),)
+
+
+def _linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    weight = weights[0].t() if operator.attributes.get("transposed") else weights[0]
+    into = factors((operator.inputs[0].layout[-1],))
+    bias = weights[1] if len(weights) > 1 and shards.first(into) else None
+    return functional.linear(inputs[0], weight, bias)
+
+
+def _linear_sum(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    into = factors((operator.inputs[0].layout[-1],))
+    bias = weights[-1] if len(weights) > len(inputs) and shards.first(into) else None
+    total: Tensor | None = None
+    for x, weight, swapped in zip(
+        inputs, weights, operator.attributes["transposed"], strict=False
+    ):
+        matrix = weight.t() if swapped else weight
+        if total is None:
+            total = functional.linear(x, matrix, bias)
+        else:
+            total = total + functional.linear(x, matrix)
+    assert total is not None
+    return total
+
+
+def _matmul(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    *batch, rows, columns = operator.outputs[0].layout
+    left, right = (read.layout for read in operator.inputs)
+    inner = max(left[-1], right[-2], key=len)
+    a = _as_matrices(inputs[0], left, (*batch, rows, inner), shards)
+    b = _as_matrices(inputs[1], right, (*batch, inner, columns), shards)
+    return torch.matmul(a, b)
+
+
+def _as_matrices(x: Tensor, layout: Layout, target: Layout, shards: Shards) -> Tensor:
+    """Aligned with `target`, the last two dims repeated where x lacks them."""
+    x = aligned(x, layout, target, shards.sizes)
+    return x.expand(*x.shape[:-2], *shape_of(target[-2:], shards.sizes))
+
+
+def _embedding(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    vocabulary, padding = operator.weights[0].layout[0], operator.attributes.get("padding")
+    if not shards.split(operator, vocabulary):
+        return functional.embedding(inputs[0], weights[0], padding)
+    if padding is not None:
+        padding = place_of(padding, operator, shards, vocabulary)
+    index, held = look_up(inputs[0], operator, shards, vocabulary)
+    return functional.embedding(index, weights[0], padding).masked_fill(~held[..., None], 0.0)
+
+
+def _reduce(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    kept = set(factors(operator.outputs[0].layout))
+    gone = [i for i, group in enumerate(operator.inputs[0].layout) if not kept.issuperset(group)]
+    x = inputs[0]
+    # A mean is rounded once, and the sum that it is made of may be beyond float16.
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    total = x.sum(gone, dtype=wide) if gone else x
+    if operator.attributes["scale"] != 1.0:
+        total = total * operator.attributes["scale"]
+    return total.reshape(shape_of(operator.outputs[0].layout, shards.sizes))
+
+
+def _cat(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    return torch.cat(list(inputs), operator.attributes["dim"])
+
+
+def _narrow(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    given = operator.attributes
+    return inputs[0].narrow(given["dim"], given["start"], given["length"])
+
+
+KERNELS: dict[str, Kernel] = {
+    "linear": _linear,
+    "linear_sum": _linear_sum,
+    "matmul": _matmul,
+    "conv2d": conv2d,
+    "embedding": _embedding,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "batch_norm": batch_norm,
+    "attention": attention,
+    "prefix": prefix,
+    "rotary": rotary,
+    "moe_weights": moe_weights,
+    "moe_dispatch": moe_dispatch,
+    "expert_linear": expert_linear,
+    "moe_combine": moe_combine,
+    "softmax": softmax,
+    "elementwise": elementwise,
+    "pool2d": pool2d,
+    "reduce": _reduce,
+    "cat": _cat,
+    "narrow": _narrow,
+    "cross_entropy": cross_entropy,
+}
+"""The kernel of each kind."""

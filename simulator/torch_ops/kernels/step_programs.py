@@ -1,0 +1,226 @@
+"""The functions of elementwise chains and source programs, in torch (see `operators.step_programs`)."""
+
+from __future__ import annotations
+
+import operator as python
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stratagem.simulator.operators.operator import Operator, shape_of
+from stratagem.simulator.operators.step_programs import is_reference
+from stratagem.simulator.torch_ops.kernels.dropout import dropout, step_masks
+from stratagem.simulator.torch_ops.kernels.shards import Shards, aligned
+
+Function = Callable[..., Any]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called `name`, such as ``"bfloat16"``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _tensor(value: Any) -> Tensor:
+    """A value as a tensor, filled where it lies: a device is not waited for, as by a copy."""
+    return value if isinstance(value, Tensor) else torch.full((), value)
+
+
+def _dims(dims: Any) -> Any:
+    return () if dims is None else dims
+
+
+def _over(function: Function) -> Function:
+    """`function` of (x, dim, keepdim) where dim None means all elements."""
+    return lambda x, dim, keepdim: function(x) if dim is None else function(x, dim, keepdim)
+
+
+def _slice(x: Tensor, dim: int, start: int, stop: int, step: int) -> Tensor:
+    index: list[slice] = [slice(None)] * x.dim()
+    index[dim] = slice(start, stop, step)
+    return x[tuple(index)]
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    return x[tuple(slice(None) if index is None else index for index in indices)]
+
+
+STEP_KERNELS: dict[str, Function] = {
+    "alias": lambda x: x,
+    "add": python.add,
+    "sub": python.sub,
+    "mul": python.mul,
+    "div": python.truediv,
+    "pow": python.pow,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu": functional.relu,
+    "leaky_relu": functional.leaky_relu,
+    "gelu": lambda x, approximate: functional.gelu(x, approximate=approximate),
+    "silu": functional.silu,
+    "softplus": functional.softplus,
+    "clamp": torch.clamp,
+    "maximum": lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
+    "minimum": lambda a, b: torch.minimum(_tensor(a), _tensor(b)),
+    "where": torch.where,
+    "masked_fill": lambda x, mask, value: x.masked_fill(mask, value),
+    "eq": python.eq,
+    "ne": python.ne,
+    "lt": python.lt,
+    "le": python.le,
+    "gt": python.gt,
+    "ge": python.ge,
+    "and": python.and_,
+    "or": python.or_,
+    "xor": python.xor,
+    "not": python.inv,
+    "cast": lambda x, dtype: x.to(torch_dtype(dtype)),
+}
+"""Functions of an elementwise chain, without those that draw random numbers."""
+
+SOURCE_KERNELS: dict[str, Function] = {
+    **STEP_KERNELS,
+    "arange": lambda start, stop, step, dtype: torch.arange(
+        start, stop, step, dtype=torch_dtype(dtype)
+    ),
+    "full": lambda shape, value, dtype: torch.full(shape, value, dtype=torch_dtype(dtype)),
+    "tensor": lambda values, dtype: torch.tensor(values, dtype=torch_dtype(dtype)),
+    "floor_divide": python.floordiv,
+    "remainder": python.mod,
+    "matmul": torch.matmul,
+    "view": lambda x, shape: x.reshape(shape),
+    "permute": torch.permute,
+    "unsqueeze": torch.unsqueeze,
+    "squeeze": torch.squeeze,
+    "expand": lambda x, shape: x.expand(shape),
+    "repeat": lambda x, counts: x.repeat(counts),
+    "select": torch.select,
+    "slice": _slice,
+    "cat": torch.cat,
+    "pad": lambda x, amounts, value: functional.pad(x, amounts, value=value),
+    "roll": torch.roll,
+    "flip": torch.flip,
+    "cumsum": torch.cumsum,
+    "diff": lambda x, n, dim, prepend, append: torch.diff(
+        x, n=n, dim=dim, prepend=prepend, append=append
+    ),
+    "index": _index,
+    "gather": torch.gather,
+    "sum": lambda x, dims, keepdim: x.sum(_dims(dims), keepdim),
+    "any": _over(torch.any),
+    "all": _over(torch.all),
+    "amax": lambda x, dims, keepdim: torch.amax(x, _dims(dims), keepdim),
+    "argmax": lambda x, dim, keepdim: torch.argmax(x, dim, keepdim),
+    "tril": torch.tril,
+    "triu": torch.triu,
+    "one_hot": functional.one_hot,
+    "softmax": functional.softmax,
+}
+"""Functions of a source program."""
+
+
+def elementwise(
+    operator: Operator, shards: Shards, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor:
+    """An elementwise chain on local shards: operands are aligned by dim name, then broadcast."""
+    target, sizes = operator.outputs[0].layout, shards.sizes
+    given = {
+        ("in", i): aligned(x, read.layout, target, sizes)
+        for i, (x, read) in enumerate(zip(inputs, operator.inputs, strict=True))
+    }
+    given |= {
+        ("weight", i): aligned(x, weight.layout, target, sizes)
+        for i, (x, weight) in enumerate(zip(weights, operator.weights, strict=True))
+    }
+    steps = operator.attributes["steps"]
+    kernels = STEP_KERNELS
+    if any(function == "dropout" for function, _ in steps):
+        masks = step_masks(operator, shards, next(iter(given.values())).device)
+        kernels = {**STEP_KERNELS, "dropout": _dropping(masks)}
+    return run_steps(steps, kernels, given).expand(shape_of(target, sizes))
+
+
+def _dropping(masks: Iterator[Tensor]) -> Function:
+    """The dropout of a chain, whose masks are drawn one after the other."""
+
+    def drop(x: Tensor, p: float, shared: int = 0) -> Tensor:
+        alone = x.shape[: x.dim() - shared]
+        return dropout(x, p, next(masks).reshape(*alone, *[1] * shared))
+
+    return drop
+
+
+def run_source(
+    operator: Operator,
+    graph_inputs: Mapping[str, Tensor],
+    *,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """What a source makes from the whole graph inputs, whole, on `device`.
+
+    Example:
+        >>> steps = [["arange", [0, 6, 2, "int64"]]]
+        >>> from stratagem.simulator.operators.operator import Dim, DimKind, Output
+        >>> dims = (Dim("sequence", 3, DimKind.ATTRIBUTE),)
+        >>> made = Output((("sequence",),), "int64", False)
+        >>> run_source(Operator("p", "source", dims, (), (), (made,), {"steps": steps}), {})
+        tensor([0, 2, 4])
+
+    Raises:
+        ValueError: when `graph_inputs` lacks one, or the result has another shape than the
+        operator
+            was built for.
+    """
+    given = {("input", name): tensor.to(device) for name, tensor in graph_inputs.items()}
+    with torch.device(device), torch.no_grad():
+        try:
+            result = run_steps(operator.attributes["steps"], SOURCE_KERNELS, given)
+        except KeyError as error:
+            raise ValueError(
+                f"operator {operator.name!r} (source) reads graph input {error.args[0][1]!r}, "
+                f"which is not among the inputs given: {', '.join(graph_inputs) or 'none'}"
+            ) from error
+    shape = shape_of(operator.outputs[0].layout, operator.sizes)
+    if tuple(result.shape) != shape:
+        raise ValueError(
+            f"operator {operator.name!r} (source) makes a tensor of shape {tuple(result.shape)}, "
+            f"but the graph was built for {shape}; feed inputs of the shapes that were captured"
+        )
+    return result
+
+
+def run_steps(
+    steps: Sequence[Any],
+    kernels: Mapping[str, Function],
+    given: Mapping[tuple[str, Any], Tensor],
+) -> Tensor:
+    """What steps make of `given`, by kind and number of the reference (see `operators.step_programs`)."""
+    values: dict[tuple[str, Any], Any] = dict(given)
+    result: Any = None
+    for position, (function, arguments) in enumerate(steps):
+        result = kernels[function](*(_resolve(each, values) for each in arguments))
+        values["step", position] = result
+    return _tensor(result)
+
+
+def _resolve(argument: Any, values: Mapping[tuple[str, Any], Any]) -> Any:
+    if is_reference(argument):
+        return values[argument[0], argument[1]]
+    if isinstance(argument, list):
+        return [_resolve(each, values) for each in argument]
+    return argument
