@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from stratagem.search.anneal import WIDE_EVALUATIONS, Chain
-from stratagem.search.partition import balanced_stages
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.space import ZERO_STAGES, Skeleton, stage_meshes
-from stratagem.search.strategies import data_parallel, tensor_parallel
-from stratagem.search.workers import usable_cores
+from stratagem.searcher.annealing.chains import WIDE_EVALUATIONS, Chain
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.processes.worker_processes import usable_cores
+from stratagem.searcher.space.skeletons import ZERO_STAGES, Skeleton, stage_meshes
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph.models import gpt, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.search.space import operator_choices, stage_meshes
-from stratagem.search.strategies import data_parallel
+from stratagem.searcher.space.skeletons import operator_choices, stage_meshes
+from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph

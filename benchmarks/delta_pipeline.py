@@ -16,9 +16,9 @@ import numpy as np
 from numba import njit
 
 from benchmarks.delta_cases import Proposals, change_of, join
-from stratagem.search.partition import balanced_stages
-from stratagem.search.space import operator_choices, stage_meshes
-from stratagem.search.strategies import tensor_parallel
+from stratagem.searcher.space.skeletons import operator_choices, stage_meshes
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import tensor_parallel
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine._delta_index import (
     DURATION,

@@ -18,8 +18,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from stratagem.search.result import Budget
-from stratagem.search.search import search
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
 from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

@@ -48,8 +48,8 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.launch import run_ranks
 from stratagem.executor.live import peak_bytes
 from stratagem.executor.postings import common_order
-from stratagem.search.choices import Choices
-from stratagem.search.strategies import data_parallel, tensor_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster

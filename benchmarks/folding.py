@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from stratagem.search.strategies import tensor_parallel
+from stratagem.searcher.space.strategies import tensor_parallel
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph

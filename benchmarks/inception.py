@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import itertools
 
-from stratagem.search.planners.dnn_partitioning import PartitionEdge, PartitionInput, PartitionNode
-from stratagem.search.planners.pipedream import PipeDreamGraph, ProfiledLayer
+from stratagem.searcher.planners.inputs.dnn_partitioning import (
+    PartitionEdge,
+    PartitionInput,
+    PartitionNode,
+)
+from stratagem.searcher.planners.inputs.pipedream import PipeDreamGraph, ProfiledLayer
 
 CONVOLUTION_MS = (1.3, 0.4, 0.9, 0.7, 1.1, 0.5)
 NORM_MS, RELU_MS, POOL_MS = 0.45, 0.35, 1.0

@@ -1,4 +1,4 @@
-"""How good, how fast and how certain the solver of `stratagem.search.ilp` is on contest files.
+"""How good, how fast and how certain the solver of `stratagem.searcher.ilp` is on contest files.
 
     python -m benchmarks.iopddl FILE… [--seconds 60] [--seed 0]
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stratagem.search.ilp.instance import Device, Edge, Instance, Use
-from stratagem.search.ilp.iopddl import read_iopddl
-from stratagem.search.ilp.solve import solve
+from stratagem.searcher.ilp.files.iopddl import read_iopddl
+from stratagem.searcher.ilp.problem.instance import Device, Edge, Instance, Use
+from stratagem.searcher.ilp.solve import solve
 
 PUBLISHED = {
     "G": 217_039,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stratagem.search.literature import (
+from stratagem.searcher.methods.literature import (
     LITERATURE,
     StagePrices,
     grid_meshes,
@@ -29,8 +29,8 @@ from stratagem.search.literature import (
     random_choices,
     screen,
 )
-from stratagem.search.literature.reinforce import Placements
-from stratagem.search.situation import Situation, rank
+from stratagem.searcher.methods.literature.device_placement_rl import Placements
+from stratagem.searcher.space.situation import Situation, rank
 from stratagem.simulator.graph.models import gpt, mlp, moe, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

@@ -59,9 +59,9 @@ from stratagem.profiler import (
     profile_updates,
     time_collectives,
 )
-from stratagem.search.choices import Choices
-from stratagem.search.partition import balanced_stages
-from stratagem.search.strategies import data_parallel, tensor_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.base.files import decode, encode
 from stratagem.simulator.graph.models import gpt, mlp, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -24,11 +24,11 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.small_problems import SmallProblem, draw_problem
-from stratagem.search.exhaustive import exhaustive_plans
-from stratagem.search.result import Budget, SearchResult
-from stratagem.search.search import search
-from stratagem.search.situation import Situation, rank
-from stratagem.search.space import Options
+from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.problem.exhaustive import exhaustive_plans
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.simulation.simulation import Simulation
 

@@ -26,14 +26,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.inception import inception_input, inception_profile
-from stratagem.search.planners import (
+from stratagem.searcher.planners import (
     Level,
     PartitionInput,
     PipeDreamGraph,
     PiperInput,
     PlannerResult,
     antichain_sets,
-    max_load,
     read_partition_input,
     read_pipedream_graph,
     read_piper_input,
@@ -43,7 +42,8 @@ from stratagem.search.planners import (
     solve_piper,
     solve_scattered,
 )
-from stratagem.search.planners.piper import PiperNode, RunOption
+from stratagem.searcher.planners.inputs.piper import PiperNode, RunOption
+from stratagem.searcher.planners.solvers import max_load
 
 PIPEDREAM_LEVELS = (Level(4, 1e9),)
 NESTED_LEVELS = (Level(4, 1e10), Level(4, 1e9))

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from stratagem.search.strategies import tensor_parallel
+from stratagem.searcher.space.strategies import tensor_parallel
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

@@ -41,13 +41,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from stratagem.search import course
-from stratagem.search.anneal import Chain, run_chains
-from stratagem.search.methods import METHODS
-from stratagem.search.result import Budget, SearchResult
-from stratagem.search.search import search
-from stratagem.search.space import Options
-from stratagem.search.workers import worker_count
+from stratagem.searcher.annealing.chains import Chain, run_chains
+from stratagem.searcher.driver import search_course
+from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.processes.worker_processes import worker_count
+from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt, wide_resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -171,7 +171,7 @@ def measure(name: str, case: Case, evaluations: int, *, every_baseline: bool) ->
     compile_kernels()
     graph, cluster = case.build(), case.cluster()
     clock = ChainClock()
-    with patch.object(course, "run_chains", clock.run):
+    with patch.object(search_course, "run_chains", clock.run):
         result = search(
             graph,
             cluster,

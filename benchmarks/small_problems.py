@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stratagem.search.exhaustive import count_plans
-from stratagem.search.space import skeletons
+from stratagem.searcher.problem.exhaustive import count_plans
+from stratagem.searcher.space.skeletons import skeletons
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import Tensor, part, reshape, transpose
 from stratagem.simulator.graph.models.layers import layer_norm, linear, parameter

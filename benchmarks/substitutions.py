@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stratagem.search.choices import Choices
-from stratagem.search.rewriting import Rewriting, rewritings
-from stratagem.search.strategies import data_parallel, tensor_dims, tensor_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.graph_rewrites import Rewriting, rewritings
+from stratagem.searcher.space.strategies import data_parallel, tensor_dims, tensor_parallel
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import Tensor, reshape, transpose
 from stratagem.simulator.graph.models import gpt, layers, llama

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from stratagem.search.partition import balanced_stages
-from stratagem.search.strategies import tensor_parallel
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import tensor_parallel
 from stratagem.simulator.drawing.timeline_plot import plot_timelines
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster

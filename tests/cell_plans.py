@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from stratagem.search.space import Options, operator_choices
+from stratagem.searcher.space.skeletons import Options, operator_choices
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.image_splits import split_images

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stratagem.search.partition import by_stage
+from stratagem.searcher.space.stage_cuts import by_stage
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis

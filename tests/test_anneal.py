@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.search import _pipeline, _plays
-from stratagem.search.anneal import Chain, course_of, run_chains
-from stratagem.search.chain_arrays import own_arrays, shared_arrays
-from stratagem.search.exhaustive import exhaustive
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton, skeletons
-from stratagem.search.touches import stages_touched
+from stratagem.searcher.annealing import _block_replays, _pipeline_play
+from stratagem.searcher.annealing.chain_state import own_arrays, shared_arrays
+from stratagem.searcher.annealing.chains import Chain, course_of, run_chains
+from stratagem.searcher.problem.exhaustive import exhaustive
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.problem.tensors_touched import stages_touched
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine import _delta_index
 from stratagem.simulator.engine.event_engine import simulate
@@ -190,9 +190,13 @@ def test_a_pipeline_is_played_in_order_where_its_order_is_known() -> None:
     hows = {
         name: int(shared_arrays(case.problem()).pipeline.how[0]) for name, case in CASES.items()
     }
-    assert hows["one stage"] == _pipeline.CLOSED
-    assert hows["four stages on one rank"] == _pipeline.QUEUED, "it syncs beside its next blocks"
-    assert hows["1f1b, a parameter tied across"] == hows["zb-h1, recompute"] == _pipeline.ORDERED
+    assert hows["one stage"] == _pipeline_play.CLOSED
+    assert hows["four stages on one rank"] == _pipeline_play.QUEUED, (
+        "it syncs beside its next blocks"
+    )
+    assert (
+        hows["1f1b, a parameter tied across"] == hows["zb-h1, recompute"] == _pipeline_play.ORDERED
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,18 +210,18 @@ def test_orders_and_bounds_hold_for_any_durations(name: str) -> None:
         table[rng.random(table.shape) < 0.2] = 0
         makespan = simulate(p.macro_graph.with_durations(table)).makespan
         pipeline.proposed[:] = table.ravel()
-        assert _pipeline.bound_of(pipeline) <= makespan
-        if pipeline.how[0] == _pipeline.CLOSED:
-            assert _pipeline.bound_of(pipeline) == makespan
-        elif pipeline.how[0] == _pipeline.ORDERED:
-            assert _pipeline.play_in_order(pipeline) == makespan
-            _pipeline.note_longest_path(pipeline)
-            assert _pipeline.bound_of(pipeline) == makespan
+        assert _pipeline_play.bound_of(pipeline) <= makespan
+        if pipeline.how[0] == _pipeline_play.CLOSED:
+            assert _pipeline_play.bound_of(pipeline) == makespan
+        elif pipeline.how[0] == _pipeline_play.ORDERED:
+            assert _pipeline_play.play_in_order(pipeline) == makespan
+            _pipeline_play.note_longest_path(pipeline)
+            assert _pipeline_play.bound_of(pipeline) == makespan
 
 
-def path_of(plays: _plays.Plays, k: int) -> tuple[int, int]:
+def path_of(plays: _block_replays.Plays, k: int) -> tuple[int, int]:
     """ns of the path that is noted of a block, which must be one; and of the longest there is."""
-    state = _plays.state_of.py_func(plays, k)
+    state = _block_replays.state_of.py_func(plays, k)
     task, links = state.task, state.links.tolist()
     ns = task[:-1, _delta_index.PLAYED_DURATION].tolist()
     starts = task[:, _delta_index.PREDECESSORS].tolist()
@@ -240,11 +244,11 @@ def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
     plays, stage_of = chain._arrays.plays, chain._arrays.moves.stage_of
     for k in range(plays.which.shape[0]):
         noted, longest = path_of(plays, k)
-        assert plays.books[k, _plays.PATH] == noted == longest
+        assert plays.books[k, _block_replays.PATH] == noted == longest
     chain._course[:, 2:] = 0.1
     chain.advance(2000)
     for k in range(plays.which.shape[0]):
-        assert plays.books[k, _plays.PATH] == path_of(plays, k)[0]
+        assert plays.books[k, _block_replays.PATH] == path_of(plays, k)[0]
     rng = np.random.default_rng(0)
     tight = 0
     for proposal in range(10_000, 10_200):
@@ -253,10 +257,12 @@ def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
         choice = chain.choice.copy()
         choice[changed] = random_choice(p, proposal)[changed]
         for k in range(plays.starts[stage], plays.starts[stage + 1]):
-            least = _plays.gather_changes(plays, k, choice, changed, changed.size, proposal)
-            if plays.books[k, _plays.FOUND]:
-                ns = _plays.play_changes_of(plays, k, changed.size)
-                _plays.settle_play(plays, k, False)
+            least = _block_replays.gather_changes(
+                plays, k, choice, changed, changed.size, proposal
+            )
+            if plays.books[k, _block_replays.FOUND]:
+                ns = _block_replays.play_changes_of(plays, k, changed.size)
+                _block_replays.settle_play(plays, k, False)
                 assert least <= ns
                 tight += least > 0.5 * ns
     movable = any(len(options) > 1 for options in p.choices)

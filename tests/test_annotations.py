@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models import SmallGPT
-from stratagem.search.literature import (
+from stratagem.searcher.methods.literature import (
     TRANSFORMER_RECIPES,
     complete,
     gshard_annotations,
@@ -15,8 +15,8 @@ from stratagem.search.literature import (
     one_stage_plan,
     transformer_annotations,
 )
-from stratagem.search.situation import Situation
-from stratagem.search.strategies import data_parallel, expert_parallel, tensor_parallel
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.strategies import data_parallel, expert_parallel, tensor_parallel
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard, check_config, smallest_shard

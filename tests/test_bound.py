@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search import _kernels
-from stratagem.search.anneal import Chain
-from stratagem.search.bound import lower_bound
-from stratagem.search.computing import ComputingBounds
-from stratagem.search.forest import minimise_forest, spanning_forest
-from stratagem.search.lookups import PLAIN, Lookups, Tables, longest_path
-from stratagem.search.pipelining import searched_schedules
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.scoring import arguments_of
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
-from stratagem.search.strategies import known_strategies
+from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.bounds.compute_bound import ComputingBounds
+from stratagem.searcher.bounds.cutting_planes import lower_bound
+from stratagem.searcher.bounds.spanning_forest import minimise_forest, spanning_forest
+from stratagem.searcher.problem import _score_kernels
+from stratagem.searcher.problem.linear_measures import PLAIN, Lookups, Tables, longest_path
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.problem.scoring import arguments_of
+from stratagem.searcher.space.schedule_traits import searched_schedules
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons, skeletons
+from stratagem.searcher.space.strategies import known_strategies
 from stratagem.simulator.graph.models import gpt, mlp, wide_resnet
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -35,14 +35,14 @@ def best_by_enumeration(problem: Problem) -> float:
     best = np.inf
     block_ns = np.zeros((6, problem.num_stages), dtype=np.int64)
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
-    dirty = np.full(problem.num_stages, _kernels.REPLAY, dtype=np.int64)
+    dirty = np.full(problem.num_stages, _score_kernels.REPLAY, dtype=np.int64)
     for choice in itertools.product(*(range(len(c)) for c in problem.choices)):
         number = np.array(choice, dtype=np.int64)
         score = float(
-            _kernels.score_plan(dirty, number, block_ns, profiles, *arguments_of(problem))
+            _score_kernels.score_plan(dirty, number, block_ns, profiles, *arguments_of(problem))
         )
         ranks = range(problem.capacities.size)
-        peaks = [int(_kernels.rank_peak(r, profiles, *problem.ranks)) for r in ranks]
+        peaks = [int(_score_kernels.rank_peak(r, profiles, *problem.ranks)) for r in ranks]
         if all(peak <= cap for peak, cap in zip(peaks, problem.capacities, strict=True)):
             best = min(best, score)
     return best

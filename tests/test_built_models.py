@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stratagem.search.strategies import data_parallel, tensor_parallel
+from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.models.inception import AUXILIARY_WEIGHT
 from stratagem.simulator.graph.operator_graph import OperatorGraph

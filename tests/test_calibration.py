@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.hardware.device_type import GIB, DeviceType

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.strategies import data_parallel, replicated
+from stratagem.searcher.space.strategies import data_parallel, replicated
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.reference_engines import simulate_plain
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder

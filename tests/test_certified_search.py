@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.bound import Bound
-from stratagem.search.checkpoint import Checkpoint, Searched
-from stratagem.search.constraints import Constraints, most_tensor_ways
-from stratagem.search.course import Course, Progress
-from stratagem.search.outcomes import Fate, Known
-from stratagem.search.problem import Problem
-from stratagem.search.result import Budget, SearchResult, StopReason
-from stratagem.search.search import search
-from stratagem.search.sharpening import Sharpener
-from stratagem.search.situation import Situation
-from stratagem.search.sizes import search_sizes
-from stratagem.search.space import Options, Skeleton, all_skeletons
-from stratagem.search.space_search import Entry, Space
+from stratagem.searcher.bounds.cutting_planes import Bound
+from stratagem.searcher.driver.cluster_sizes import search_sizes
+from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search_course import Course, Progress
+from stratagem.searcher.driver.skeleton_entries import Entry, Space
+from stratagem.searcher.driver.skeleton_work import Sharpener
+from stratagem.searcher.improvement.outcomes import Fate, Known
+from stratagem.searcher.problem.priced_skeleton import Problem
+from stratagem.searcher.processes.checkpoint import Checkpoint, Searched
+from stratagem.searcher.space.constraints import Constraints, most_tensor_ways
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons
 from stratagem.simulator.graph.models import gpt, llama, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard
@@ -342,7 +342,7 @@ def test_ctrl_c_ends_the_search_of_all_graphs(graphs_done: int, phase: str) -> N
 
 def test_graphs_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each graph once had all the seconds."""
-    module = sys.modules["stratagem.search.search"]
+    module = sys.modules["stratagem.searcher.driver.search"]
     given: list[Budget] = []
     search_graph = module._search_graph
 

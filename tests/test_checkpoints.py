@@ -34,7 +34,7 @@ from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.rates import RateSchedule
 from stratagem.executor.run import prepare
 from stratagem.executor.substituted import to_model
-from stratagem.search.rewriting import steps as one_step
+from stratagem.searcher.space.graph_rewrites import steps as one_step
 from stratagem.simulator.graph.models import llama, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard, check_config

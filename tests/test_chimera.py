@@ -17,12 +17,12 @@ from stratagem.executor.instructions import Bundle, Convert
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.live import peak_bytes
 from stratagem.exports import FORMATS, export
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.course import Budget
-from stratagem.search.methods import METHODS
-from stratagem.search.search import search
-from stratagem.search.situation import Situation
-from stratagem.search.what_if import WhatIf
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search_course import Budget
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.problem.what_if import WhatIf
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.drawing.pictures import picture_of
 from stratagem.simulator.graph.placement import Pin

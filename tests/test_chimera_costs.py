@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from stratagem.search.strategies import data_parallel, replicated
+from stratagem.searcher.space.strategies import data_parallel, replicated
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.reference_engines import simulate_simpy
 from stratagem.simulator.graph.models import mlp

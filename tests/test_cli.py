@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from stratagem import face
 from stratagem.cli import app
 from stratagem.executor.report import Report
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.situation import Situation
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster

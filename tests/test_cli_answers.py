@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from stratagem import extras, face, machine, progress
 from stratagem.cli import app
 from stratagem.executor.report import Report
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.situation import Situation
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.misspelt_names import nearest, unknown
 from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from stratagem.search._anneal import anneal
+from stratagem.searcher.annealing._chain_kernels import anneal
 from stratagem.simulator.base.compiling import KernelCache, kernel, uncounted
 
 OUTSIDE = """
@@ -125,7 +125,7 @@ def test_what_was_compiled_is_used_again_unless_something_of_it_changed(tmp_path
 
 def test_names_of_kernels_are_the_same_in_every_process():
     """An address in them would make every process compile anew."""
-    code = "from stratagem.search._anneal import anneal; print(anneal._cache.fingerprint)"
+    code = "from stratagem.searcher.annealing._chain_kernels import anneal; print(anneal._cache.fingerprint)"
     paths = os.pathsep.join(filter(None, sys.path))
     told = subprocess.run(
         [sys.executable, "-c", code],

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.constraints import AXES, Constraints
-from stratagem.search.result import Budget
-from stratagem.search.search import search
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.situation import Situation
-from stratagem.search.space import all_skeletons
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.constraints import AXES, Constraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import all_skeletons
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import llama
 from stratagem.simulator.graph.placement import Config, Shard
 from stratagem.simulator.hardware.cluster import Cluster

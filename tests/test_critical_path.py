@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.situation import Situation
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.critical_path import Wait, critical_path
 from stratagem.simulator.engine.event_engine import Times, simulate

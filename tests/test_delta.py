@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.space import operator_choices
+from stratagem.searcher.space.skeletons import operator_choices
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine._delta_index import DRIFT, LIMIT, MAX_DRIFT, WINDOWS
 from stratagem.simulator.engine.delta_engine import DeltaEngine

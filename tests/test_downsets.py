@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.downsets import (
+from stratagem.searcher.planners.inputs.down_sets import (
     Pairs,
     StageProblem,
     TooManyDownSetsError,

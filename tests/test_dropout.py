@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.executor import execute, model_state
-from stratagem.search.choices import Choices
-from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.strategies import data_parallel, replicated, tensor_parallel
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.search import exhaustive as module
-from stratagem.search.anneal import Chain
-from stratagem.search.exhaustive import exhaustive
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.space import Skeleton, skeletons
+from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.problem import exhaustive as module
+from stratagem.searcher.problem.exhaustive import exhaustive
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.space.skeletons import Skeleton, skeletons
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

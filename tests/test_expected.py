@@ -13,7 +13,7 @@ from stratagem.executor.instructions import Backward, Convert, Forward, Receive,
 from stratagem.executor.interpreter import Interpreter
 from stratagem.executor.run import prepare
 from stratagem.executor.where import Place
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs

@@ -20,10 +20,10 @@ from stratagem.executor import ExecutionResult, execute
 from stratagem.executor.instructions import Convert
 from stratagem.executor.lowering import lower
 from stratagem.executor.reference import gradient_errors
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.choices import Choices
-from stratagem.search.situation import Situation
-from stratagem.search.strategies import (
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.strategies import (
     data_parallel,
     expert_dims,
     expert_parallel,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stratagem as sg
-from stratagem.search.strategies import expert_dims, expert_parallel
+from stratagem.searcher.space.strategies import expert_dims, expert_parallel
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.moe import experts
 from tests.plans import (

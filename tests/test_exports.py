@@ -24,9 +24,9 @@ from stratagem.exports.deepspeed import deepspeed
 from stratagem.exports.differences import differences
 from stratagem.exports.megatron import layout, megatron
 from stratagem.exports.units import wrapped_modules
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.space import Options, operator_choices, skeletons
-from stratagem.search.strategies import with_recompute
+from stratagem.searcher.space.skeletons import Options, operator_choices, skeletons
+from stratagem.searcher.space.strategies import with_recompute
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, resnet

@@ -18,7 +18,7 @@ import pytest
 
 from stratagem.exports import export
 from stratagem.exports.megatron import layout
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.plan.plan import Plan

@@ -10,9 +10,9 @@ import pytest
 
 from stratagem.executor.launch import run_ranks
 from stratagem.exports import export
-from stratagem.search.literature import one_stage_plan, random_choices
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.situation import Situation
+from stratagem.searcher.methods.literature import one_stage_plan, random_choices
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis

@@ -67,7 +67,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_search_stays_a_function_when_the_package_is_imported() -> None:
-    code = "import stratagem.search.result, stratagem as sg; print(sg.search.__name__)"
+    code = "import stratagem.searcher.driver.result, stratagem as sg; print(sg.search.__name__)"
     assert run_python(code).strip() == "search"
 
 

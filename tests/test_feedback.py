@@ -27,7 +27,7 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.keys import LEARNED, Trust, passes_of
 from stratagem.profiler.timing import Trial
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -17,7 +17,7 @@ from benchmarks.fidelity.runs import Model, Run
 from benchmarks.fidelity.score import regrets, score
 from benchmarks.fidelity.sets import read_runs, set_of
 from benchmarks.fit_clusters import fit
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.strategies import data_parallel, replicated
+from stratagem.searcher.space.strategies import data_parallel, replicated
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.resources import NUM_RESOURCES

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.anneal import Chain
-from stratagem.search.constraints import Constraints
-from stratagem.search.holding import HoldingBounds
-from stratagem.search.microbatch_models import MicrobatchModels
-from stratagem.search.outcomes import Fate
-from stratagem.search.pipelining import searched_schedules
-from stratagem.search.problem import make_problem
-from stratagem.search.result import Budget
-from stratagem.search.search import search
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton, all_skeletons, skeletons
-from stratagem.search.space_search import Space
-from stratagem.search.strategies import data_parallel, with_recompute
+from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.bounds.memory_bound import HoldingBounds
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.improvement.outcomes import Fate
+from stratagem.searcher.problem.priced_skeleton import make_problem
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.microbatch_graphs import MicrobatchModels
+from stratagem.searcher.space.schedule_traits import searched_schedules
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons, skeletons
+from stratagem.searcher.space.strategies import data_parallel, with_recompute
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.graph.models import gpt, mlp, moe, nmt, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph

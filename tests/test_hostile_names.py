@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from stratagem.cli import app
 from stratagem.exports import FORMATS, export
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import files
 from stratagem.simulator.base.files import encode
 from stratagem.simulator.base.hostile_texts import printable, python_text

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.ilp.branch import Branching, Part, ascended
-from stratagem.search.ilp.eliminate import simplify
-from stratagem.search.ilp.explain import explain_infeasible
-from stratagem.search.ilp.improve import Improver
-from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Device, Edge, Instance, Use, limits
-from stratagem.search.ilp.iopddl import read_iopddl, write_iopddl
-from stratagem.search.ilp.levels import LevelBranching
-from stratagem.search.ilp.memory import Spans, Window
-from stratagem.search.ilp.priced import PricedSearch
-from stratagem.search.ilp.reduce import Problem, compact, copy
-from stratagem.search.ilp.solve import Solution, Status, reduced, solve
-from stratagem.search.ilp.trees import TreeSearch
+from stratagem.searcher.ilp.explain import explain_infeasible
+from stratagem.searcher.ilp.files.iopddl import read_iopddl, write_iopddl
+from stratagem.searcher.ilp.problem.elimination import simplify
+from stratagem.searcher.ilp.problem.incumbent import Incumbent
+from stratagem.searcher.ilp.problem.instance import Device, Edge, Instance, Use, limits
+from stratagem.searcher.ilp.problem.memory_rows import Spans, Window
+from stratagem.searcher.ilp.problem.reductions import Problem, compact, copy
+from stratagem.searcher.ilp.solutions.branch_and_bound import Branching, Part, ascended
+from stratagem.searcher.ilp.solutions.holder_branching import LevelBranching
+from stratagem.searcher.ilp.solutions.large_neighbourhoods import Improver
+from stratagem.searcher.ilp.solutions.priced_trees import PricedSearch
+from stratagem.searcher.ilp.solutions.random_trees import TreeSearch
+from stratagem.searcher.ilp.solve import Solution, Status, reduced, solve
 
 
 @st.composite

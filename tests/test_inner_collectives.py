@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem.search.choices import Choices
-from stratagem.search.strategies import data_parallel, expert_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.strategies import data_parallel, expert_parallel
 from stratagem.simulator.graph.local_statistics import local_statistics
 from stratagem.simulator.graph.models import gpt, moe, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph

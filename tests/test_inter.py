@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.inter import compact as compact_module
-from stratagem.search.inter.candidates import candidates
-from stratagem.search.inter.chain import chain_of
-from stratagem.search.inter.chains import Devices, Objective, solve
-from stratagem.search.inter.compact import compact_graph
-from stratagem.search.inter.limits import Limits
-from stratagem.search.inter.profiles import MeshPricer, stage_mesh
-from stratagem.search.inter.schedules import StageTimes, microbatches_held, step_ns
-from stratagem.search.inter.tables import StageTable, Ways
-from stratagem.search.inter.variants import LAYOUTS, Layout, Variant, variants
-from stratagem.search.problem import make_problem
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.situation import Situation
-from stratagem.search.space import Skeleton
-from stratagem.search.strategies import data_parallel, with_recompute
+from stratagem.searcher.problem.priced_skeleton import make_problem
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.searcher.space.strategies import data_parallel, with_recompute
+from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.searcher.stage_dp.candidates import candidates
+from stratagem.searcher.stage_dp.closed_form_times import StageTimes, microbatches_held, step_ns
+from stratagem.searcher.stage_dp.pipeline_dp import Devices, Objective, solve
+from stratagem.searcher.stage_dp.tables import compact_graph as compact_module
+from stratagem.searcher.stage_dp.tables.compact_graph import compact_graph
+from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.operator_chain import chain_of
+from stratagem.searcher.stage_dp.tables.operator_profiles import MeshPricer, stage_mesh
+from stratagem.searcher.stage_dp.tables.stage_tables import StageTable, Ways
+from stratagem.searcher.stage_dp.tables.variants import LAYOUTS, Layout, Variant, variants
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt, mlp, moe, wide_resnet
 from stratagem.simulator.hardware.cluster import Cluster

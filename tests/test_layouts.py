@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.literature import (
+from stratagem.searcher.methods.literature import (
     StagePrices,
     best_layout,
     dim_table,
     fewest_microbatches,
     grid_meshes,
     layout_choices,
-    layouts,
     logical_dims,
+    mesh_tensorflow,
     one_stage_plan,
     random_choices,
     searched_dims,
 )
-from stratagem.search.literature.dims import NAMED_PARTS
-from stratagem.search.situation import Situation, rank
-from stratagem.search.strategies import (
+from stratagem.searcher.space.logical_dims import NAMED_PARTS
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.searcher.space.strategies import (
     data_parallel,
     expert_dims,
     expert_parallel,
@@ -236,7 +236,7 @@ def test_searched_dims_have_names_and_can_be_split_in_every_product() -> None:
 
 
 def test_more_layouts_than_are_tried_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "MAX_LAYOUTS", 10)
+    monkeypatch.setattr(mesh_tensorflow, "MAX_LAYOUTS", 10)
     with pytest.raises(ValueError, match=r"more than 10 layouts .* name fewer dims than"):
         best_layout(situation(MODELS["gpt"]), mesh_of(GRID))
 

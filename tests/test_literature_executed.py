@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from examples.models import MLP, SmallCNN, SmallGPT
-from stratagem.search import literature
-from stratagem.search.literature import (
+from stratagem.searcher.methods import literature
+from stratagem.searcher.methods.literature import (
     LITERATURE,
     TRANSFORMER_RECIPES,
     complete,
@@ -19,7 +19,7 @@ from stratagem.search.literature import (
     tofu,
     transformer_annotations,
 )
-from stratagem.search.situation import Situation
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts

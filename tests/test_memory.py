@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.choices import Choices
-from stratagem.search.partition import balanced_stages
-from stratagem.search.space import Options, operator_choices
-from stratagem.search.strategies import data_parallel, replicated, tensor_parallel, with_recompute
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.skeletons import Options, operator_choices
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import (
+    data_parallel,
+    replicated,
+    tensor_parallel,
+    with_recompute,
+)
 from stratagem.simulator.drawing.memory_plot import plot_memory
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.models import gpt, llama, mlp, resnet

@@ -15,10 +15,10 @@ import stratagem as sg
 from examples.models import SmallGPT
 from stratagem.executor.run import execute
 from stratagem.executor.states import model_state
-from stratagem.search.constraints import Constraints
-from stratagem.search.methods import METHODS
-from stratagem.search.situation import Situation
-from stratagem.search.strategies import replicated
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.operator_graph import OperatorGraph

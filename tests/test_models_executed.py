@@ -12,7 +12,7 @@ from torch import nn
 from examples.models import SmallGPT, SmallResNet
 from stratagem.executor.instructions import Convert, Forward
 from stratagem.executor.lowering import lower
-from stratagem.search.strategies import expert_parallel
+from stratagem.searcher.space.strategies import expert_parallel
 from stratagem.simulator.graph.placement import Pin, Shard
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.training import Training

@@ -35,7 +35,7 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.exchange import to_csv, to_json
 from stratagem.profiler.importing import import_file
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import files
 from stratagem.simulator.base.files import encode
 from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json

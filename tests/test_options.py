@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.search.choices import Choices
-from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.strategies import data_parallel, replicated, tensor_parallel
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators, run_again

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.partition import StageCutter, cut_stages
-from stratagem.search.situation import Situation
-from stratagem.search.space import Skeleton
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.searcher.space.stage_cuts import StageCutter, cut_stages
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE

@@ -28,16 +28,16 @@ from stratagem.executor.instructions import Backward, Forward, Free, Instruction
 from stratagem.executor.live import peak_bytes
 from stratagem.executor.program import Program
 from stratagem.executor.reference import first_scalar, gradient_errors, reference_of
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.checkpoint import Checkpoint
-from stratagem.search.constraints import Constraints
-from stratagem.search.course import Course
-from stratagem.search.methods import METHODS
-from stratagem.search.problem import make_problem
-from stratagem.search.result import Budget
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, skeleton_of
-from stratagem.search.space_search import Space
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search_course import Course
+from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.problem.priced_skeleton import make_problem
+from stratagem.searcher.processes.checkpoint import Checkpoint
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, skeleton_of
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph import models
 from stratagem.simulator.hardware.cluster import Cluster

@@ -7,12 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratagem.search.microbatch_models import MicrobatchModels
-from stratagem.search.partition import cut_stages
-from stratagem.search.pipeline_work import PipelineWork
-from stratagem.search.pipelining import traits_of
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton, operator_choices, stage_meshes, stage_sizes
+from stratagem.searcher.bounds.all_pipelines import PipelineWork
+from stratagem.searcher.space.microbatch_graphs import MicrobatchModels
+from stratagem.searcher.space.schedule_traits import traits_of
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import (
+    Options,
+    Skeleton,
+    operator_choices,
+    stage_meshes,
+    stage_sizes,
+)
+from stratagem.searcher.space.stage_cuts import cut_stages
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh

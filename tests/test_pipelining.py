@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.constraints import Constraints
-from stratagem.search.inter.candidates import candidates
-from stratagem.search.inter.limits import Limits
-from stratagem.search.pipelining import run_of, searched_schedules, traits_of
-from stratagem.search.quick_bounds import QuickBounds
-from stratagem.search.result import Budget
-from stratagem.search.search import search
-from stratagem.search.sharpening import Sharpener, remade
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton, skeletons
-from stratagem.search.workers import Workers
+from stratagem.searcher.bounds.quick_bounds import QuickBounds
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.skeleton_work import Sharpener, remade
+from stratagem.searcher.processes.worker_processes import Workers
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.schedule_traits import run_of, searched_schedules, traits_of
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
+from stratagem.searcher.stage_dp.candidates import candidates
+from stratagem.searcher.stage_dp.tables.limits import Limits
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs

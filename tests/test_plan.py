@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.search.strategies import data_parallel
+from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.base.files import atomic_path, encode
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.placement import REPLICATE, Pin, parse_placement

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.inception import inception_input
-from stratagem.search.planners import (
+from stratagem.searcher.planners import (
     PartitionInput,
     PlannedStage,
     device_loads,
-    max_load,
     read_partition_input,
     read_split,
     solve_max_load,
@@ -25,8 +24,9 @@ from stratagem.search.planners import (
     write_partition_input,
     write_split,
 )
-from stratagem.search.planners.blocks import colour_blocks
-from stratagem.search.planners.dnn_partitioning import PartitionEdge, PartitionNode
+from stratagem.searcher.planners.inputs.blocks import colour_blocks
+from stratagem.searcher.planners.inputs.dnn_partitioning import PartitionEdge, PartitionNode
+from stratagem.searcher.planners.solvers import max_load
 
 SMALL = """{"maxSizePerFPGA": 100.0, "maxFPGAs": 2, "maxCPUs": 1, "nodes": [
 {"id": 1, "fpgaLatency": 2, "cpuLatency": 20, "supportedOnFpga": 1, "isBackwardNode": 0,

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.inception import inception_profile
-from stratagem.search.downsets import down_sets
-from stratagem.search.planners import (
+from stratagem.searcher.planners import (
     Level,
     PipeDreamGraph,
     Replicated,
@@ -23,7 +22,8 @@ from stratagem.search.planners import (
     solve_pipedream,
     write_pipedream_graph,
 )
-from stratagem.search.planners.pipedream import ProfiledLayer
+from stratagem.searcher.planners.inputs.down_sets import down_sets
+from stratagem.searcher.planners.inputs.pipedream import ProfiledLayer
 
 PROFILE = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, \
 activation_size=0.0, parameter_size=0.000

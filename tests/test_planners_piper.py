@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.downsets import down_sets
-from stratagem.search.planners import (
+from stratagem.searcher.planners import (
     PiperInput,
     PlannedStage,
     read_piper_input,
@@ -23,8 +22,9 @@ from stratagem.search.planners import (
     stage_seconds,
     write_piper_input,
 )
-from stratagem.search.planners._piper_kernels import choose_ways
-from stratagem.search.planners.piper import PiperEdge, PiperNode, RunOption
+from stratagem.searcher.planners.inputs.down_sets import down_sets
+from stratagem.searcher.planners.inputs.piper import PiperEdge, PiperNode, RunOption
+from stratagem.searcher.planners.solvers._piper_kernels import choose_ways
 
 
 def way(name: str, time: float, weights: float, a: float, b: float) -> RunOption:

@@ -12,8 +12,8 @@ from stratagem import profiling
 from stratagem.cli import app
 from stratagem.profiler import Effort, TimingCache
 from stratagem.profiling import planned_operators, space_operators
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.situation import Situation
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph

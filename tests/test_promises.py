@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.clock import Clock, OutOfTimeError
-from stratagem.search.constraints import Constraints
-from stratagem.search.course import Progress
-from stratagem.search.inter.candidates import candidates
-from stratagem.search.inter.limits import Limits
-from stratagem.search.outcomes import Fate
-from stratagem.search.result import Budget, SearchResult, StopReason
-from stratagem.search.search import search
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.situation import Situation
-from stratagem.search.space import Skeleton, stage_meshes
+from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.improvement.outcomes import Fate
+from stratagem.searcher.processes.search_clock import Clock, OutOfTimeError
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Skeleton, stage_meshes
+from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.searcher.stage_dp.candidates import candidates
+from stratagem.searcher.stage_dp.tables.limits import Limits
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Placement, Shard

@@ -12,7 +12,7 @@ from benchmarks.properties import steps
 from benchmarks.properties.setups import simulated, with_free_links
 from benchmarks.properties.states import state_on
 from benchmarks.properties.tries import Property, Try, score
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.training import Training

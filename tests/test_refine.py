@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.choices import Choices, choices_of
-from stratagem.search.computing import ComputingBounds
-from stratagem.search.constraints import Constraints
-from stratagem.search.neighbours import MOST_ROUNDS, Kind, Neighbour, Neighbourhood, neighbours
-from stratagem.search.partition import StageCutter
-from stratagem.search.refine import MORE, Refiner
-from stratagem.search.result import Budget
-from stratagem.search.search import search
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton, skeleton_of
-from stratagem.search.strategies import data_parallel, tensor_parallel, with_recompute
+from stratagem.searcher.bounds.compute_bound import ComputingBounds
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.improvement.downhill import MORE, Refiner
+from stratagem.searcher.improvement.neighbours import (
+    MOST_ROUNDS,
+    Kind,
+    Neighbour,
+    Neighbourhood,
+    neighbours,
+)
+from stratagem.searcher.space.choices import Choices, choices_of
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, skeleton_of
+from stratagem.searcher.space.stage_cuts import StageCutter
+from stratagem.searcher.space.strategies import data_parallel, tensor_parallel, with_recompute
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

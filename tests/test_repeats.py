@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.space import Options, operator_choices
-from stratagem.search.strategies import with_recompute
+from stratagem.searcher.space.skeletons import Options, operator_choices
+from stratagem.searcher.space.strategies import with_recompute
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.models import gpt, llama, mlp, moe, nmt
 from stratagem.simulator.graph.models.layers import linear

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import stratagem as sg
-from stratagem.search.constraints import Constraints
-from stratagem.search.report import changes, content, page
-from stratagem.search.result import Budget, SearchResult
+from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.report import hardware_changes, page, page_content
+from stratagem.searcher.space.constraints import Constraints
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.drawing.pictures import picture_of
 from stratagem.simulator.graph.models import gpt, mlp
@@ -114,10 +114,10 @@ class TestContent:
     def test_markup_in_names_stays_text(self, pipelined, written, tmp_path):
         plan = replace(pipelined.plan, model=NASTY)
         result = replace(pipelined, plan=plan, simulation=replace(pipelined.simulation, plan=plan))
-        table = changes.hardware_changes(
+        table = hardware_changes.hardware_changes(
             replace(result), default_costs(), budget=Budget(0), constraints=Constraints()
         )
-        made = content.page_content(result, table, "1")
+        made = page_content.page_content(result, table, "1")
         text = page.render(made, picture=picture_of(plan), curve=result.curve)
         assert "<script>document.title" not in text
         assert "<b>" not in text
@@ -127,10 +127,10 @@ class TestContent:
     def test_summary_does_not_boast(self, pipelined):
         """A strategy that the constraints rule out may be faster, and the page says so."""
         best = min(s.step_time for s in pipelined.baselines.values() if s.fits)
-        words = content._summary(pipelined)
+        words = page_content._summary(pipelined)
         assert ("more than" in words) == (pipelined.simulation.step_time > best * 1.0005)
         slow = replace(pipelined, baselines={"slow": pipelined.simulation})
-        assert "as long as the best known strategy, slow" in content._summary(slow)
+        assert "as long as the best known strategy, slow" in page_content._summary(slow)
 
     def test_joined_tasks_fill_the_same_time(self):
         rows = [
@@ -138,14 +138,14 @@ class TestContent:
         ]
         rows.append(Row("late", TaskKind.FORWARD, "s · compute", 60, 65))
         rows.append(Row("back", TaskKind.BACKWARD, "s · compute", 65, 70))
-        joined = content.join_neighbours(from_rows(rows, label="predicted"))
+        joined = page_content.join_neighbours(from_rows(rows, label="predicted"))
         told = list(zip(joined.names, joined.start.tolist(), joined.end.tolist(), strict=True))
         assert told == [("5 tasks", 0, 50), ("late", 60, 65), ("back", 65, 70)]
 
 
 class TestChanges:
     def test_faster_links_are_simulated(self, pipelined):
-        table = changes.hardware_changes(pipelined, default_costs(), budget=Budget(0))
+        table = hardware_changes.hardware_changes(pipelined, default_costs(), budget=Budget(0))
         told = dict(zip(table.column("what if"), table.column("step"), strict=True))
         cluster, plan = pipelined.plan.cluster, pipelined.plan
         link = cluster.inter_node
@@ -163,7 +163,7 @@ class TestChanges:
         assert told["all links twice as fast"] <= told["links in a node twice as fast"]
 
     def test_one_node_more_is_searched(self, pipelined):
-        table = changes.hardware_changes(
+        table = hardware_changes.hardware_changes(
             pipelined, default_costs(), budget=Budget(20), constraints=Constraints(pipeline=2)
         )
         what, step, change, how = table.rows[-1]
@@ -173,7 +173,7 @@ class TestChanges:
         assert "a quick search there" in how
 
     def test_a_search_that_fails_says_why(self, pipelined):
-        table = changes.hardware_changes(
+        table = hardware_changes.hardware_changes(
             pipelined, default_costs(), budget=Budget(0), constraints=Constraints(pipeline=5)
         )
         _, step, _, how = table.rows[-1]
@@ -349,9 +349,9 @@ class TestInTheBrowser:
         ]
         timeline = from_rows(rows, label="predicted")
         nothing = replace(pipelined.simulation.critical_path, tasks=())
-        shown = content.timeline_content(timeline, nothing)
+        shown = page_content.timeline_content(timeline, nothing)
         assert shown["joined"] == 0
-        made = {**content.page_content(pipelined, pipelined.table, "1"), "timeline": shown}
+        made = {**page_content.page_content(pipelined, pipelined.table, "1"), "timeline": shown}
         path = tmp_path / "large.html"
         path.write_text(page.render(made, picture="", curve=""))
         with browser.page() as tab:

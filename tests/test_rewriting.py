@@ -6,8 +6,8 @@ from math import inf
 
 import pytest
 
-from stratagem.search.rewriting import rewritings, steps
-from stratagem.search.strategies import tensor_parallel
+from stratagem.searcher.space.graph_rewrites import rewritings, steps
+from stratagem.searcher.space.strategies import tensor_parallel
 from stratagem.simulator.graph.models import gpt, llama
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions import rewrite

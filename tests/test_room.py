@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.anneal import Chain
-from stratagem.search.bound import lower_bound
-from stratagem.search.partition import by_stage, layer_units
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.result import Budget
-from stratagem.search.room import always_fits, may_always_fit, roomy_problem
-from stratagem.search.search import search
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton, skeletons
+from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.bounds.cutting_planes import lower_bound
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.problem.roomy_choices import always_fits, may_always_fit, roomy_problem
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
+from stratagem.searcher.space.stage_cuts import by_stage, layer_units
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.executor import lower
 from stratagem.executor.instructions import Forward
-from stratagem.search.strategies import expert_parallel, replicated, with_recompute
+from stratagem.searcher.space.strategies import expert_parallel, replicated, with_recompute
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators, run_again
 from stratagem.simulator.graph.models import gpt, llama, moe, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.search.partition import balanced_stages
-from stratagem.search.strategies import replicated
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph

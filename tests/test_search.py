@@ -10,14 +10,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.search.anneal import Chain
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.course import Progress
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.result import Budget, StopReason
-from stratagem.search.search import search
-from stratagem.search.situation import Situation, rank
-from stratagem.search.space import Options, Skeleton, operator_choices, skeletons, stage_meshes
+from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.driver.result import Budget, StopReason
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.searcher.space.skeletons import (
+    Options,
+    Skeleton,
+    operator_choices,
+    skeletons,
+    stage_meshes,
+)
 from stratagem.simulator.graph.models import gpt, mlp, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
@@ -248,8 +254,8 @@ def test_the_clock_stops_it() -> None:
 @pytest.mark.slow
 def test_equal_seeds_give_equal_plans_in_other_processes() -> None:
     script = (
-        "from stratagem.search.search import search\n"
-        "from stratagem.search.result import Budget\n"
+        "from stratagem.searcher.driver.search import search\n"
+        "from stratagem.searcher.driver.result import Budget\n"
         "from stratagem.simulator.hardware.cluster import Cluster\n"
         "from stratagem.simulator.graph.models import gpt\n"
         "import hashlib\n"

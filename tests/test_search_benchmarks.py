@@ -13,10 +13,10 @@ import pytest
 from benchmarks import determinism, optimality
 from benchmarks.search import CASES, Case, measure
 from benchmarks.small_problems import DEVICES, FAMILIES, MAX_OPERATORS, SmallProblem, draw_problem
-from stratagem.search.exhaustive import count_plans, exhaustive_plans
-from stratagem.search.problem import make_problem
-from stratagem.search.situation import Situation, rank
-from stratagem.search.space import ZERO_STAGES, skeletons
+from stratagem.searcher.problem.exhaustive import count_plans, exhaustive_plans
+from stratagem.searcher.problem.priced_skeleton import make_problem
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.searcher.space.skeletons import ZERO_STAGES, skeletons
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from stratagem.executor import execute
-from stratagem.search.constraints import Constraints
-from stratagem.search.partition import layer_stages
-from stratagem.search.search import search
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import LeftWhole
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.stage_cuts import layer_stages
+from stratagem.searcher.space.strategies import LeftWhole
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt, mlp, moe, resnet
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.baselines import pipeline_plans
-from stratagem.search.collecting import OBJECTS, seldom_collected
-from stratagem.search.constraints import Constraints
-from stratagem.search.move_lists import moves_of
-from stratagem.search.partition import StageCutter, balanced_stages
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.situation import RECENT, Situation
-from stratagem.search.space import Options, operator_choices, skeletons
+from stratagem.searcher.annealing.move_lists import moves_of
+from stratagem.searcher.methods.simple_strategies import pipeline_plans
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.processes.garbage_collection import OBJECTS, seldom_collected
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.situation import RECENT, Situation
+from stratagem.searcher.space.skeletons import Options, operator_choices, skeletons
+from stratagem.searcher.space.stage_cuts import StageCutter, balanced_stages
 from stratagem.simulator.graph.image_splits import split_images
 from stratagem.simulator.graph.models import gpt, mlp, wide_resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -10,12 +10,12 @@ import pytest
 
 from stratagem.executor import lower
 from stratagem.executor.instructions import Convert
-from stratagem.search.anneal import Chain
-from stratagem.search.bound import lower_bound
-from stratagem.search.problem import Problem, make_problem
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, skeletons
-from stratagem.search.strategies import tensor_parallel, with_recompute
+from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.bounds.cutting_planes import lower_bound
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, skeletons
+from stratagem.searcher.space.strategies import tensor_parallel, with_recompute
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder

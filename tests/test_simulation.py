@@ -7,10 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.search.choices import Choices
-from stratagem.search.partition import balanced_stages
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import data_parallel, replicated, tensor_dims, tensor_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import (
+    data_parallel,
+    replicated,
+    tensor_dims,
+    tensor_parallel,
+)
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.task_graph import TaskGraph

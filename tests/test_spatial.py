@@ -18,7 +18,7 @@ from stratagem.executor import execute, lower, model_state, verify
 from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.local import run_local
 from stratagem.executor.interpreter import Interpreter
-from stratagem.search.space import operator_choices
+from stratagem.searcher.space.skeletons import operator_choices
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json

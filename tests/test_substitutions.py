@@ -19,8 +19,8 @@ from stratagem.executor import execute, lower, model_state
 from stratagem.executor.checking import judge
 from stratagem.executor.instructions import Convert
 from stratagem.executor.reference import gradient_errors, relative_error
-from stratagem.search.rewriting import steps
-from stratagem.search.strategies import data_parallel, tensor_parallel
+from stratagem.searcher.space.graph_rewrites import steps
+from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import Tensor as Handle
 from stratagem.simulator.graph.building.operator_drafts import part

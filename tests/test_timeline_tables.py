@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.situation import Situation
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import gpt

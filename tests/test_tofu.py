@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.search.literature import frontier, one_stage_plan, recursive_mesh, tofu
-from stratagem.search.literature.frontier import least_sum
-from stratagem.search.literature.tofu import _Level, _options, moved_bytes
-from stratagem.search.situation import Situation
+from stratagem.searcher.methods.literature import frontier_dp, one_stage_plan, recursive_mesh, tofu
+from stratagem.searcher.methods.literature.frontier_dp import least_sum
+from stratagem.searcher.methods.literature.tofu import _Level, _options, moved_bytes
+from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.models import gpt, mlp, moe, resnet
 from stratagem.simulator.graph.placement import (
     PARTIAL,
@@ -61,7 +61,7 @@ def test_the_frontier_finds_the_least_sum_of_any_graph(data: st.DataObject) -> N
 
 
 def test_a_graph_that_is_too_wide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontier, "MAX_TABLE", 8)
+    monkeypatch.setattr(frontier_dp, "MAX_TABLE", 8)
     pairs = {(k, 4): np.zeros((2, 2)) for k in range(4)}
     with pytest.raises(ValueError, match="at item 3 of 5 there are 16 combinations of 4 items"):
         least_sum([np.zeros(2)] * 5, pairs)

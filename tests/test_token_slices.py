@@ -13,7 +13,7 @@ from torch import nn
 
 from stratagem.exports import export
 from stratagem.profiler.profile import plan_operators
-from stratagem.search.what_if import WhatIf
+from stratagem.searcher.problem.what_if import WhatIf
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, nmt

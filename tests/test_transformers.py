@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from stratagem.executor import execute
 from stratagem.executor.reference import gradient_errors
-from stratagem.search.choices import Choices
-from stratagem.search.strategies import data_parallel, replicated, tensor_parallel
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.strategies import data_parallel, replicated, tensor_parallel
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import stratagem as sg
-from stratagem.search.report.content import page_content
+from stratagem.searcher.report.page_content import page_content
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph

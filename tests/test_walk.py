@@ -12,24 +12,24 @@ from typing import cast
 import numpy as np
 import pytest
 
-from stratagem.search import improve
-from stratagem.search import walk as walks
-from stratagem.search.choices import choices_of
-from stratagem.search.computing import ComputingBounds
-from stratagem.search.constraints import Constraints
-from stratagem.search.course import Progress
-from stratagem.search.exhaustive import exhaustive
-from stratagem.search.improve import LEAST_EVALUATIONS, WALKED_SHARE
-from stratagem.search.neighbours import Kind, Neighbour, Neighbourhood
-from stratagem.search.outcomes import Known, Settled
-from stratagem.search.refine import Refiner
-from stratagem.search.result import Budget, SearchResult, StopReason
-from stratagem.search.search import search
-from stratagem.search.sharpening import Sharpener
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options, Skeleton
-from stratagem.search.strategies import data_parallel
-from stratagem.search.walk import Proposal, Walk, walk
+from stratagem.searcher.bounds.compute_bound import ComputingBounds
+from stratagem.searcher.driver import improver
+from stratagem.searcher.driver.improver import LEAST_EVALUATIONS, WALKED_SHARE
+from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.driver.skeleton_work import Sharpener
+from stratagem.searcher.improvement import skeleton_walk as walks
+from stratagem.searcher.improvement.downhill import Refiner
+from stratagem.searcher.improvement.neighbours import Kind, Neighbour, Neighbourhood
+from stratagem.searcher.improvement.outcomes import Known, Settled
+from stratagem.searcher.improvement.skeleton_walk import Proposal, Walk, walk
+from stratagem.searcher.problem.exhaustive import exhaustive
+from stratagem.searcher.space.choices import choices_of
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton
+from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE
@@ -302,7 +302,7 @@ def crooked() -> OperatorGraph:
 
 def test_a_search_finds_better_with_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found_on(crooked(), 20_000, pipeline=2)
-    monkeypatch.setattr(improve, "WALKED_SHARE", 0.0)
+    monkeypatch.setattr(improver, "WALKED_SHARE", 0.0)
     without = found_on(crooked(), 20_000, pipeline=2)
     assert walked(whole)
     assert not walked(without)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.search.baselines import baseline_plans
-from stratagem.search.situation import Situation
-from stratagem.search.space import Options
-from stratagem.search.what_if import WhatIf
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.problem.what_if import WhatIf
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Pin

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import stratagem as sg
 from stratagem.cli import app
-from stratagem.search.report.changes import _one_node_more
+from stratagem.searcher.report.hardware_changes import _one_node_more
 from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph

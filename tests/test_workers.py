@@ -15,12 +15,12 @@ import pytest
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.costs import MeasuredCosts
-from stratagem.search import course
-from stratagem.search import workers as workers_module
-from stratagem.search.constraints import Constraints
-from stratagem.search.result import Budget, SearchResult, StopReason
-from stratagem.search.search import search
-from stratagem.search.workers import Workers, worker_count
+from stratagem.searcher.driver import search_course
+from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.processes import worker_processes as workers_module
+from stratagem.searcher.processes.worker_processes import Workers, worker_count
+from stratagem.searcher.space.constraints import Constraints
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
@@ -141,7 +141,7 @@ def test_a_search_gives_the_same_on_any_number_of_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = same(found_by(3))
-    monkeypatch.setattr(course, "SHARED_OPERATORS", 1)
+    monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
     assert same(found_by(1)) == alone
     assert same(found_by(3)) == alone
     forbidden = Constraints(zero_stages=(0,), require=(("vocab", "tensor"),))
@@ -154,7 +154,7 @@ def test_measured_costs_are_sent_to_other_processes(
     with TimingCache(tmp_path / "timings.sqlite") as cache:
         costs = MeasuredCosts(cache, {"A100": describe_environment()}, RooflineCosts())
     alone = same(found_by(1, costs=costs))
-    monkeypatch.setattr(course, "SHARED_OPERATORS", 1)
+    monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
     result = found_by(2, costs=costs)
     assert "other processes" not in result.notes
     assert same(result) == alone
@@ -162,7 +162,7 @@ def test_measured_costs_are_sent_to_other_processes(
 
 def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = found_by(1)
-    monkeypatch.setattr(course, "SHARED_OPERATORS", 1)
+    monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
 
     def refused(workers: Workers[object]) -> None:
         raise PermissionError("no processes here")
@@ -176,9 +176,9 @@ def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatc
 
 SCRIPT = """
 import sys, time
-from stratagem.search import course
-from stratagem.search.result import Budget
-from stratagem.search.search import search
+from stratagem.searcher import course
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.graph.models import gpt

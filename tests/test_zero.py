@@ -19,8 +19,8 @@ from stratagem.executor import execute, model_state
 from stratagem.executor.checkpoint_reader import load_checkpoint
 from stratagem.executor.lowering import lower
 from stratagem.executor.verify import verify
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import data_parallel
+from stratagem.searcher.space.strategies import data_parallel
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import FLAT, REPLICATE, Shard, local_elements

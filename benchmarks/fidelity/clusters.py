@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from benchmarks.fidelity.megatron import gpt_of, training
 from benchmarks.fidelity.runs import LeftOutError, Row, Run, device_named, whole
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.hardware.cluster import Cluster
 
 VTRAIN = frozenset({"params_b", "iter_ms", "nmb", "dup", "source_row"})

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.training import Training
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.fidelity.runs import LeftOutError, Model, Row, Run, device_named, whole
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.training import Training

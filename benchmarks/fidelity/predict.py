@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.fidelity.runs import Run
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.situation import rank
+from stratagem.searcher.space.situation import rank
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_type import GIB
 from stratagem.simulator.kernel_times.cost_model import CostModel

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from stratagem.search.partition import by_stage
-from stratagem.search.strategies import data_parallel
+from stratagem.searcher.space.stage_cuts import by_stage
+from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster

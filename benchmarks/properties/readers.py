@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from benchmarks.properties.setups import simulated
 from benchmarks.properties.tries import Try
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import llama
 from stratagem.simulator.hardware.cluster import Cluster

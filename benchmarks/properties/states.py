@@ -8,7 +8,7 @@ from itertools import cycle
 
 from benchmarks.properties.setups import simulated
 from benchmarks.properties.tries import Try
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 

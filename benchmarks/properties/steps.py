@@ -19,7 +19,7 @@ from benchmarks.properties.setups import (
     with_links,
 )
 from benchmarks.properties.tries import Try
-from stratagem.search.setup import TrainingSetup
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.schedules.actions import Schedule

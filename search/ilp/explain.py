@@ -9,11 +9,16 @@ import numpy as np
 import scipy.sparse as sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from stratagem.search.ilp.instance import Device, Instance, limits
-from stratagem.search.ilp.memory import gather
-from stratagem.search.ilp.reduce import ContradictionError, Problem, Propagation, make_problem
-from stratagem.search.ilp.relax import Program
-from stratagem.search.ilp.solve import Solution, Status, solve
+from stratagem.searcher.ilp.bounds.linear_relaxation import Program
+from stratagem.searcher.ilp.problem.instance import Device, Instance, limits
+from stratagem.searcher.ilp.problem.memory_rows import gather
+from stratagem.searcher.ilp.problem.reductions import (
+    ContradictionError,
+    Problem,
+    Propagation,
+    make_problem,
+)
+from stratagem.searcher.ilp.solve import Solution, Status, solve
 from stratagem.simulator.base.arrays import Ints
 
 NUM_HOLDERS = 5
@@ -83,7 +88,7 @@ def explain_infeasible(
 
     Example:
         >>> import numpy as np
-        >>> from stratagem.search.ilp.instance import Device, Instance, Use
+        >>> from stratagem.searcher.ilp.problem.instance import Device, Instance, Use
         >>> uses = tuple(Use(node, 0, 1, np.array([6, 9])) for node in range(2))
         >>> costs = (np.array([2.0, 0.0]),) * 2
         >>> print(explain_infeasible(Instance(costs, (), uses, (Device("gpu 0", 10),))))

@@ -9,14 +9,10 @@ from enum import Enum
 
 import numpy as np
 
-from stratagem.search.ilp.branch import Branching, Part, dive, num_entries, tighten
-from stratagem.search.ilp.improve import Improver
-from stratagem.search.ilp.incumbent import Incumbent
-from stratagem.search.ilp.instance import Instance
-from stratagem.search.ilp.levels import LevelBranching
-from stratagem.search.ilp.memory import OverLimitError, make_memory
-from stratagem.search.ilp.priced import PricedSearch
-from stratagem.search.ilp.reduce import (
+from stratagem.searcher.ilp.problem.incumbent import Incumbent
+from stratagem.searcher.ilp.problem.instance import Instance
+from stratagem.searcher.ilp.problem.memory_rows import OverLimitError, make_memory
+from stratagem.searcher.ilp.problem.reductions import (
     ContradictionError,
     Problem,
     Propagation,
@@ -24,7 +20,17 @@ from stratagem.search.ilp.reduce import (
     copy,
     make_problem,
 )
-from stratagem.search.ilp.trees import TreeSearch
+from stratagem.searcher.ilp.solutions.branch_and_bound import (
+    Branching,
+    Part,
+    dive,
+    num_entries,
+    tighten,
+)
+from stratagem.searcher.ilp.solutions.holder_branching import LevelBranching
+from stratagem.searcher.ilp.solutions.large_neighbourhoods import Improver
+from stratagem.searcher.ilp.solutions.priced_trees import PricedSearch
+from stratagem.searcher.ilp.solutions.random_trees import TreeSearch
 from stratagem.simulator.base.arrays import Ints
 
 
@@ -78,7 +84,7 @@ def solve(
 
     Example:
         >>> import numpy as np
-        >>> from stratagem.search.ilp.instance import Edge, Instance
+        >>> from stratagem.searcher.ilp.problem.instance import Edge, Instance
         >>> disagree = np.array([[0.0, 2.0], [2.0, 0.0]])
         >>> costs = (np.array([1.0, 0.0]), np.array([0.0, 5.0]))
         >>> solution = solve(Instance(costs, (Edge(0, 1, disagree),)))

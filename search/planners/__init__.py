@@ -4,35 +4,35 @@ PipeDream (`pipedream`), Piper (`piper`) and *Device Placement of DNN Graph Oper
 (`dnn_partitioning`): readers, objectives and solvers that are exact where the peers' are not.
 """
 
-from stratagem.search.planners.dnn_partitioning import (
+from stratagem.searcher.planners.inputs.dnn_partitioning import (
     PartitionInput,
     read_partition_input,
     read_split,
     write_partition_input,
     write_split,
 )
-from stratagem.search.planners.max_load import device_loads, max_load, solve_max_load
-from stratagem.search.planners.pipedream import (
+from stratagem.searcher.planners.inputs.pipedream import (
     PipeDreamGraph,
     read_pipedream_graph,
     write_pipedream_graph,
 )
-from stratagem.search.planners.pipedream_solver import (
+from stratagem.searcher.planners.inputs.piper import (
+    PiperInput,
+    read_piper_input,
+    stage_seconds,
+    write_piper_input,
+)
+from stratagem.searcher.planners.inputs.result import PlannedStage, PlannerResult
+from stratagem.searcher.planners.solvers.max_load import device_loads, max_load, solve_max_load
+from stratagem.searcher.planners.solvers.pipedream_solver import (
     Level,
     Replicated,
     antichain_sets,
     pipeline_seconds,
     solve_pipedream,
 )
-from stratagem.search.planners.piper import (
-    PiperInput,
-    read_piper_input,
-    stage_seconds,
-    write_piper_input,
-)
-from stratagem.search.planners.piper_solver import solve_piper
-from stratagem.search.planners.result import PlannedStage, PlannerResult
-from stratagem.search.planners.scattered import solve_scattered
+from stratagem.searcher.planners.solvers.piper_solver import solve_piper
+from stratagem.searcher.planners.solvers.scattered import solve_scattered
 
 __all__ = [
     "Level",

@@ -9,12 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stratagem.search.constraints import Constraints
-from stratagem.search.course import Report as Progress
-from stratagem.search.report.changes import hardware_changes
-from stratagem.search.report.content import page_content
-from stratagem.search.result import Budget, SearchResult
-from stratagem.search.space import Options
+from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.search_course import Report as Progress
+from stratagem.searcher.report.hardware_changes import hardware_changes
+from stratagem.searcher.report.page_content import page_content
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.drawing.plan_picture import plan_picture
 from stratagem.simulator.kernel_times.cost_model import CostModel

@@ -17,13 +17,13 @@ from types import ModuleType
 from typing import Any
 
 _HOMES = {
-    "Budget": "stratagem.search.result",
-    "Options": "stratagem.search.space",
+    "Budget": "stratagem.searcher.driver.result",
+    "Options": "stratagem.searcher.space.skeletons",
     "Comparison": "stratagem.comparison",
     "Calibration": "stratagem.simulator.hardware.cluster",
     "Choice": "stratagem.simulator.sharding.choice",
     "Cluster": "stratagem.simulator.hardware.cluster",
-    "Constraints": "stratagem.search.constraints",
+    "Constraints": "stratagem.searcher.space.constraints",
     "DeviceMesh": "stratagem.simulator.hardware.device_mesh",
     "DeviceType": "stratagem.simulator.hardware.device_type",
     "ExecutionResult": "stratagem.executor.result",
@@ -35,13 +35,13 @@ _HOMES = {
     "OperatorGraph": "stratagem.simulator.graph.operator_graph",
     "Plan": "stratagem.simulator.plan.plan",
     "RooflineCosts": "stratagem.simulator.kernel_times.cost_model",
-    "SearchResult": "stratagem.search.result",
+    "SearchResult": "stratagem.searcher.driver.result",
     "Simulation": "stratagem.simulator.simulation.simulation",
     "Stage": "stratagem.simulator.plan.plan",
     "Timeline": "stratagem.simulator.timeline.timeline",
     "TimingCache": "stratagem.profiler.cache",
     "Training": "stratagem.simulator.kernel_times.training",
-    "TrainingSetup": "stratagem.search.setup",
+    "TrainingSetup": "stratagem.searcher.space.training_setup",
     "capture": "stratagem.simulator.torch_ops.capture.capture",
     "check": "stratagem.executor.checking",
     "compare": "stratagem.comparison",
@@ -62,12 +62,12 @@ _HOMES = {
     "profile": "stratagem.face",
     "report": "stratagem.face",
     "search": "stratagem.face",
-    "search_sizes": "stratagem.search.sizes",
+    "search_sizes": "stratagem.searcher.driver.cluster_sizes",
     "simulate": "stratagem.face",
-    "slice_tokens": "stratagem.search.slicing",
+    "slice_tokens": "stratagem.searcher.driver.token_slicing",
     "split_images": "stratagem.simulator.graph.image_splits",
     "Verdict": "stratagem.executor.verdict",
-    "WhatIf": "stratagem.search.what_if",
+    "WhatIf": "stratagem.searcher.problem.what_if",
     "write_trace": "stratagem.simulator.timeline.chrome_trace",
 }
 
@@ -94,7 +94,7 @@ def __dir__() -> list[str]:
 
 
 class _Face(ModuleType):
-    """Keeps `stratagem.search` the function when the subpackage of that name is imported."""
+    """Keeps `stratagem.searcher` the function when the subpackage of that name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

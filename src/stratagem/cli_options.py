@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from stratagem.search.methods import METHODS
+from stratagem.searcher.methods.registry import METHODS
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from stratagem.progress import Show, progress_bar
-from stratagem.search import search as searching
-from stratagem.search.constraints import Constraints
-from stratagem.search.course import Progress
-from stratagem.search.result import Budget, SearchResult
-from stratagem.search.space import Options
+from stratagem.searcher.driver import search as searching
+from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.base.units import format_duration
@@ -99,7 +99,7 @@ def search(
         options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`.
         constraints: what the plan must meet; see `Constraints`.
         baselines: methods to compare with, such as ``["Alpa", "FlexFlow"]``; see
-            `stratagem.search.methods.METHODS`.
+            `stratagem.searcher.methods.registry.METHODS`.
         start: a plan, perhaps edited, to go on from.
         checkpoint: a file in which finished parts are kept; an equal call goes on from it.
         num_threads: chains that run at once, and processes for the rest of searches of large
@@ -180,7 +180,7 @@ def report(
     Raises:
         OSError: the page cannot be written.
     """
-    from stratagem.search.report import page
+    from stratagem.searcher.report import page
 
     with progress_bar(enabled=progress) as show:
         page.report(

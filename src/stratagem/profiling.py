@@ -20,7 +20,7 @@ from stratagem.profiler.session import ProfileReport, Progress
 from stratagem.profiler.timing import Effort
 from stratagem.profiler.update import profile_updates
 from stratagem.progress import progress_bar
-from stratagem.search.space import operator_choices, skeletons
+from stratagem.searcher.space.skeletons import operator_choices, skeletons
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import local_sizes

@@ -34,10 +34,10 @@ from stratagem.cli_options import (
 )
 from stratagem.cli_simulation import costs_for, show_simulation, simulation_facts
 from stratagem.model_spec import load_cluster, load_graph
-from stratagem.search.constraints import Constraints
-from stratagem.search.pipelining import searched_schedules
-from stratagem.search.result import Budget, SearchResult
-from stratagem.search.space import Options
+from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.schedule_traits import searched_schedules
+from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.files import check_place
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.plan.plan import Plan

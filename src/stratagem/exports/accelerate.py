@@ -12,7 +12,7 @@ from stratagem.exports.deepspeed import BUCKET_ELEMENTS
 from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
 from stratagem.exports.units import unit_gradient_bytes
-from stratagem.search.setup import ALL_AT_ONCE
+from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 
@@ -52,7 +52,7 @@ def accelerate_fsdp(plan: Plan, graph: OperatorGraph) -> Draft:
     Plain data parallelism where nothing is sharded.
 
     Example:
-        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)

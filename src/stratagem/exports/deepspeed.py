@@ -9,7 +9,7 @@ from typing import Any
 
 from stratagem.exports.result import Draft
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
-from stratagem.search.setup import ALL_AT_ONCE
+from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 
@@ -33,7 +33,7 @@ def deepspeed(plan: Plan, graph: OperatorGraph) -> Draft:
     Without ZeRO DeepSpeed reduces gradients when backward has ended.
 
     Example:
-        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)

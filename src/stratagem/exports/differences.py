@@ -110,7 +110,7 @@ def differences(plan: Plan, nearest: Plan, graph: OperatorGraph) -> tuple[str, .
     """Everything that `nearest` does differently from `plan`, in sentences.
 
     Example:
-        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=2, batch=16), Cluster.preset("dgx-a100", num_nodes=1)

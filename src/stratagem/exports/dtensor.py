@@ -13,7 +13,7 @@ from stratagem.exports.placements import (
 )
 from stratagem.exports.result import Draft
 from stratagem.exports.styles import module_of, module_styles, said, split_axes
-from stratagem.search.strategies import replicated
+from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.base.hostile_texts import python_text
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Partial, Placements
@@ -105,7 +105,7 @@ def dtensor(plan: Plan, graph: OperatorGraph) -> Draft:
     """A Python module with the placements of a plan, and functions that apply them to the model.
 
     Example:
-        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.graph.models import llama
         >>> graph = llama(num_layers=2, batch=16)

@@ -73,7 +73,7 @@ def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
     microbatch, 1 after the last; 0 has a copy on every rank.
 
     Example:
-        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=2, batch=16), Cluster.preset("dgx-a100", num_nodes=1)

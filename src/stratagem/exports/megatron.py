@@ -8,7 +8,7 @@ from dataclasses import replace
 from stratagem.exports.result import Draft
 from stratagem.exports.transformer import TransformerSizes, transformer_sizes
 from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
-from stratagem.search.setup import ALL_AT_ONCE
+from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 
@@ -38,7 +38,7 @@ def megatron(plan: Plan, graph: OperatorGraph) -> Draft:
     """Arguments for Megatron-LM, one option a line; lines that begin with # are comments.
 
     Example:
-        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)

@@ -36,7 +36,7 @@ def torchtitan(plan: Plan, graph: OperatorGraph) -> Draft:
     """Command-line overrides for torchtitan, one a line; lines that begin with # are comments.
 
     Example:
-        >>> from stratagem.search.setup import TrainingSetup
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stratagem.search.literature.dims import logical_dims
+from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.operator import Operator, factors
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stratagem.exports.differences import PartsMemory, effective, summed_axes
-from stratagem.search.choices import Choices
-from stratagem.search.literature.dims import logical_dims
-from stratagem.search.partition import by_stage, layer_units
-from stratagem.search.setup import TrainingSetup
-from stratagem.search.strategies import expert_dims, expert_ways, tensor_dims
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.logical_dims import logical_dims
+from stratagem.searcher.space.stage_cuts import by_stage, layer_units
+from stratagem.searcher.space.strategies import expert_dims, expert_ways, tensor_dims
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, recomputed_operators
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Shard, splits_of

@@ -1,0 +1,198 @@
+"""Markov chains over the choices of one problem: Metropolis–Hastings with falling temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stratagem.searcher.annealing import _chain_kernels
+from stratagem.searcher.annealing._splitmix import seeded
+from stratagem.searcher.annealing.chain_state import begin_plays, own_arrays, shared_arrays
+from stratagem.searcher.problem import _score_kernels
+from stratagem.searcher.problem.priced_skeleton import Problem
+from stratagem.searcher.problem.scoring import arguments_of, peaks_of
+from stratagem.searcher.processes.worker_processes import usable_cores
+from stratagem.simulator.base.arrays import Floats, Ints
+
+WIDE_EVALUATIONS = 50_000
+"""Each of the first two phases of a chain lasts at most so long, and at most half of it."""
+PHASES = ((0.75, 0.03, 5e-4), (0.3, 5e-4, 1e-4), (0.005, 1e-4, 1e-5))
+"""Of each phase the share of class moves, and the relative temperature at first and at last."""
+ROUND = 4000
+"""Evaluations of each chain between two looks at the keyboard."""
+
+
+def chain_seed(seed: int, number: int) -> int:
+    """The seed of a chain of a search, which numbers its chains.
+
+    Example:
+        >>> chain_seed(0, 3), chain_seed(1, 3)
+        (3, 7922)
+    """
+    return seed * 7919 + number
+
+
+def course_of(total: int) -> Floats:
+    """The phases of a chain of `total` evaluations: [phases, (end, wide, hot, cold)].
+
+    Moves of classes come first: they find what all layers share. Those of single operators are
+    many times cheaper to decide, and worth it when the rest has settled.
+
+    Example:
+        >>> course_of(200_000)[:, 0].tolist()
+        [50000.0, 100000.0, 200000.0]
+    """
+    ends = min(total / 2, WIDE_EVALUATIONS), min(total, 2 * WIDE_EVALUATIONS), total
+    rows = [(end, *phase) for end, phase in zip(ends, PHASES, strict=True)]
+    return np.array(rows, dtype=np.float64)
+
+
+@dataclass(eq=False)
+class Chain:
+    """A chain on `problem` that starts at `choice`; `advance` runs some of its `total` proposals.
+
+    Equal arguments give equal chains, however the proposals are dealt out to calls of `advance`.
+    Chains of one problem may run in threads of their own.
+
+    Attributes:
+        choice: the choices now.
+        done: proposals that were decided.
+        accepted: how many of them were accepted.
+        scores: [score now, best score, whether the best fits], scores in seconds of a step (more
+            where a stage is over its memory).
+        best: the best choices: of those that fit, or else of all, those with the least score.
+    """
+
+    problem: Problem
+    choice: Ints
+    total: int
+    seed: int
+    done: int = field(init=False, default=0)
+    accepted: int = field(init=False, default=0)
+    scores: Floats = field(init=False)
+    best: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = seeded(self.seed)
+        self._arrays = own_arrays(shared_arrays(self.problem))
+        self._course = course_of(self.total)
+        self.scores = np.array([np.inf, np.inf, 0.0])
+        self.best = self.choice.copy()
+        self.restart(self.choice)
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts chains by their best choices: those that fit come before the others."""
+        return not self.scores[_chain_kernels.BEST_FITS], float(self.scores[_chain_kernels.BEST])
+
+    def restart(self, choice: Ints) -> None:
+        """Go on from other choices; the best so far stays the best unless these are better."""
+        self.choice = choice.copy()
+        begin_plays(self._arrays.plays, self.choice)
+        _chain_kernels.begin(self._arrays, self.scores, self.choice, self.best)
+
+    def advance(self, num_evaluations: int) -> None:
+        """Decide the next proposals (fewer when the chain ends before)."""
+        count = min(num_evaluations, self.total - self.done)
+        self.accepted += _chain_kernels.anneal(
+            self._rng,
+            self.done,
+            count,
+            self._course,
+            self.scores,
+            self.choice,
+            self.best,
+            self._arrays,
+        )
+        self.done += count
+
+    def score(self) -> float:
+        """The score of the present choices, from scratch."""
+        p = self.problem
+        block_ns = np.zeros((_score_kernels.SEND, p.num_stages), dtype=np.int64)
+        profiles = np.zeros((p.num_stages, 6), dtype=np.int64)
+        dirty = np.full(p.num_stages, _score_kernels.REPLAY, dtype=np.int64)
+        arguments = arguments_of(p)
+        return float(_score_kernels.score_plan(dirty, self.choice, block_ns, profiles, *arguments))
+
+    def peaks(self) -> list[int]:
+        """Bytes per device of each rank at its peak, under the present choices."""
+        return peaks_of(self.problem, self._arrays.tensors.profiles)
+
+
+def run_chains(
+    chains: Sequence[Chain],
+    *,
+    num_threads: int | None = None,
+    exchange_every: int = 0,
+    after_round: Callable[[], bool] | None = None,
+) -> None:
+    """Run chains to their ends, each in a thread of its own, as many at once as there are cores.
+
+    Chains meet after rounds of a fixed number of evaluations. What they find depends on their
+    number, seeds and `exchange_every`, never on the number of threads or on their speed.
+
+    Example:
+        >>> from stratagem.searcher.problem.priced_skeleton import make_problem
+        >>> from stratagem.searcher.space.skeletons import skeletons
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
+        >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> skeleton = next(skeletons(graph, cluster))
+        >>> costs = default_costs()
+        >>> problem = make_problem(graph, skeleton, cluster, Training(), costs, (0, 2))
+        >>> start = np.zeros(len(problem.choices), dtype=np.int64)
+        >>> chains = [Chain(problem, start, 1000, seed) for seed in range(2)]
+        >>> run_chains(chains)
+        >>> [chain.done for chain in chains]
+        [1000, 1000]
+
+    Args:
+        chains: of one problem or of several.
+        num_threads: how many run at once; as many as the process may use cores when left out.
+        exchange_every: evaluations of a chain between exchanges, in which the chain with the worst
+            score goes on from the best choices of the chain that has the best; 0 for never. Only
+            chains of one problem exchange.
+        after_round: called between rounds; True ends the run, as an exception from it does.
+
+    Raises:
+        ValueError: if there are fewer threads than one, or an exchange is asked for between chains
+            of several problems.
+    """
+    if exchange_every and len({id(chain.problem) for chain in chains}) > 1:
+        raise ValueError(
+            f"{len(chains)} chains of several problems cannot exchange choices: run those of each "
+            "problem on their own, or leave out exchange_every"
+        )
+    threads = usable_cores() if num_threads is None else num_threads
+    if threads < 1:
+        raise ValueError(f"num_threads is {threads}; it must be at least 1")
+    length = min(ROUND, exchange_every) if exchange_every else ROUND
+    since = 0
+    with ThreadPoolExecutor(threads) as pool:
+        while any(chain.done < chain.total for chain in chains):
+            step = min(length, exchange_every - since) if exchange_every else length
+            for _ in pool.map(lambda chain: chain.advance(step), chains):  # noqa: B023
+                pass
+            since += step
+            if exchange_every and since == exchange_every:
+                since = 0
+                _exchange(chains)
+            if after_round is not None and after_round():
+                return
+
+
+def _exchange(chains: Sequence[Chain]) -> None:
+    """The chain whose score is worst goes on from the best choices of all; ties by number."""
+    open_ones = [chain for chain in chains if chain.done < chain.total]
+    if not open_ones:
+        return
+    best = min(chains, key=lambda chain: chain.rank)
+    worst = max(open_ones, key=lambda chain: float(chain.scores[0]))
+    if worst is not best and worst.scores[0] > best.scores[1]:
+        worst.restart(best.best)

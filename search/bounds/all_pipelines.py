@@ -1,0 +1,170 @@
+"""A bound on all pipelines of a model, wherever they are cut and whatever their meshes.
+
+A search lists pipelines of equal stages, and meets others. This is what holds for every one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
+from stratagem.searcher.space.skeletons import Options, axes_of, stage_sizes
+from stratagem.simulator.graph.placement import Shard, local_sizes
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
+
+
+class PipelineWork:
+    """Bounds the step of every pipeline by the work there is and the devices that share it.
+
+    However an operator is sharded, its devices work on a microbatch for at least `w` seconds
+    together, the least over all shards of (number of shards × time of one). Ranks of n₀, n₁, …
+    devices take Tᵣ seconds for a microbatch, forward and backward, so Σ nᵣ Tᵣ ≥ W = Σ w. A step
+    of z seconds has time for M microbatches on each, and where backward is whole, before and
+    behind them for one on the ranks before (see `computing`):
+
+        M · Tᵣ + Σ_{q < r} T_q ≤ z,   hence   Tᵣ ≤ z/M · (1 − 1/M)ʳ   at the largest Σ nᵣ Tᵣ
+
+    and z ≥ M · W / Σ nᵣ (1 − 1/M)ʳ, where the first rank has all devices but one for each other.
+    Without the second part, z ≥ M · W / devices.
+
+    Args:
+        models: of the situation, at each number of microbatches.
+        options: of choices.
+        policies: of recomputing, one of which every stage has.
+    """
+
+    def __init__(
+        self, models: MicrobatchModels, options: Options, policies: Sequence[str]
+    ) -> None:
+        self._models, self._policies = models, policies
+        self._options = replace(options, regather=False)
+        self._known: dict[Any, float] = {}
+        self._made: dict[int, list[TableBuilder]] = {}
+
+    def seconds(self, num_microbatches: int, num_ranks: int, *, fills: bool) -> float:
+        """No pipeline of at least so many ranks takes less than so many seconds a step.
+
+        Args:
+            num_microbatches: of the batch.
+            num_ranks: least number of sets of devices; 1 is no pipeline, but counts as one.
+            fills: whether ranks have one stage each and make both gradients of a microbatch at
+                once, so that those behind the first wait.
+        """
+        parts, devices = num_microbatches, self._models.situation.cluster.num_devices
+        shares = float(devices)
+        if fills:
+            later = [(1.0 - 1.0 / parts) ** r for r in range(1, num_ranks)]
+            shares = devices - num_ranks + 1 + sum(later)
+        return parts * self._work(parts, devices - num_ranks + 1) / shares
+
+    def _work(self, parts: int, most: int) -> float:
+        """Seconds of a microbatch on all devices together, `most` of them on a stage (W)."""
+        if (parts, most) not in self._known:
+            model = self._models[parts]
+            again = frozenset.intersection(*map(model.recomputed, self._policies))
+            self._known[parts, most] = sum(
+                self._least(model, i, operator.name in again, most)
+                for i, operator in enumerate(model.graph.operators)
+                if operator.kind != "source"
+            )
+        return self._known[parts, most]
+
+    def _least(self, model: MicrobatchModel, i: int, recompute: bool, most: int) -> float:
+        """Seconds of an operator on all its devices together, cut as suits it best."""
+        key = (model.kinds[i], recompute, most)
+        if key not in self._known:
+            self._models.situation.clock.check()
+            whole = self._models[1].kinds[i]
+            self._known[key] = min(
+                ways * self._shard(model, i, sizes, recompute, whole)
+                for ways, sizes in self._divisions(model.graph.operators[i], most)
+            )
+        return self._known[key]
+
+    def _divisions(self, operator: Operator, most: int) -> Iterator[tuple[int, dict[str, int]]]:
+        """Into how many shards an operator may be cut, and the sizes of the largest of them."""
+        cluster = self._models.situation.cluster
+        lengths = {dim.name: dim.size for dim in operator.dims if not dim.whole and dim.size > 1}
+        sizes = tuple(size for size in stage_sizes(cluster) if size <= most)
+        for cut in _cuts(tuple(lengths.items()), sizes, axes_of(cluster)):
+            config, shape = tuple(Shard(name) for name, _ in cut), tuple(ways for _, ways in cut)
+            yield math.prod(shape), local_sizes(operator, config, shape)
+
+    def _shard(
+        self, model: MicrobatchModel, i: int, sizes: dict[str, int], recompute: bool, whole: Any
+    ) -> float:
+        """Seconds of a shard; one of a microbatch is as long as one of the batch of its sizes."""
+        key = (whole, tuple(sizes.values()), recompute)
+        if key not in self._known:
+            self._known[key] = self._shard_seconds(model, i, sizes, recompute)
+        return self._known[key]
+
+    def _shard_seconds(
+        self, model: MicrobatchModel, i: int, sizes: dict[str, int], recompute: bool
+    ) -> float:
+        """Seconds of a shard of some sizes, under the options and on the device that do best."""
+        operator = model.graph.operators[i]
+        fusible = self._options.fuse and fuses_forward(operator)
+        choices = [
+            Choice((), 0, recompute, chunks, fused)
+            for chunks in self._options.chunks
+            if chunks == 1 or piece_dim(operator, sizes, chunks)
+            for fused in ((False, True) if fusible else (False,))
+        ] or [Choice((), 0, recompute)]
+        return min(
+            builder.shard_seconds(i, choice, sizes)
+            for builder in self._builders(model)
+            for choice in choices
+        )
+
+    def _builders(self, model: MicrobatchModel) -> list[TableBuilder]:
+        """One on a single device of each type."""
+        if id(model) not in self._made:
+            s = self._models.situation
+            meshes = [DeviceMesh((MeshAxis("device", 1),), (d,)) for d in self._devices]
+            self._made[id(model)] = [
+                TableBuilder(model.graph, mesh, s.cluster, s.training, s.costs, s.memory)
+                for mesh in meshes
+            ]
+        return self._made[id(model)]
+
+    @cached_property
+    def _devices(self) -> tuple[int, ...]:
+        """The first device of each type."""
+        cluster = self._models.situation.cluster
+        first: dict[str, int] = {}
+        for device in range(cluster.num_devices):
+            first.setdefault(cluster.device_type(device).name, device)
+        return tuple(first.values())
+
+
+Cut = tuple[tuple[str, int], ...]
+"""Dims and into how many parts each is cut."""
+
+
+def _cuts(lengths: Cut, sizes: tuple[int, ...], most: int) -> Iterator[Cut]:
+    """How dims of some lengths may be cut on meshes of some sizes, at most so many at once.
+
+    Of cuts that leave a dim equally long the one into fewest parts is enough.
+    """
+    if not lengths or most == 0:
+        yield ()
+        return
+    (name, length), *rest = lengths
+    yield from _cuts(tuple(rest), sizes, most)
+    known = {length}
+    for ways in sorted({d for size in sizes for d in range(2, size + 1) if size % d == 0}):
+        left = -(-length // ways)
+        if ways <= length and left not in known:
+            known.add(left)
+            inside = tuple({size // ways for size in sizes if size % ways == 0})
+            for cut in _cuts(tuple(rest), inside, most - 1):
+                yield ((name, ways), *cut)

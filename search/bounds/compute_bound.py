@@ -1,0 +1,125 @@
+"""The quickest bound on a skeleton: computing alone, every operator sharded as suits it best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
+from stratagem.searcher.space.schedule_traits import traits_of
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton, operator_choices
+from stratagem.simulator.graph.checkpoint_segments import run_again
+from stratagem.simulator.graph.placement import local_sizes
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.pricing.cost_table import TableBuilder, price_key
+
+
+class ComputingBounds:
+    """Bounds steps of a skeleton from below without pricing any communication.
+
+    A rank computes all microbatches of its stages, one after the other, and each operator at
+    least as long as under its fastest choice, twice forward if the skeleton recomputes it. Its
+    first block is a forward pass of its first stage, since all others wait for that, and before
+    it the microbatch goes through the stages before; its last block is a backward pass of that
+    stage, where backward is not split, and behind it gradients go back through them:
+
+        step ≥ max over ranks r of  M · Σ_{s of r} (Fₛ + Bₛ) + Σ_{s before r's first} (Fₛ + Bₛ)
+
+    Equal operators on equal meshes are priced once for all skeletons.
+
+    Example:
+        >>> from stratagem.searcher.space.skeletons import skeletons
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> graph = mlp([64, 64], batch=32)
+        >>> bounds = ComputingBounds(Situation(graph, cluster, Training(), default_costs()))
+        >>> bounds.seconds(next(skeletons(graph, cluster))) > 0
+        True
+    """
+
+    def __init__(self, situation: Situation, options: Options = Options()) -> None:  # noqa: B008
+        # What only converts inputs again computes nothing.
+        self._situation, self._options = situation, replace(options, regather=False)
+        self._known: dict[Any, float] = {}
+        self._priced: dict[Any, float] = {}
+        self._builders: list[TableBuilder] = []
+        self.models = MicrobatchModels(situation)
+        self._stages: dict[Any, float] = {}
+        self._alike: dict[int, tuple[DeviceMesh, int]] = {}
+
+    def seconds(self, skeleton: Skeleton) -> float:
+        """No plan of the skeleton takes less than so many seconds a step."""
+        times = [self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)]
+        splits = traits_of(skeleton.schedule).splits_backward
+        found = 0.0
+        for mine in skeleton.ranks:
+            # Gradients of parameters that are made apart need not come before those of inputs.
+            fill = 0.0 if splits else sum(times[: mine[0]])
+            found = max(found, skeleton.num_microbatches * sum(times[s] for s in mine) + fill)
+        return found
+
+    def _stage(self, names: tuple[str, ...], k: int, skeleton: Skeleton) -> float:
+        s, mesh = self._situation, skeleton.meshes[k]
+        parts, policy = skeleton.num_microbatches, skeleton.policies[k]
+        alike = self._price_number(mesh)
+        key = (s.memory.number(names), alike, parts, policy)
+        if key in self._stages:
+            return self._stages[key]
+        model = self.models[parts]
+        again = self._again(model, names, policy)
+        builder: TableBuilder | None = None
+        total = 0.0
+        for name in names:
+            i = model.graph.index[name]
+            row = (model.kinds[i], alike, parts, name in again)
+            if row not in self._known:
+                if builder is None:
+                    builder = TableBuilder(
+                        model.graph, mesh, s.cluster, s.training, s.costs, s.memory
+                    )
+                    self._builders.append(builder)
+                self._known[row] = self._fastest(builder, model, i, name in again)
+            total += self._known[row]
+        self._stages[key] = total
+        return total
+
+    def _again(
+        self, model: MicrobatchModel, names: tuple[str, ...], policy: str
+    ) -> frozenset[str]:
+        """The operators of a stage that run again under a policy."""
+        graph, dropped = model.graph, model.recomputed(policy)
+        inside = [graph.index[name] for name in names]
+        found = run_again(graph, inside, [i for i in inside if graph.operators[i].name in dropped])
+        return frozenset(graph.operators[i].name for i in found)
+
+    def _price_number(self, mesh: DeviceMesh) -> int:
+        """Equal for meshes on which everything costs the same."""
+        if id(mesh) not in self._alike:
+            key = price_key(mesh, self._situation.cluster)
+            self._alike[id(mesh)] = mesh, self._situation.memory.number(key)
+        return self._alike[id(mesh)][1]
+
+    def _fastest(
+        self, builder: TableBuilder, model: MicrobatchModel, i: int, recompute: bool
+    ) -> float:
+        graph, kind = model.graph, model.kinds[i]
+        operator, shape = graph.operators[i], builder.mesh.shape
+        inside = bool(rule_of(operator).inner(operator, operator.sizes))
+        # All-reduces inside an operator depend on the mesh; everything else on local sizes only.
+        where = (id(builder),) if inside else ()
+        types = tuple(device.name for device in builder.devices)
+        best = float("inf")
+        for choice in operator_choices(
+            graph, operator, shape, (0,), self._options, recompute=recompute
+        ):
+            sizes = tuple(sorted(local_sizes(operator, choice.config, shape).items()))
+            same = (kind, types, sizes, choice.chunks, choice.fused, recompute, *where)
+            if same not in self._priced:
+                self._priced[same] = builder.pass_seconds(i, choice)
+            best = min(best, self._priced[same])
+        return best

@@ -1,0 +1,229 @@
+"""From the best skeletons of a search to better ones: downhill first, then as Markov chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from stratagem.searcher.annealing.chains import chain_seed
+from stratagem.searcher.driver.incumbent import Incumbent
+from stratagem.searcher.driver.skeleton_entries import Entry, Space
+from stratagem.searcher.driver.skeleton_work import Sharpener
+from stratagem.searcher.driver.starting_plans import not_chosen_for
+from stratagem.searcher.improvement.neighbours import Neighbourhood
+from stratagem.searcher.improvement.outcomes import Refined, Settled
+from stratagem.searcher.improvement.skeleton_walk import Proposal, Walk, walk
+from stratagem.searcher.processes.worker_processes import Part, Workers
+from stratagem.searcher.space.choices import choices_of
+from stratagem.searcher.space.situation import is_better, rank
+from stratagem.searcher.space.skeletons import Skeleton, skeleton_of
+from stratagem.simulator.simulation.simulation import Simulation
+
+REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
+"""Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
+KINDS, KINDS_OPERATORS = 32, 600
+"""Kinds of pipelines of which the best is refined at last: so many, or fewer of a larger model."""
+KIND_SLACK = 1.5
+"""Kinds whose best plan takes more than so many times the best of all are left alone."""
+LEAST_WALKED, MOST_WALKED, WALKED_OPERATORS = 4, 16, 6_000
+"""Skeletons that a walk has priced: so many at most, or fewer of a larger model."""
+WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
+"""Of the evaluations of a search, those for chains within walks, each of so many at least."""
+WALK_SEEDS = 4_000
+"""The number of the first chain within walks: a search's other chains have smaller ones."""
+
+
+class Improver:
+    """Replaces skeletons of a search by better ones that single changes lead to.
+
+    Args:
+        space: of the search.
+        incumbent: takes every better plan.
+        neighbourhood: what plans are neighbours.
+        workers: refine pipelines and do parts of walks.
+        notes: are told of changes.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        incumbent: Incumbent,
+        neighbourhood: Neighbourhood,
+        workers: Workers[Sharpener],
+        notes: dict[str, str],
+    ) -> None:
+        self._space, self._incumbent, self._notes = space, incumbent, notes
+        self._neighbourhood, self._workers = neighbourhood, workers
+        self._refining: dict[Skeleton, Part[Refined]] = {}
+        self._descended: set[tuple[Skeleton, float]] = set()
+        self._num_operators = len(space.situation.graph.operators)
+
+    def begin_refining(self, listed: Sequence[Entry]) -> None:
+        """Have the first pipelines refined by whoever is free: `refine` may need them.
+
+        Args:
+            listed: skeletons, the best first.
+        """
+        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
+        for entry in listed[:REFINED]:
+            skeleton, best = entry.skeleton, entry.simulation
+            if best is None or len(skeleton.stages) == 1 or skeleton in self._refining:
+                continue
+            self._refining[skeleton] = self._workers.part(
+                Sharpener.refine, skeleton, best.plan, self._neighbourhood.schedules, most
+            )
+
+    def refine(self, listed: Sequence[Entry], most: int, stop: Callable[[], bool]) -> list[Entry]:
+        """The same, each of the first pipelines as `Refiner` leaves it.
+
+        Args:
+            listed: skeletons, the best first.
+            most: how many of them are of interest.
+            stop: asked before each is awaited.
+        """
+        found, first = list(listed), listed[: min(most, REFINED)]
+        self.begin_refining(first)
+        parts = {
+            k: self._refining[entry.skeleton]
+            for k, entry in enumerate(first)
+            if entry.skeleton in self._refining
+        }
+        results = self._workers.results(parts.values(), stop)
+        for k, refined in zip(parts, results, strict=False):
+            if refined.changes:
+                found[k] = self._take_refined(listed[k].skeleton, refined)
+        return found
+
+    def descend(self, stop: Callable[[], bool]) -> list[Entry]:
+        """Refine the best plan of all, and the best pipeline of each kind that is not far from it.
+
+        Kinds differ in their schedule, their numbers of stages and microbatches, or in the devices
+        of a stage. What a search of fewer kinds would begin with is refined here, too, whatever
+        was ranked before it. Plans from which it went before are left alone.
+
+        Args:
+            stop: asked before each is awaited.
+
+        Returns:
+            The skeletons that were come to, the best first.
+        """
+        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
+        starts = [s for s in self._kinds() if (s[0], s[1].step_time) not in self._descended]
+        parts = [
+            self._workers.part(
+                Sharpener.refine, skeleton, best.plan, self._neighbourhood.schedules, most
+            )
+            for skeleton, best in starts
+        ]
+        found: dict[Skeleton, Entry] = {}
+        results = self._workers.results(parts, stop)
+        for (skeleton, best), refined in zip(starts, results, strict=False):
+            self._descended.add((skeleton, best.step_time))
+            if refined.changes:
+                entry = self._take_refined(skeleton, refined)
+                self._descended.add((entry.skeleton, entry.best_time))
+                found[entry.skeleton] = entry
+        return sorted(found.values(), key=lambda entry: entry.rank)
+
+    def _kinds(self) -> list[tuple[Skeleton, Simulation]]:
+        """Where `descend` begins: the best plan of all, and the best of each kind of pipelines."""
+        best = self._incumbent.best
+        if best is None or not best.fits:
+            return []
+        known = [(e.skeleton, e.simulation) for e in self._space.entries if e.simulation]
+        if not not_chosen_for(best.plan, self._space.situation.graph.fingerprint):
+            known.append((skeleton_of(best.plan), best))
+        first: dict[object, tuple[Skeleton, Simulation]] = {}
+        for skeleton, simulation in sorted(known, key=lambda each: rank(each[1])):
+            if not simulation.fits or simulation.step_time > KIND_SLACK * best.step_time:
+                break
+            if len(skeleton.stages) > 1:
+                first.setdefault(kind_of(skeleton), (skeleton, simulation))
+        most = max(REFINED, min(KINDS, KINDS_OPERATORS // self._num_operators))
+        return list(first.values())[:most]
+
+    def _take_refined(self, before: Skeleton, refined: Refined) -> Entry:
+        self._notes[f"refined {before}"] = "; ".join(refined.changes)
+        best = self._space.situation.simulate(refined.plan)
+        self._incumbent.offer(best)
+        return self._space.take(refined.skeleton, choices_of(refined.plan), best)
+
+    def walk(
+        self,
+        entries: Sequence[Entry],
+        budget: int,
+        seed: int,
+        stop: Callable[[], bool],
+        spend: Callable[[int, float], None],
+    ) -> list[Entry]:
+        """The same, each where a walk from its best plan found a better one replaced by that.
+
+        Args:
+            entries: skeletons; those without a plan stay as they are.
+            budget: evaluations of the search.
+            seed: of the search.
+            stop: asked before what a neighbour gives is awaited.
+            spend: told after every round of evaluations spent in it, and which share of all rounds
+                is done.
+        """
+        plans = [(e, e.simulation.plan) for e in entries if e.simulation is not None]
+        share = int(WALKED_SHARE * budget) // max(1, len(plans))
+        most = max(LEAST_WALKED, min(MOST_WALKED, WALKED_OPERATORS // self._num_operators))
+        rounds = min(most, share // LEAST_EVALUATIONS - 1)
+        if rounds < 1 or not plans:
+            return list(entries)
+        numbers, done = count(WALK_SEEDS), count(1)
+
+        def settle(proposals: Sequence[Proposal]) -> list[Settled | None]:
+            parts = [
+                self._workers.part(
+                    Sharpener.settle,
+                    each.skeleton,
+                    each.choices,
+                    each.limit,
+                    share // (rounds + 1),
+                    chain_seed(seed, next(numbers)),
+                )
+                for each in proposals
+            ]
+            found: list[Settled | None] = []
+            for settled in self._workers.results(parts, stop):
+                found.append(settled)
+                if settled is not None and settled.score < self._incumbent.time:
+                    found_now = self._space.situation.simulate(settled.plan, always=True)
+                    self._incumbent.offer(found_now)
+            spent = sum(settled.evaluations for settled in found if settled is not None)
+            spend(spent, next(done) / (rounds + 1))
+            return found
+
+        starts = settle([Proposal(e.skeleton, choices_of(plan)) for e, plan in plans])
+        known = [(e, s) for (e, _), s in zip(plans, starts, strict=False) if s is not None]
+        walks = walk(self._neighbourhood, [s for _, s in known], settle, rounds, seed)
+        better = {
+            id(entry): self._take(entry, found)
+            for (entry, _), found in zip(known, walks, strict=True)
+        }
+        replaced = (better.get(id(entry), entry) for entry in entries)
+        return list({entry.skeleton: entry for entry in replaced}.values())
+
+    def _take(self, entry: Entry, found: Walk) -> Entry:
+        """The entry of the best that a walk has been to, if it is better and allowed."""
+        skeleton, simulation = found.best.skeleton, self._space.situation.simulate(found.best.plan)
+        if entry.simulation is not None and not is_better(simulation, entry.simulation):
+            return entry
+        if not self._incumbent.offer(simulation):
+            return entry
+        choices = choices_of(simulation.plan)
+        if skeleton == entry.skeleton:
+            entry.know(simulation)
+            # Behind the first: choices are numbered with that one among them.
+            entry.starts[1:1] = [choices] if entry.starts else []
+            return entry
+        self._notes[f"walked from {entry.skeleton}"] = "; ".join(found.changes)
+        return self._space.take(skeleton, choices, simulation)
+
+
+def kind_of(skeleton: Skeleton) -> object:
+    """What pipelines have in common that differ in cuts, shapes of meshes and policies only."""
+    devices = tuple(mesh.num_devices for mesh in skeleton.meshes)
+    return skeleton.schedule, skeleton.num_microbatches, devices

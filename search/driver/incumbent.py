@@ -1,0 +1,92 @@
+"""The best plan of a search until now, and the front of time, memory and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stratagem.searcher.space.constraints import BoundConstraints
+from stratagem.searcher.space.situation import rank
+from stratagem.searcher.space.skeletons import Options
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation
+
+
+class Incumbent:
+    """What a search would hand back if it ended now.
+
+    Args:
+        constraints: what plans may do.
+        options: of choices.
+
+    Attributes:
+        best: the best plan known, fitting or not; None before there is one.
+        front: plans that fit, none of which is worse than another in every respect.
+    """
+
+    def __init__(self, constraints: BoundConstraints, options: Options) -> None:
+        self.best: Simulation | None = None
+        self.front: list[FrontPoint] = []
+        self._constraints, self._options = constraints, options
+
+    @property
+    def time(self) -> float:
+        """Seconds of the best plan that fits; infinite if none does."""
+        return self.best.step_time if self.best is not None and self.best.fits else float("inf")
+
+    def offer(self, simulation: Simulation) -> bool:
+        """Take a simulated plan; whether the constraints allow it.
+
+        One that only leaves too little memory free counts as one that does not fit.
+        """
+        if self._constraints.breaks(simulation) or not self._is_option(simulation.plan):
+            return False
+        lacking = self._constraints.without_room(simulation)
+        taken = simulation if lacking is None else lacking
+        if self.best is None or rank(taken) < rank(self.best):
+            self.best = taken
+        if taken.fits:
+            self._extend_front(taken)
+        return lacking is None
+
+    def _is_option(self, plan: Plan) -> bool:
+        """Whether a plan trains as others do, and only does what the options allow."""
+        if plan.make_schedule().update_every is not None:
+            return False
+        regathers = any(c.regather for stage in plan.stages for c in stage.choices.values())
+        return (self._options.inputs_first or not plan.inputs_first) and (
+            self._options.regather or not regathers
+        )
+
+    def _extend_front(self, simulation: Simulation) -> None:
+        devices = simulation.plan.num_devices
+        point = FrontPoint(simulation.step_time, simulation.peak_memory, devices, simulation.plan)
+        self.front = front_of([*self.front, point])
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A plan that no other met in the search beats in time and memory on as few devices."""
+
+    step_time: float
+    peak_memory: int
+    num_devices: int
+    plan: Plan
+
+    def is_as_good_as(self, other: FrontPoint) -> bool:
+        """Whether it is at most as long, as full and as wide."""
+        return (
+            self.step_time <= other.step_time
+            and self.peak_memory <= other.peak_memory
+            and self.num_devices <= other.num_devices
+        )
+
+
+def front_of(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """Points that no other is as good as, the fastest first; of equal ones the first."""
+    kept: list[FrontPoint] = []
+    for point in points:
+        if not any(other.is_as_good_as(point) for other in kept):
+            kept = [other for other in kept if not point.is_as_good_as(other)]
+            kept.append(point)
+    return sorted(kept, key=lambda p: p.step_time)

@@ -1,0 +1,300 @@
+"""What a search hands back."""
+
+from __future__ import annotations
+
+import enum
+import html
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.searcher.driver.incumbent import FrontPoint
+from stratagem.searcher.improvement.outcomes import Fate
+from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.simulator.base.tables import Table, Unit
+from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.drawing.convergence_curve import convergence_curve
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
+from stratagem.simulator.operators.operator import shape_of
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.idle_devices import vain_devices
+from stratagem.simulator.simulation.simulation import Simulation
+
+PROVED_GAP = 5e-4
+"""A plan that is nearer to a bound is the best there is, for all that matters."""
+
+NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
+"""Under which the notes of a search say what is short of memory, and what would help."""
+
+
+class StopReason(enum.Enum):
+    """Why a search ended, in a sentence for its user.
+
+    Where several graphs were searched, the first reason that holds for one holds for all.
+    """
+
+    INTERRUPTED = "it was interrupted; this is the best plan found until then"
+    SECONDS = "the time of the budget was spent"
+    EVALUATIONS = "all evaluations of the budget were spent"
+    NO_EVALUATIONS = "the budget has no evaluations: known strategies were simulated and bounded"
+    SETTLED = "the skeletons chosen were searched in full, the others bounded only"
+    LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
+    PROVED = "the lower bound proves that no plan of the space is better"
+    NOTHING_FITS = "no plan of the space was found to fit the memory"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a search may spend: a number of plans to evaluate, and perhaps a time.
+
+    Only a search whose time did not run out gives the same plan again.
+
+    Raises:
+        ValueError: on a negative number.
+    """
+
+    evaluations: int = 40_000
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.evaluations < 0 or (self.seconds is not None and self.seconds <= 0):
+            raise ValueError(
+                f"budget of {self.evaluations} evaluations and "
+                f"{'any number of' if self.seconds is None else self.seconds} seconds; "
+                f"evaluations must be at least 0 and seconds above 0"
+            )
+
+    def share(self, count: int, number: int, spent: float) -> Budget:
+        """The budget of one of `count` searches, after those before it took `spent` seconds.
+
+        A share of the evaluations, and of the seconds that are left; where none are, so few that
+        only what every search does first is done.
+
+        Example:
+            >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
+            Budget(evaluations=333, seconds=25.0)
+        """
+        seconds = self.seconds
+        if seconds is not None:
+            seconds = max((seconds - spent) / (count - number), 1e-9)
+        return Budget(self.evaluations // count, seconds)
+
+
+@dataclass(frozen=True)
+class TracePoint:
+    """After so many evaluations, on which skeleton, the best score so far in seconds a step."""
+
+    evaluations: int
+    skeleton: str
+    best: float
+
+
+@dataclass(frozen=True)
+class SkeletonRecord:
+    """A skeleton of the space, what became of it, and what is known of its plans.
+
+    `bound` is what none of its plans is under (s), `best` the best simulated plan that fits.
+    """
+
+    skeleton: Skeleton
+    fate: Fate
+    bound: float
+    best: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """The best plan found, beside every baseline on the same simulator.
+
+    Attributes:
+        plan: the plan, its prediction in it.
+        simulation: what the simulator says of it: step time, memory, timeline.
+        baselines: the known strategies' plans, simulated.
+        bound: seconds under which no plan of the searched space is, or None if the search ended
+            before it was known (see `bound.lower_bound`).
+        listed_bound: the same of plans on the skeletons in `space`, which are bounded one by one;
+            pipelines that are cut otherwise are bounded together (see `PipelineWork`).
+        bounds_all: whether `bound` holds for these as well, as it does on up to `SMALL_CLUSTER`
+            devices.
+        space: every skeleton of the space and what became of it.
+        front: plans of which none is better in time, memory and devices at once.
+        trace: how the best score fell.
+        notes: what else was left out of the space, and why: counts by reason; and the single
+            changes by which pipelines were refined, and skeletons walked to others.
+        stop_reason: why the search ended.
+        evaluations: plans that chains decided on.
+        seconds: wall time of the search.
+    """
+
+    graph: OperatorGraph
+    plan: Plan
+    simulation: Simulation
+    baselines: Mapping[str, Simulation]
+    bound: float | None
+    listed_bound: float | None
+    bounds_all: bool
+    space: tuple[SkeletonRecord, ...]
+    front: tuple[FrontPoint, ...]
+    trace: tuple[TracePoint, ...]
+    notes: Mapping[str, str]
+    stop_reason: StopReason
+    evaluations: int
+    seconds: float
+
+    @property
+    def gap(self) -> float | None:
+        """How far the plan may be from the best of the space: (step − bound) / step."""
+        if self.bound is None or not self.simulation.fits:
+            return None
+        step = self.simulation.step_time
+        return max(0.0, (step - self.bound) / step)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that a second of training takes in; samples where the model embeds none."""
+        for operator in self.graph.operators:
+            if operator.kind == "embedding":
+                tokens = math.prod(shape_of(operator.inputs[0].layout, operator.sizes))
+                return tokens / self.simulation.step_time
+        return self.graph.batch / self.simulation.step_time
+
+    @property
+    def cost_per_step(self) -> float:
+        """Money that a step costs on the plan's cluster; 0 where its devices have no price."""
+        return self.plan.cluster.price_per_hour * self.simulation.step_time / 3600.0
+
+    @property
+    def rows(self) -> list[tuple[str, float, int, bool]]:
+        """(name, step seconds, peak bytes per device, fits): the plan, then the baselines."""
+        found = {"found plan": self.simulation, **self.baselines}
+        return [(name, s.step_time, s.peak_memory, s.fits) for name, s in found.items()]
+
+    @property
+    def space_table(self) -> Table:
+        """Every skeleton, what became of it, its bound (none where no plan fits) and best plan."""
+        columns = {
+            "skeleton": Unit.TEXT,
+            "fate": Unit.TEXT,
+            "bound": Unit.SECONDS,
+            "best plan": Unit.SECONDS,
+        }
+        rows = tuple(
+            (
+                str(r.skeleton),
+                r.fate.value + (f" ({r.why})" if r.why else ""),
+                r.bound if math.isfinite(r.bound) else None,
+                r.best,
+            )
+            for r in sorted(self.space, key=lambda r: r.bound)
+        )
+        return Table(f"{len(rows)} skeletons of {self.graph.name}", columns, rows)
+
+    @property
+    def certificate(self) -> str:
+        """The bound and the gap in a sentence."""
+        step = self.simulation.step_time
+        if not self.simulation.fits:
+            return f"no plan that fits was found{self._shortage}"
+        if self.bound is None:
+            return "no bound: the search ended before there was one"
+        everything = "of the space" if self.bounds_all else f"on the {self._num_listed}"
+        if (self.gap or 0.0) < PROVED_GAP:
+            return f"proved: no plan {everything} takes less than {format_duration(step)}"
+        return (
+            f"no plan {everything} takes less than {format_duration(self.bound)}: "
+            f"this one is at most {100 * (self.gap or 0.0):.1f} % from the best{self._of_listed}"
+        )
+
+    @property
+    def _num_listed(self) -> str:
+        """How many skeletons are listed, those left out that constraints do not allow."""
+        count = sum(record.fate is not Fate.FORBIDDEN for record in self.space)
+        return f"{count:,} skeletons listed" if count > 1 else "skeleton listed"
+
+    @property
+    def _of_listed(self) -> str:
+        """What is known of the listed skeletons beyond the bound on all plans, if anything."""
+        step, bound, listed = self.simulation.step_time, self.bound, self.listed_bound
+        if bound is None or listed is None or listed <= bound * (1 + PROVED_GAP):
+            return ""
+        gap = max(0.0, (step - listed) / step)
+        if gap < PROVED_GAP:
+            return f", and the best on the {self._num_listed}"
+        return (
+            f"; on the {self._num_listed} none takes less than {format_duration(listed)} "
+            f"({100 * gap:.1f} %)"
+        )
+
+    @property
+    def _shortage(self) -> str:
+        """What lacks how many bytes, and the remedy, if that is known."""
+        told = self.notes.get(NOTHING_FITS_NOTE)
+        if told:
+            return f" ({told})"
+        over = [memory.peak - memory.capacity for memory in self.simulation.memory]
+        return f" (the closest lacks {format_bytes(max(over))} a device on rank {np.argmax(over)})"
+
+    @property
+    def table(self) -> Table:
+        """The plan found and the known strategies, the fastest that fits first."""
+        columns = {
+            "strategy": Unit.TEXT,
+            "step": Unit.SECONDS,
+            "more than the plan": Unit.SHARE,
+            "memory per device": Unit.BYTES,
+            "fits": Unit.TEXT,
+        }
+        ours = self.simulation.step_time
+        found, *known = (
+            (name, time, time / ours - 1.0, peak, "yes" if fits else "no")
+            for name, time, peak, fits in self.rows
+        )
+        known.sort(key=lambda row: (row[4] == "no", row[1]))
+        title = f"{self.graph.name} on {self.plan.cluster.name}"
+        return Table(title, columns, (found, *known))
+
+    @property
+    def curve(self) -> str:
+        """A picture of how the best step fell, from that of the known strategies on, as HTML."""
+        start = min((s.step_time for s in self.baselines.values() if s.fits), default=math.inf)
+        if start < self.simulation.step_time:
+            start = math.inf  # of a strategy that the constraints do not allow
+        points, before = [(0, start)], 0
+        for point, last in zip(self.trace, (None, *self.trace), strict=False):
+            if last is not None and point.evaluations < last.evaluations:
+                before += last.evaluations  # another graph's search, after that of the first
+            points.append((before + point.evaluations, min(points[-1][1], point.best)))
+        return convergence_curve(points, self.bound)
+
+    @property
+    def _words(self) -> str:
+        """How good the plan is, and what was done for it."""
+        vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
+        return (
+            f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
+            f"{self.stop_reason.value}.{self._caveat}" + (f" {vain}." if vain else "")
+        )
+
+    @property
+    def _caveat(self) -> str:
+        """What must be said of all figures of a cluster that nobody has measured."""
+        if self.simulation.is_calibrated:
+            return ""
+        cluster = self.plan.cluster
+        return (
+            f" Cluster {cluster.name!r} is {NOT_CALIBRATED}: steps may be "
+            f"{cluster.calibration.spread:.0%} off beside the errors of kernels."
+        )
+
+    def __repr__(self) -> str:
+        return f"<SearchResult of {self.graph.name!r}: {self.simulation.in_words}>"
+
+    def __str__(self) -> str:
+        return f"{self.table}\n{self._words}"
+
+    def _repr_html_(self) -> str:
+        return f"{self.table._repr_html_()}<p>{html.escape(self._words)}</p>{self.curve}"

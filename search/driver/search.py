@@ -1,0 +1,348 @@
+"""Searching a plan: baselines, bounds on skeletons, then integer programs, chains and windows."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.search_course import Course, Report
+from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.improvement.outcomes import Fate
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.processes.checkpoint import Checkpoint, digest
+from stratagem.searcher.processes.garbage_collection import seldom_collected
+from stratagem.searcher.processes.search_clock import Clock
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.graph_rewrites import rewritings
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.substitutions import Rewritten
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Prediction
+
+QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
+"""Methods of the literature that every search is compared with unless told."""
+
+
+@seldom_collected()
+def search(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    *,
+    costs: CostModel | None = None,
+    training: Training | None = None,
+    budget: Budget | None = None,
+    seed: int = 0,
+    schedule: str | Sequence[str] | None = None,
+    zero_stages: Sequence[int] | None = None,
+    num_skeletons: int = 4,
+    num_bounded: int | None = None,
+    options: Options | None = None,
+    constraints: Constraints | None = None,
+    baselines: Sequence[str] | None = None,
+    start: Plan | None = None,
+    checkpoint: Path | None = None,
+    num_threads: int | None = None,
+    num_rewritten: int = 0,
+    progress: Report | None = None,
+) -> SearchResult:
+    """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
+
+    Baselines are simulated first. Every skeleton of the space (stages × meshes × microbatches) is
+    bounded by what it computes; those that no bound excludes are ranked by known strategies. Of
+    the best, and of those with the weakest bounds, the bound is sharpened (`bound`). On the
+    `num_skeletons` whose best plan known and bound are together least Markov chains step to
+    neighbouring skeletons (`walk`); there an integer program chooses for all operators (`intra`),
+    Metropolis–Hastings chains go on from the best plans under the event simulator (FlexFlow, Jia
+    et al. 2019), and windows of operators are solved anew along the critical path (`windows`). The
+    least bound of all skeletons makes the certificate. The result is never worse than the best
+    baseline that meets the constraints. Equal arguments give equal plans, unless the budget's time
+    runs out.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph = mlp([256, 256, 256], batch=64)
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> result = search(graph, cluster, budget=Budget(evaluations=200))
+        >>> result.simulation.fits, result.bound <= result.simulation.step_time
+        (True, True)
+
+    Args:
+        graph: the model at its whole batch.
+        cluster: where it is to run; all its devices are used.
+        costs: prices of operators; the device model of the cluster when left out.
+        training: precision and optimizer; those of `start` when left out, without one float32 and
+            Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
+            states do.)
+        budget: evaluations to spend, and perhaps seconds.
+        seed: of every random number.
+        schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
+            ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
+            1F1B is searched, and baselines may have others.
+        zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
+            out.
+        num_skeletons: how many skeletons are searched, one or more; of small models others that
+            are nearly as good are, too, without chains.
+        num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
+            first; fewer of larger models when left out.
+        options: recomputing, pieces, fusion and buckets; see `Options`.
+        constraints: what every plan must meet; see `Constraints`.
+        baselines: names of `methods.METHODS` to compare with, beside the simple strategies; those
+            of `QUICK_METHODS` when left out.
+        start: a plan for this model and cluster to go on from; its skeleton is searched too, but
+            for plans of kinds that a search does not choose for (the notes say why).
+        checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
+        num_threads: how many chains run at once, and processes for the other parts of searches of
+            large models; the cores that this process may use when left out. The plan does not
+            depend on it.
+        num_rewritten: how many graphs that compute the same are searched as well, those that
+            algebraic substitutions make best of (see `rewriting`); evaluations and seconds of the
+            budget are shared.
+        progress: called often with a `Progress`.
+
+    Returns:
+        The best plan that fits, with its bound and baselines; where nothing fits, the plan closest
+        to fitting (`SearchResult.simulation.fits` is then False and its memory says by how much).
+
+    Raises:
+        ValueError: the constraints leave no plan, an argument and a constraint leave nothing that
+            both allow, the checkpoint is another search's, or `start` is a plan for another model,
+            cluster or training.
+        KeyboardInterrupt: it was interrupted before it knew any plan.
+    """
+    _check_counts(num_skeletons, num_bounded, zero_stages)
+    spend, base = budget or Budget(), _training(training, start)
+    begin = time.monotonic()
+    if isinstance(schedule, str):
+        schedule = (schedule,)
+    wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
+    wishes.check_axes(_axes(start))
+    wishes.check_degrees(graph, cluster.num_devices)
+    situation = Situation(graph, cluster, base, costs or default_costs())
+    others, left_out = _rewritten(situation, wishes, num_rewritten)
+    graphs = [Rewritten(graph), *others]
+    parts: list[SearchResult] = []
+    for number, each in enumerate(graphs):
+        try:
+            part = _search_graph(
+                replace(situation, graph=each.graph, clock=Clock()),
+                budget=spend.share(len(graphs), number, time.monotonic() - begin),
+                seed=seed,
+                num_skeletons=num_skeletons,
+                num_bounded=num_bounded,
+                options=options or Options(),
+                wishes=wishes,
+                baselines=QUICK_METHODS if baselines is None else baselines,
+                start=start if not each.steps else None,
+                checkpoint=checkpoint if not each.steps else None,
+                num_threads=num_threads,
+                progress=progress or (lambda _: None),
+            )
+        except KeyboardInterrupt:
+            if not parts:
+                raise
+            parts[-1] = replace(parts[-1], stop_reason=StopReason.INTERRUPTED)
+            break
+        parts.append(part)
+        if part.stop_reason is StopReason.INTERRUPTED:
+            break
+    return _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
+
+
+def _check_counts(
+    num_skeletons: int, num_bounded: int | None, zero_stages: Sequence[int] | None
+) -> None:
+    """Refuse numbers of skeletons that say nothing, and ZeRO stages that there are not."""
+    if num_skeletons < 1:
+        raise ValueError(f"num_skeletons is {num_skeletons}: search at least 1 skeleton")
+    if num_bounded is not None and num_bounded < 0:
+        raise ValueError(f"num_bounded is {num_bounded}: bound 0 skeletons or more")
+    if zero_stages is not None and (not zero_stages or set(zero_stages) - set(ZERO_STAGES)):
+        raise ValueError(f"zero_stages are {tuple(zero_stages)}: name some of 0, 1, 2 and 3")
+
+
+def _training(given: Training | None, start: Plan | None) -> Training:
+    """The training that is asked for, which a plan to start from must have too."""
+    if start is None:
+        return given or Training()
+    unlike = given.unlike(start.training) if given is not None else ""
+    if unlike:
+        raise ValueError(
+            f"search: the training's {unlike}, as the plan to start from, {start.name!r}, has it; "
+            "leave out the training, or change that of the plan"
+        )
+    return start.training
+
+
+def _axes(start: Plan | None) -> list[str]:
+    """The axes of the meshes of a plan."""
+    return [] if start is None else [a.name for stage in start.stages for a in stage.mesh.axes]
+
+
+def _rewritten(
+    situation: Situation, wishes: Constraints, count: int
+) -> tuple[list[Rewritten], dict[str, str]]:
+    """The best graphs that compute the same but are not the model's own.
+
+    Those on which the constraints cannot be held are left out, and counted by reason.
+    """
+    if count == 0:
+        return [], {}
+    bound, left_out = wishes.bind(situation.graph), Counter[str]()
+
+    def score(graph: OperatorGraph) -> float:
+        why = bound.lost_in(graph)
+        if why:
+            left_out[f"rewritten graphs left out: {why}"] += 1
+            return inf
+        here = replace(situation, graph=graph)
+        found = baseline_plans(here, pipelines=False)
+        return min(rank(simulation)[-1] for simulation in found.values())
+
+    found = rewritings(situation.graph, score, limit=4 * count + 4)
+    made = [r.rewritten for r in found if r.rewritten.steps and r.score < inf]
+    return made[:count], {why: str(number) for why, number in left_out.items()}
+
+
+def _joined(
+    graph: OperatorGraph,
+    graphs: Sequence[Rewritten],
+    parts: Sequence[SearchResult],
+    left_out: Mapping[str, str],
+) -> SearchResult:
+    """The best of searches on graphs that compute the same, as many as there was time for."""
+    best = min(range(len(parts)), key=lambda k: (rank(parts[k].simulation), k))
+    steps, winner = graphs[best].steps, parts[best]
+    plan = replace(winner.plan, substitutions=steps) if steps else winner.plan
+    return replace(
+        winner,
+        graph=graph,
+        plan=plan,
+        simulation=replace(winner.simulation, plan=plan),
+        baselines=parts[0].baselines,
+        bound=_least([part.bound for part in parts], len(graphs)),
+        listed_bound=_least([part.listed_bound for part in parts], len(graphs)),
+        space=tuple(record for part in parts for record in part.space),
+        trace=tuple(point for part in parts for point in part.trace),
+        notes={**winner.notes, **left_out},
+        stop_reason=next(r for r in StopReason if any(p.stop_reason is r for p in parts)),
+        evaluations=sum(part.evaluations for part in parts),
+        seconds=sum(part.seconds for part in parts),
+    )
+
+
+def _least(bounds: Sequence[float | None], count: int) -> float | None:
+    """The least of so many bounds; None where one is not known."""
+    known = [bound for bound in bounds if bound is not None]
+    return min(known) if len(known) == count else None
+
+
+def _search_graph(
+    situation: Situation,
+    *,
+    budget: Budget,
+    seed: int,
+    num_skeletons: int,
+    num_bounded: int | None,
+    options: Options,
+    wishes: Constraints,
+    baselines: Sequence[str],
+    start: Plan | None,
+    checkpoint: Path | None,
+    num_threads: int | None,
+    progress: Report,
+) -> SearchResult:
+    """`search` on one graph."""
+    graph, cluster = situation.graph, situation.cluster
+    schedules = wishes.schedules or ("1f1b",)
+    zeros = wishes.zero_stages or ZERO_STAGES
+    for name in baselines:
+        _check_method(name)
+    run = Course(
+        Space(situation, options, zeros, wishes.bind(graph), schedules),
+        budget,
+        seed,
+        num_threads,
+        progress,
+        Checkpoint(
+            checkpoint,
+            digest(
+                graph.fingerprint, cluster, situation.training, type(situation.costs).__name__,
+                budget.evaluations, seed, schedules, zeros, num_skeletons, options, wishes,
+                start.to_json() if start else None,
+            ),
+        ),
+    )  # fmt: skip
+    bound: float | None = None
+    listed: float | None = None
+    try:
+        every = all_skeletons(graph, cluster, schedules, situation.costs, situation.training)
+        reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
+        listed = run.space.listed_bound(run.incumbent.time) or None
+        if listed is not None:
+            others = run.space.pipelines_bound
+            bound = listed if others is None else min(listed, others)
+    except KeyboardInterrupt:
+        reason = StopReason.INTERRUPTED
+    best = run.incumbent.best
+    if best is None and reason is StopReason.INTERRUPTED:
+        raise KeyboardInterrupt
+    if best is None:
+        raise ValueError(_no_plan(run, wishes))
+    plan = replace(
+        best.plan,
+        name=f"{graph.name} on {cluster.name}",
+        seed=seed,
+        prediction=Prediction(
+            best.step_time, tuple(stage.peak for stage in best.memory), best.fits
+        ),
+    )
+    return SearchResult(
+        graph=graph,
+        plan=plan,
+        simulation=replace(best, plan=plan),
+        baselines=run.baselines,
+        bound=bound if best.fits else None,
+        listed_bound=listed if best.fits else None,
+        bounds_all=run.space.pipelines_bound is not None,
+        space=tuple(entry.record for entry in run.space.entries),
+        front=tuple(run.incumbent.front),
+        trace=tuple(run.trace),
+        notes={**run.notes, **_batch_note(graph)},
+        stop_reason=reason,
+        evaluations=run.evaluations,
+        seconds=time.monotonic() - run.started,
+    )
+
+
+def _batch_note(graph: OperatorGraph) -> dict[str, str]:
+    """Why no plan cuts the batch, where none may."""
+    return {"batch not cut into microbatches": graph.whole_batch} if graph.whole_batch else {}
+
+
+def _check_method(name: str) -> None:
+    if name not in METHODS:
+        raise unknown("method to compare with called", name, METHODS)
+
+
+def _no_plan(run: Course, wishes: Constraints) -> str:
+    entries = run.space.entries
+    forbidden = sum(entry.fate is Fate.FORBIDDEN for entry in entries)
+    reasons = sorted({entry.why for entry in entries if entry.why})
+    return (
+        f"no plan meets the constraints {wishes.describe()}: of {len(entries)} skeletons "
+        f"{forbidden} have "
+        f"degrees that they do not allow; {'; '.join(reasons[:3]) or 'none was searched'}. Loosen "
+        "one of them"
+    )

@@ -1,0 +1,584 @@
+"""The course of a search: bounding, planning, ranking, surveying and searching skeletons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.searcher.annealing.chains import Chain, chain_seed, run_chains
+from stratagem.searcher.driver.improver import Improver
+from stratagem.searcher.driver.incumbent import Incumbent
+from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason, TracePoint
+from stratagem.searcher.driver.skeleton_entries import Entry, Space, first_policies
+from stratagem.searcher.driver.skeleton_work import Sharpener, remade
+from stratagem.searcher.driver.starting_plans import entry_of
+from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
+from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
+from stratagem.searcher.improvement.windows import improve_by_windows
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.methods.simple_strategies import baseline, baseline_names
+from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
+from stratagem.searcher.processes.checkpoint import Checkpoint, Searched, digest
+from stratagem.searcher.processes.search_clock import OutOfTimeError
+from stratagem.searcher.processes.worker_processes import Part, Workers, worker_count
+from stratagem.searcher.space.canonical_meshes import canonical
+from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.searcher.stage_dp.candidates import candidates
+from stratagem.searcher.stage_dp.plan_drafts import Candidate
+from stratagem.searcher.stage_dp.tables.variants import standard_layouts
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import registered_schedules
+from stratagem.simulator.simulation.simulation import Simulation
+
+CHAINS = 4
+"""Chains on a skeleton: so many cores can help, and one core makes the same plan."""
+MOST_RANKED, RANKED_OPERATORS = 48, 6_000
+"""Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
+SURVEYED, WALKED = 0.4, 0.6
+"""Of the seconds of a budget, how many may pass before walks over skeletons begin, and end."""
+MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
+"""Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
+large: the sum of their work is limited then (see `sharpening.Sharpened`)."""
+ASKED = 0.95
+"""Of the seconds of a budget, when nothing is begun any more: what was begun has to end, too."""
+ROUND = 8
+"""Skeletons that are sharpened at the same time, on any number of cores."""
+SHARED_OPERATORS = 100
+"""Models of fewer operators are searched faster than other processes start."""
+WINDOWS = 24
+"""Windows that are solved on a skeleton."""
+MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
+"""Plans of the program over stages that are simulated: so many, or fewer of a larger model, but at
+least two for each skeleton that is searched."""
+NEARLY, MOST_NEARLY = 1.05, 16
+"""Of small models so many skeletons more are searched, without chains, where a plan was met that
+takes less than so many times the best."""
+
+LARGE_PROGRAM = 400_000
+"""Operators times choices above which no integer program over a whole skeleton is tried."""
+MOST_REGIONS = 8
+"""Regions that such a program solves anew: its solution is a start for chains."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search is: what it does, how much of it is done (0 to 1), best step so far (s)."""
+
+    phase: str
+    fraction: float
+    best: float
+
+
+Report = Callable[[Progress], None]
+
+
+class Course:
+    """The state of one search."""
+
+    def __init__(
+        self,
+        space: Space,
+        budget: Budget,
+        seed: int,
+        num_threads: int | None,
+        show: Report,
+        checkpoint: Checkpoint,
+    ) -> None:
+        self.space, self.budget, self.seed = space, budget, seed
+        self.num_threads, self._show, self._checkpoint = num_threads, show, checkpoint
+        self.started = time.monotonic()
+        self.incumbent = Incumbent(space.constraints, space.options)
+        self.trace: list[TracePoint] = []
+        self.evaluations = 0
+        self.notes: dict[str, str] = {}
+        self.baselines: dict[str, Simulation] = {}
+        self._sharpener = Sharpener(
+            space.situation,
+            space.options,
+            space.zero_stages,
+            space.constraints,
+            space.policies,
+            seed,
+            space.quick,
+        )
+
+    # -- the course ----------------------------------------------------------------------------
+
+    def go(
+        self,
+        listed: Iterable[Skeleton],
+        schedules: Sequence[str],
+        baselines: Sequence[str],
+        start: Plan | None,
+        num_skeletons: int,
+        num_bounded: int | None,
+    ) -> StopReason:
+        """Simulate baselines; bound, rank, survey, search and certify skeletons."""
+        self._start_clock(schedules[0], baselines)
+        large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
+        remake = remade, (registered_schedules(), *self._sharpener.arguments)
+        others = worker_count(self.num_threads) if large else 0
+        with Workers(self._sharpener, *remake, others) as self._workers:
+            try:
+                return self._go(listed, schedules, baselines, start, num_skeletons, num_bounded)
+            except OutOfTimeError:
+                return StopReason.SECONDS
+            finally:
+                if self._workers.failure:
+                    self.notes["other processes"] = f"not used: {self._workers.failure}"
+
+    def _start_clock(self, schedule: str, methods: Sequence[str]) -> None:
+        """Let the time of the budget end what follows, once there is a plan to hand back."""
+        if self.budget.seconds is None:
+            return
+        for name in baseline_names(self.space.situation, schedule, methods):
+            plan = _propose(self._sharpener, name, schedule, methods)
+            if plan is not None:
+                self.baselines[name] = self.space.situation.simulate(plan)
+                self.incumbent.offer(self.baselines[name])
+            if self.incumbent.best is not None:
+                self.space.situation.clock.until = self.started + ASKED * self.budget.seconds
+                return
+
+    def _go(
+        self,
+        listed: Iterable[Skeleton],
+        schedules: Sequence[str],
+        baselines: Sequence[str],
+        start: Plan | None,
+        num_skeletons: int,
+        num_bounded: int | None,
+    ) -> StopReason:
+        space = self.space
+        with self._simulated_baselines(schedules[0], baselines):
+            self.report("listing skeletons", 0.02)
+            groups = space.listed(listed)
+            looks = [
+                self._workers.part(Sharpener.look, [entry.skeleton for entry in group])
+                for group in groups
+            ]
+            stages = self._plan_stages(schedules, num_skeletons)
+            self.report("bounding skeletons", 0.1)
+            space.look_at(groups, [part.result() for part in looks])
+            space.bound_pipelines()
+        planned = self._take_stages(stages)
+        near = self._sharpener.neighbourhood(tuple(schedules))
+        improver = Improver(space, self.incumbent, near, self._workers, self.notes)
+        improver.begin_refining(
+            first_policies(sorted(planned, key=lambda e: e.rank))[:num_skeletons]
+        )
+        operators = len(space.situation.graph.operators)
+        most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
+        ranked = space.rank(
+            self.incumbent.offer,
+            lambda: self.incumbent.time,
+            most,
+            lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
+        )
+        best_ranked = first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
+        self.report("refining pipelines", 0.25)
+        refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
+        best_ranked = first_policies(refined)[:num_skeletons]
+        # A start is among the choices of its skeleton from the first, so that none is renumbered.
+        own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
+        weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
+        if num_bounded is not None:
+            weakest, work = num_bounded, np.inf
+        left = self._survey(best_ranked, weakest, work) if weakest else 0
+        self.report("refining pipelines", 0.35)
+        found = improver.descend(self._time_is_up)
+        left -= self._bound_found(found, left)
+        best_ranked = first_policies(sorted([*found, *refined], key=lambda e: e.rank))
+        best_ranked = best_ranked[:num_skeletons]
+        promising = self._promising(best_ranked)[:num_skeletons]
+        walked = improver.walk(
+            _begun_by(own, [*promising, *self._settled(num_skeletons)]),
+            self.budget.evaluations,
+            self.seed,
+            self._past(WALKED),
+            self._spend,
+        )
+        chosen = _begun_by(own, walked)
+        for number, entry in enumerate(chosen):
+            spare = self.budget.evaluations - self.evaluations
+            self._search_entry(entry, -(-spare // (len(chosen) - number)), number, len(chosen))
+            if self._time_is_up():
+                return StopReason.SECONDS
+        self._search_nearly_as_good()
+        left -= self._bound_found(improver.descend(self._time_is_up), left)
+        self._certify(left, work, self._time_is_up)
+        return self._reason()
+
+    def _reason(self) -> StopReason:
+        """Why a search ends that did all that it set out to do."""
+        best = self.incumbent.time
+        listed = self.space.listed_bound(best)
+        if not np.isfinite(best):
+            return StopReason.NOTHING_FITS
+        if listed >= best * (1 - 1e-6):
+            others = self.space.pipelines_bound or 0.0
+            return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
+        if self._time_is_up():
+            return StopReason.SECONDS
+        if self.budget.evaluations == 0:
+            return StopReason.NO_EVALUATIONS
+        spent = self.evaluations >= self.budget.evaluations
+        return StopReason.EVALUATIONS if spent else StopReason.SETTLED
+
+    @contextmanager
+    def _simulated_baselines(self, schedule: str, methods: Sequence[str]) -> Iterator[None]:
+        """Simulate baselines, by others while this process does what is inside if there are any.
+
+        They are taken after that. Where it is interrupted, those are that were simulated by then.
+        """
+        self.report("simulating baselines", 0.0)
+        names = baseline_names(self.space.situation, schedule, methods)
+        parts = {
+            name: self._workers.part(_propose, name, schedule, tuple(methods)) for name in names
+        }
+        if self._workers.is_alone:
+            self._take_baselines(parts)
+        try:
+            yield
+        except (KeyboardInterrupt, OutOfTimeError):
+            self._take_baselines({name: part for name, part in parts.items() if part.is_done})
+            raise
+        self._take_baselines(parts)
+
+    def _take_baselines(self, parts: Mapping[str, Part[Plan | None]]) -> None:
+        for name, part in parts.items():
+            plan = None if name in self.baselines else part.result()
+            if plan is not None:
+                self.baselines[name] = self.space.situation.simulate(plan, always=True)
+                self.incumbent.offer(self.baselines[name])
+
+    def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
+        """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
+        self.report("planning stages", 0.05)
+        small = DRAFTED_OPERATORS // len(self.space.situation.graph.operators)
+        try:
+            found = candidates(
+                self.space.situation,
+                schedules=schedules,
+                limit=max(2 * most, min(MOST_DRAFTED, small)),
+                limits=self.space.limits,
+                layouts=standard_layouts(regather=self.space.options.regather),
+            )
+        except ValueError as error:
+            self.notes["inter-operator program"] = str(error)
+            return []
+        for reason, count in found.pruned.items():
+            self.notes[f"inter-operator program: {reason}"] = str(count)
+        if found.shortage is not None:
+            self.notes[NOTHING_FITS_NOTE] = str(found.shortage)
+        return found.plans
+
+    def _take_stages(self, plans: Sequence[Candidate]) -> list[Entry]:
+        """Those of these that the constraints allow, simulated."""
+        s, options, found = self.space.situation, self.space.options, []
+        for candidate in plans:
+            skeleton, choices = canonical(candidate.skeleton, candidate.choices, s.cluster)
+            plan = s.plan(skeleton, choices, name="inter-operator DP", options=options)
+            simulation = s.simulate(plan)
+            if self.incumbent.offer(simulation):
+                found.append(self.space.take(skeleton, choices, simulation))
+        return found
+
+    def _survey(self, listed: Sequence[Entry], weakest: int, work: float) -> int:
+        """Sharpen the bounds of the best and of the `weakest`; how many of these are left.
+
+        What is met on the way tells more of a skeleton than known strategies do. It may take a
+        part of the seconds of the budget only.
+        """
+        stop = self._past(SURVEYED)
+        self.report("surveying skeletons", 0.25)
+        worth = [entry for entry in listed if entry.bound < self.incumbent.time]
+        if len(self._bound_entries(worth, stop)) < len(worth):
+            return weakest
+        return self._certify(weakest, work, stop)
+
+    def _bound_found(self, found: Sequence[Entry], most: int) -> int:
+        """Sharpen the bounds of skeletons that single changes led to; how many were.
+
+        Few of these were listed, and plans are met that choose anew for what was carried over.
+        """
+        worth = [entry for entry in found if entry.bound < self.incumbent.time]
+        return len(self._bound_entries(worth[:most], self._time_is_up))
+
+    def _promising(self, listed: Sequence[Entry]) -> list[Entry]:
+        """Skeletons worth searching: first where best plan known and bound together are least.
+
+        Where all of these are excluded, those that were not sharpened are left, the weakest first.
+        """
+        bounded = [e for e in self.space.entries if e.fate is Fate.BOUNDED and e.met is not None]
+        if not bounded:
+            return list(listed)
+        order = sorted(bounded, key=lambda e: e.promise)
+        others = sorted(
+            (e for e in self.space.entries if e.fate is Fate.OPEN), key=lambda e: e.bound
+        )
+        for group in ([*order, *listed], others):
+            left = [e for e in group if e.bound < self.incumbent.time]
+            found = [e for e in first_policies(left) if e.fate is not Fate.ENUMERATED]
+            if found:
+                return found
+        return []
+
+    def _settled(self, most: int) -> list[Entry]:
+        """The best pipelines whose every plan was scored: only other skeletons can be better."""
+        found = [
+            entry
+            for entry in self.space.entries
+            if entry.fate is Fate.ENUMERATED and entry.fits and len(entry.skeleton.stages) > 1
+        ]
+        return sorted(first_policies(found), key=lambda entry: entry.rank)[:most]
+
+    def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
+        """Bound, integer program, chains and windows on one skeleton."""
+        if entry.fate is Fate.ENUMERATED:
+            return
+        if entry.bound >= self.incumbent.time:
+            entry.fate = Fate.PRUNED
+            return
+        low, high = 0.4 + 0.5 * number / count, 0.4 + 0.5 * (number + 1) / count
+        self._phase = (f"searching {entry.skeleton}", low, high)
+        self.report(self._phase[0], low)
+        key = digest(entry.skeleton, entry.starts[:1])
+        known = self._checkpoint.get(key)
+        if known is not None:
+            self._recall(entry, known)
+            return
+        problem = self._problem(entry)
+        if problem is None:
+            return
+        counted = self._sharpener.enumerate(problem)
+        if counted is not None:
+            self._learn(entry, counted)
+            return
+        before = self.evaluations
+        starts = [problem.encode(choices) for choices in entry.starts[:2]]
+        if entry.met is None:
+            sharpen = self._sharpener.sharpen_problem
+            self._learn(entry, sharpen(problem, self._known(entry), self.incumbent.time))
+        if entry.bound >= self.incumbent.time or entry.met is None:
+            entry.fate = Fate.PRUNED
+            return
+        bound, shared = entry.met
+        entry.fate = Fate.ANNEALED
+        if np.isfinite(bound.score):
+            starts.append(bound.choice)
+        program = IntraProgram(problem)
+        starts += self._programmed(program)
+        best = self._chains(problem, starts, evaluations, number)
+        if not self._time_is_up():
+            best = improve_by_windows(program, best, max_windows=WINDOWS, stop=self._time_is_up)
+        simulation = self._simulate(problem, best)
+        self.incumbent.offer(simulation)
+        entry.know(simulation)
+        if not self._time_is_up():
+            spent = self.evaluations - before
+            self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
+
+    def _search_nearly_as_good(self) -> None:
+        """Search the others that may still be better, where that costs little.
+
+        A search of fewer skeletons searches what comes behind the first few of this one.
+        """
+        if len(self.space.situation.graph.operators) >= SHARED_OPERATORS:
+            return
+        found = [
+            entry
+            for entry in sorted(self.space.entries, key=lambda entry: entry.promise)
+            if entry.fate is Fate.BOUNDED
+            and entry.met is not None
+            and entry.met[0].score < NEARLY * self.incumbent.time
+        ]
+        for number, entry in enumerate(found[:MOST_NEARLY]):
+            if self._time_is_up():
+                return
+            self._search_entry(entry, 0, number, MOST_NEARLY)
+
+    def _recall(self, entry: Entry, known: Searched) -> None:
+        """Take a skeleton as searched that was searched before this search was stopped."""
+        simulation = self.space.situation.simulate(known.plan, always=True)
+        self.incumbent.offer(simulation)
+        entry.know(simulation)
+        self.evaluations += known.evaluations
+        entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
+        self.space.share_bound(entry, known.shared_bound)
+
+    def _programmed(self, program: IntraProgram) -> list[Ints]:
+        """The best choices under a sum of costs, as OptCNN and Alpa have it."""
+        choices = program.problem.choices
+        if len(choices) * max(map(len, choices)) > LARGE_PROGRAM or self._time_is_up():
+            return []
+        solution = program.solve(
+            program.sum_weights(),
+            memory=True,
+            alike=True,
+            max_parts=MOST_PARTS,
+            max_regions=MOST_REGIONS,
+            tolerance=1e-3,
+        )
+        return [solution.choice] if solution.choice is not None else []
+
+    def _chains(self, problem: Problem, starts: list[Ints], evaluations: int, number: int) -> Ints:
+        """The best choices that chains from the two best starts come to."""
+        ranked = sorted(
+            (Chain(problem, start, 1, 0) for start in starts),
+            key=lambda chain: chain.rank,
+        )
+        share, rest = divmod(evaluations, CHAINS)
+        chains = [
+            Chain(
+                problem,
+                ranked[k % min(2, len(ranked))].choice,
+                share + (k < rest),
+                chain_seed(self.seed, number * CHAINS + k),
+            )
+            for k in range(CHAINS)
+        ]
+        try:
+            run_chains(
+                chains,
+                num_threads=self.num_threads,
+                after_round=lambda: self._after_round(chains),
+            )
+        except KeyboardInterrupt:
+            best = min(chains, key=lambda chain: chain.rank)
+            self.incumbent.offer(self._simulate(problem, best.best))
+            raise
+        self.evaluations += sum(chain.done for chain in chains)
+        return min([*chains, *ranked], key=lambda chain: chain.rank).best
+
+    def _after_round(self, chains: list[Chain]) -> bool:
+        done = sum(chain.done for chain in chains)
+        _, best = min(chain.rank for chain in chains)
+        name, low, high = self._phase
+        total = max(1, sum(chain.total for chain in chains))
+        self.trace.append(
+            TracePoint(self.evaluations + done, name, min(best, self.incumbent.time))
+        )
+        self.report(name, low + (high - low) * done / total, min(best, self.incumbent.time))
+        return self._time_is_up()
+
+    def _spend(self, evaluations: int, share: float) -> None:
+        """Note that walks spent some evaluations, and which share of their rounds is done."""
+        self.evaluations += evaluations
+        phase = "walking over skeletons"
+        if np.isfinite(self.incumbent.time):
+            self.trace.append(TracePoint(self.evaluations, phase, self.incumbent.time))
+        self.report(phase, 0.35 + 0.05 * share)
+
+    def _certify(self, most: int, work_left: float, stop: Callable[[], bool]) -> int:
+        """Sharpen the bounds that limit the certificate; how many are left.
+
+        Those on meshes of fewer axes, whose tables are small, come first: better plans are met
+        there, which exclude some of the others. Of equal ones the weakest come first. What is
+        sharpened at the same time differs in more than its policy: the bound of one policy often
+        excludes those that recompute more.
+        """
+        left = most
+        while left and work_left > 0:
+            weak = [
+                entry
+                for entry in self.space.entries
+                if entry.bound < self.incumbent.time and entry.fate in (Fate.OPEN, Fate.RANKED)
+            ]
+            if not weak:
+                return 0
+            weak.sort(key=lambda e: (_num_axes(e), e.bound))
+            listed = first_policies(weak)[: min(ROUND, left)]
+            self.report("sharpening bounds", 0.35 - 0.1 * left / most)
+            done = self._bound_entries(listed, stop)
+            left, work_left = left - len(done), work_left - sum(done)
+            if len(done) < len(listed):
+                return left
+        return 0
+
+    def _bound_entries(self, entries: Sequence[Entry], stop: Callable[[], bool]) -> list[float]:
+        """Sharpen bounds of skeletons, or enumerate them, until it is time to stop.
+
+        Returns:
+            How much work each was that was done.
+        """
+        best = self.incumbent.time
+        parts = [
+            self._workers.part(Sharpener.sharpen, self._known(entry), best) for entry in entries
+        ]
+        done: list[float] = []
+        for entry, found in zip(entries, self._workers.results(parts, stop), strict=False):
+            self._learn(entry, found)
+            done.append(found.work)
+        return done
+
+    def _known(self, entry: Entry) -> Known:
+        return Known(entry.skeleton, entry.bound, entry.starts[0] if entry.starts else {})
+
+    def _learn(self, entry: Entry, found: Sharpened) -> None:
+        """Take what became of a skeleton."""
+        entry.bound, entry.fate = max(entry.bound, found.bound), found.fate
+        entry.why = found.why or entry.why
+        if found.left_out:
+            self.notes[f"left out on {entry.skeleton}"] = found.left_out
+        if found.shared:
+            self.space.share_bound(entry, found.shared)
+        if found.met is not None:
+            entry.met = found.met, found.shared
+        if found.plan is not None:
+            simulation = self.space.situation.simulate(found.plan, always=True)
+            if self.incumbent.offer(simulation):
+                entry.know(simulation)
+
+    # -- to whoever watches, and the clock ------------------------------------------------------
+
+    def report(self, phase: str, fraction: float, best: float | None = None) -> None:
+        """Tell whoever watches."""
+        self._show(Progress(phase, fraction, self.incumbent.time if best is None else best))
+
+    def _past(self, share: float) -> Callable[[], bool]:
+        """What says whether so much of the seconds of the budget has passed."""
+        limit = self.budget.seconds
+        until = np.inf if limit is None else self.started + share * limit
+        return lambda: time.monotonic() > until
+
+    def _time_is_up(self) -> bool:
+        return self._past(1.0)()
+
+    def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
+        return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)
+
+    def _problem(self, entry: Entry) -> Problem | None:
+        """The choices of a skeleton and their prices; None, and why, where none is allowed."""
+        try:
+            problem, left_out = self._sharpener.problem(self._known(entry))
+        except NoChoiceError as error:
+            entry.fate, entry.why = Fate.FORBIDDEN, str(error)
+            return None
+        if left_out:
+            self.notes[f"left out on {entry.skeleton}"] = left_out
+        return problem
+
+
+def _propose(
+    sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]
+) -> Plan | None:
+    """The best plan of a baseline."""
+    listed = {method: METHODS[method] for method in methods}
+    found = baseline(sharpener.situation, name, schedule, listed)
+    return found.plan if found is not None else None
+
+
+def _begun_by(own: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+    """First one's own, then the others that are none of these."""
+    return [*own, *(entry for entry in others if entry not in own)]
+
+
+def _num_axes(entry: Entry) -> int:
+    """How many axes of more than one device the widest mesh of a skeleton has."""
+    return max(sum(ways > 1 for ways in mesh.shape) for mesh in entry.skeleton.meshes)

@@ -1,0 +1,308 @@
+"""Which skeletons a search looks at: bounded first, then ranked by known strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from stratagem.searcher.bounds.all_pipelines import PipelineWork
+from stratagem.searcher.bounds.cutting_planes import Bound
+from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
+from stratagem.searcher.driver.result import SkeletonRecord
+from stratagem.searcher.improvement.outcomes import Fate
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.constraints import BoundConstraints
+from stratagem.searcher.space.schedule_traits import traits_of
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Options, Skeleton, distinct_stages
+from stratagem.searcher.space.strategies import known_strategies, with_recompute
+from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.simulator.simulation.simulation import Simulation
+
+
+@dataclass(eq=False)
+class Entry:
+    """A skeleton of the space and what is known of it.
+
+    `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
+    `simulation` the best one's. The choices of the first start are among those searched. `met` is
+    its sharpened bound with the best plan met, and what it says of policies that recompute more.
+    `fullness` is what share of its memory some rank takes at least, where that is surely too much.
+    """
+
+    skeleton: Skeleton
+    bound: float
+    fate: Fate = Fate.OPEN
+    starts: list[Choices] = field(default_factory=list)
+    simulation: Simulation | None = None
+    why: str = ""
+    met: tuple[Bound, float] | None = None
+    fullness: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the best plan known fits."""
+        return self.simulation is not None and self.simulation.fits
+
+    @property
+    def best_time(self) -> float:
+        """Seconds of the best plan known, if it fits; infinite else."""
+        return self.simulation.step_time if self.simulation and self.fits else float("inf")
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sorts entries by their best plan (see `baselines.rank`); those without come last."""
+        return rank(self.simulation) if self.simulation is not None else (float("inf"), 0.0)
+
+    @property
+    def promise(self) -> float:
+        """Bound and best plan known together, in seconds: where the least is, one may hope most.
+
+        A plan over the memory counts with its score, which grows with the excess.
+        """
+        return self.bound + min(self.best_time, self.met[0].score if self.met else float("inf"))
+
+    def know(self, simulation: Simulation) -> None:
+        """Take a plan of the skeleton; the best one is remembered."""
+        if rank(simulation) < self.rank:
+            self.simulation = simulation
+
+    @property
+    def record(self) -> SkeletonRecord:
+        """What the result says of it."""
+        known = self.best_time if self.fits else None
+        return SkeletonRecord(self.skeleton, self.fate, self.bound, known, self.why)
+
+
+class Space:
+    """All skeletons of a search, one entry for each recompute policy.
+
+    Args:
+        situation: model, cluster, training and prices.
+        options: of choices; its policies are tried one after the other.
+        zero_stages: of choices.
+        constraints: what plans may do.
+        schedules: that pipelines may run under.
+    """
+
+    def __init__(
+        self,
+        situation: Situation,
+        options: Options,
+        zero_stages: tuple[int, ...],
+        constraints: BoundConstraints,
+        schedules: tuple[str, ...] = ("1f1b",),
+    ) -> None:
+        self.situation, self.options = situation, options
+        self.zero_stages, self.constraints = zero_stages, constraints
+        self.schedules = schedules
+        allowed = constraints.constraints.recompute
+        self.policies = tuple(p for p in options.recompute if allowed is None or p in allowed)
+        if not self.policies:
+            raise ValueError(
+                f"constraints allow the recompute policies {', '.join(allowed or ())}, but the "
+                f"options try {', '.join(options.recompute)}: name one of these"
+            )
+        self.entries: list[Entry] = []
+        self.quick = QuickBounds(situation, options, constraints.constraints.headroom)
+        self.is_looked_at = False
+        self.pipelines_bound: float | None = None
+        self._promising: dict[Skeleton, tuple[int, ...]] = {}
+
+    @property
+    def limits(self) -> Limits:
+        """Constraints as the program over stages knows them; the rest is checked on its plans."""
+        wishes = self.constraints.constraints
+        return Limits(
+            max_stages=wishes.max_pipeline or 64,
+            num_stages=(wishes.pipeline,) if wishes.pipeline else (),
+            tensor_ways=tuple(range(1, (wishes.tensor or wishes.max_tensor or 0) + 1)),
+            zero_stages=self.zero_stages,
+            microbatches=wishes.microbatches or (),
+            recompute=self.policies,
+            headroom=wishes.headroom,
+        )
+
+    def listed(self, skeletons: Iterable[Skeleton]) -> list[list[Entry]]:
+        """Take skeletons in, each under every policy; what the constraints forbid is left out.
+
+        Returns:
+            Those to have a quick look at, with equal numbers of microbatches together: they share
+            most of what is priced then. `look_at` takes what was seen.
+        """
+        known = {entry.skeleton for entry in self.entries}
+        groups: dict[int, list[Entry]] = {}
+        for skeleton in skeletons:
+            fine = self.constraints.allows_skeleton(skeleton)
+            for policy in self.policies:
+                entry = Entry(replace(skeleton, recompute=policy), float("inf"))
+                if entry.skeleton in known:
+                    continue
+                self.entries.append(entry)
+                if fine:
+                    groups.setdefault(skeleton.num_microbatches, []).append(entry)
+                else:
+                    entry.fate = Fate.FORBIDDEN
+        return list(groups.values())
+
+    def look_at(self, groups: Iterable[list[Entry]], looks: Iterable[list[Look]]) -> None:
+        """Take quick looks at all that `listed` gave; what cannot fit is pruned."""
+        for entries, found in zip(groups, looks, strict=True):
+            for entry, look in zip(entries, found, strict=True):
+                entry.bound, entry.fullness, entry.why = look.bound, look.fullness, look.why
+                if look.why:
+                    entry.fate = Fate.FULL
+        self.entries.sort(key=lambda entry: (entry.bound, entry.fullness))
+        self.is_looked_at = True
+
+    def computing_bound(self, skeleton: Skeleton) -> float:
+        """Seconds that no plan of a skeleton is under, by what it computes."""
+        return self.quick.computing(skeleton)
+
+    def take(self, skeleton: Skeleton, choices: Choices, simulation: Simulation) -> Entry:
+        """The entry of a skeleton for which a plan is known; it comes first among its starts.
+
+        What a bound met is then forgotten, as its choices are numbered without that start.
+        """
+        for entry in self.entries:
+            if entry.skeleton == skeleton:
+                entry.starts.insert(0, choices)
+                entry.met = None
+                entry.know(simulation)
+                break
+        else:
+            bound = self.computing_bound(skeleton)
+            entry = Entry(skeleton, bound, Fate.RANKED, [choices], simulation)
+            self.entries.append(entry)
+        if entry.fate is Fate.FULL and simulation.fits:
+            # The plan's own choices are none of the space's: they recompute more, for example.
+            entry.bound, entry.fate, entry.why = self.computing_bound(skeleton), Fate.OPEN, ""
+        entry.fate = Fate.RANKED if entry.fate is Fate.OPEN else entry.fate
+        return entry
+
+    def rank(
+        self,
+        offer: Callable[[Simulation], bool],
+        best: Callable[[], float],
+        most: int,
+        tick: Callable[[int], None],
+    ) -> list[Entry]:
+        """Simulate known strategies on skeletons, least bound first; the best skeleton first.
+
+        A policy that recomputes more is tried where those before it leave nothing that fits, with
+        the two strategies that came closest to fitting and the one that needs the least memory.
+        Skeletons of which no plan fits are tried while none is known that does, those that lack
+        least first.
+
+        Args:
+            offer: takes every simulation; whether the constraints allow it.
+            best: seconds of the best plan until now.
+            most: how many skeletons to simulate.
+            tick: called with the number of each.
+        """
+        fitting: set[Skeleton] = set()
+        ranked: list[Entry] = []
+        for entry in self.entries:
+            base = replace(entry.skeleton, recompute=self.policies[0])
+            if entry.fate not in (Fate.OPEN, Fate.FULL) or base in fitting:
+                continue
+            if entry.fate is Fate.FULL and best() < float("inf"):
+                continue
+            if entry.fate is Fate.OPEN and entry.bound >= best():
+                entry.fate = Fate.PRUNED
+                continue
+            if len(ranked) >= most:
+                continue
+            tick(len(ranked))
+            self._try_strategies(entry, offer)
+            ranked.append(entry)
+            if entry.fits:
+                fitting.add(base)
+        return sorted(ranked, key=lambda e: e.rank)
+
+    def _try_strategies(self, entry: Entry, offer: Callable[[Simulation], bool]) -> None:
+        entry.fate = Fate.RANKED
+        tried: list[tuple[Simulation, Choices]] = []
+        base = replace(entry.skeleton, recompute=self.policies[0])
+        strategies = self._strategies(entry.skeleton)
+        if base in self._promising:
+            strategies = [strategies[k] for k in self._promising[base]]
+        for choices in strategies:
+            plan = self.situation.plan(
+                entry.skeleton, choices, name="strategy", options=self.options
+            )
+            simulation = self.situation.simulate(plan)
+            if offer(simulation):
+                tried.append((simulation, choices))
+        order = sorted(range(len(tried)), key=lambda k: rank(tried[k][0]))
+        if len(tried) == len(strategies):
+            lean = sorted(range(len(tried)), key=lambda k: tried[k][0].peak_memory)
+            self._promising.setdefault(base, tuple(dict.fromkeys([*order[:2], lean[0]])))
+        tried = [tried[k] for k in order]
+        entry.starts = [choices for _, choices in tried]
+        if tried:
+            entry.simulation = tried[0][0]
+        else:
+            entry.why = "no known strategy meets the constraints"
+
+    def _strategies(self, skeleton: Skeleton) -> list[Choices]:
+        """Known strategies with the ZeRO stages of the search; none on meshes that differ."""
+        small = self.situation.graph.microbatch(skeleton.num_microbatches)
+        shape = skeleton.meshes[0].shape
+        if any(mesh.shape != shape for mesh in skeleton.meshes):
+            return []
+        zeros = distinct_stages(self.zero_stages, skeleton.num_microbatches)
+        made = known_strategies(small, shape, zero_stages=zeros, model_zero_stages=zeros[:2])
+        return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
+
+    def share_bound(self, entry: Entry, seconds: float) -> None:
+        """Take a bound of an entry as one of its skeleton under every policy."""
+        base = replace(entry.skeleton, recompute=self.policies[0])
+        for other in self.entries:
+            if replace(other.skeleton, recompute=self.policies[0]) == base:
+                other.bound = max(other.bound, seconds)
+
+    def listed_bound(self, best: float) -> float:
+        """What no plan on a skeleton of the list is under; what that excludes by now is pruned.
+
+        It is 0 before all were looked at.
+        """
+        if not self.is_looked_at:
+            return 0.0
+        for entry in self.entries:
+            if entry.fate is Fate.OPEN and entry.bound >= best:
+                entry.fate = Fate.PRUNED
+        open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
+        return min([best, *open_ones])
+
+    def bound_pipelines(self) -> None:
+        """Find what no pipeline is under that the constraints allow, wherever it is cut.
+
+        The stages of those on the list are as equal as can be, while a search meets others, too.
+        It is infinite where constraints, devices or operators leave no pipeline, and stays unknown
+        on many devices, where it takes long.
+        """
+        if self.situation.cluster.num_devices <= SMALL_CLUSTER:
+            self.pipelines_bound = self._least_pipeline()
+
+    def _least_pipeline(self) -> float:
+        c, graph = self.constraints.constraints, self.situation.graph
+        least = c.pipeline or 2
+        layers = sum(operator.kind != "source" for operator in graph.operators)
+        most = min(self.situation.cluster.num_devices, layers, c.max_pipeline or layers)
+        if not 2 <= least <= most:
+            return float("inf")
+        work = PipelineWork(self.quick.models, self.options, self.policies)
+        fills = all(traits_of(name).fills for name in self.schedules)
+        return min(
+            work.seconds(parts, least, fills=fills)
+            for parts in c.microbatches or graph.microbatch_counts
+        )
+
+
+def first_policies(entries: Iterable[Entry]) -> list[Entry]:
+    """Of entries that differ in their policy only, the first."""
+    first: dict[Skeleton, Entry] = {}
+    for entry in entries:
+        first.setdefault(replace(entry.skeleton, recompute="none"), entry)
+    return list(first.values())

@@ -1,0 +1,306 @@
+"""What a search does for one skeleton, whatever it knows of others: bound it, settle or refine.
+
+So several processes can do it for skeletons at the same time (see `workers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.bounds.cutting_planes import Bound, lower_bound
+from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
+from stratagem.searcher.driver.incumbent import Incumbent
+from stratagem.searcher.improvement.downhill import Refiner
+from stratagem.searcher.improvement.neighbours import Neighbourhood, recomputing_more
+from stratagem.searcher.improvement.outcomes import Fate, Known, Refined, Settled, Sharpened
+from stratagem.searcher.problem.exhaustive import exhaustive
+from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem, make_problem
+from stratagem.searcher.problem.roomy_choices import roomy_problem
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.constraints import BoundConstraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.named_schedules import Sizes, register_schedule
+
+BOUND_ROUNDS = 12
+"""Cutting planes of a skeleton's bound."""
+ENUMERATED = 100_000
+"""Skeletons with so many plans at most are enumerated."""
+LARGE_TABLES = 20_000_000
+"""Operators times pairs of choices above which prices of edges are not kept for other skeletons:
+they would take gigabytes."""
+WORK_OF_CHOICES = 40_000
+"""Beside its pairs of choices an operator takes as much work as so many of them."""
+
+
+class Sharpener:
+    """Bounds skeletons of one search, settles plans on them and refines these.
+
+    Args:
+        situation: model, cluster, training and prices.
+        options: of choices.
+        zero_stages: of choices.
+        constraints: what plans may do.
+        policies: of recomputing that the search tries; those that recompute more come later.
+        seed: of the search, in the plans made.
+        quick: quick bounds that share what they price with others; its own if left out.
+    """
+
+    def __init__(
+        self,
+        situation: Situation,
+        options: Options,
+        zero_stages: tuple[int, ...],
+        constraints: BoundConstraints,
+        policies: tuple[str, ...],
+        seed: int,
+        quick: QuickBounds | None = None,
+    ) -> None:
+        self.situation = situation
+        headroom = constraints.constraints.headroom
+        self._quick = quick or QuickBounds(situation, options, headroom)
+        self._options, self._zero_stages = options, zero_stages
+        self._constraints, self._policies, self._seed = constraints, policies, seed
+        self._neighbourhoods: dict[tuple[str, ...], Neighbourhood] = {}
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """Those that make the same once more, without the prices that it has looked up."""
+        return (
+            replace(self.situation, memory=RowMemory()),
+            self._options,
+            self._zero_stages,
+            self._constraints,
+            self._policies,
+            self._seed,
+        )
+
+    def look(self, skeletons: Sequence[Skeleton]) -> list[Look]:
+        """A quick look at each skeleton."""
+        return self._quick.look(skeletons)
+
+    def sharpen(self, known: Known, best: float) -> Sharpened:
+        """Sharpen the bound of a skeleton, or enumerate it.
+
+        Gathering inputs again only adds tasks and doubles choices, so without memory it is left
+        out first.
+
+        Args:
+            known: the skeleton and what is known of it.
+            best: seconds of the best plan known of all; a bound above need not be sharper.
+        """
+        work, bound, shared = 0.0, known.bound, None
+        left_out = ""
+        try:
+            if self._options.regather and np.isfinite(best):
+                lean, _ = self.problem(known, replace(self._options, regather=False))
+                work += work_of(lean)
+                bound, shared = self.without_memory(lean, known, best)
+                if bound >= best:
+                    return Sharpened(Fate.BOUNDED, bound, shared, work=work)
+            problem, left_out = self.problem(known)
+        except NoChoiceError as error:
+            return Sharpened(Fate.FORBIDDEN, bound, shared or 0.0, work=work, why=str(error))
+        work += work_of(problem)
+        found = self.enumerate(problem) or self.sharpen_problem(
+            problem, replace(known, bound=bound), best, shared
+        )
+        return replace(found, work=work, left_out=left_out)
+
+    def problem(self, known: Known, options: Options | None = None) -> tuple[Problem, str]:
+        """The choices of a skeleton and their prices, and which were left out.
+
+        Args:
+            known: the skeleton; its start is among the choices.
+            options: the search's when left out.
+
+        Raises:
+            NoChoiceError: constraints leave an operator no choice.
+        """
+        s = self.situation
+        s.clock.check()
+
+        def make(options: Options) -> Problem:
+            return make_problem(
+                s.graph,
+                known.skeleton,
+                s.cluster,
+                s.training,
+                s.costs,
+                self._zero_stages,
+                s.memory,
+                options,
+                include=known.start,
+                constraints=self._constraints,
+            )
+
+        problem, left_out = roomy_problem(
+            s, known.skeleton, options or self._options, make, ENUMERATED
+        )
+        widest = max(map(len, problem.choices))
+        if len(problem.choices) * widest**2 > LARGE_TABLES:
+            s.memory.edges.clear()
+        return problem, left_out
+
+    def enumerate(self, problem: Problem) -> Sharpened | None:
+        """Score every plan of a skeleton that has few; None where it has many."""
+        if problem.num_plans > ENUMERATED:
+            return None
+        optimum = exhaustive(problem, limit=ENUMERATED)
+        bound = optimum.score if optimum.fits else float("inf")
+        return Sharpened(Fate.ENUMERATED, bound, plan=self.plan(problem, optimum.choice))
+
+    def sharpen_problem(
+        self, problem: Problem, known: Known, best: float, shared: float | None = None
+    ) -> Sharpened:
+        """Bound a skeleton whose prices are known.
+
+        Args:
+            problem: its choices and their prices.
+            known: the skeleton and what is known of it.
+            best: seconds of the best plan known of all.
+            shared: what is known of policies that recompute more, where that was asked before.
+        """
+        low = known.bound
+        if shared is None:
+            low, shared = self.without_memory(problem, known, best)
+        met = self._lower_bound(problem, known, best, memory=True)
+        low = max(low, met.seconds)
+        promising = met.score < best and low < best
+        return Sharpened(
+            Fate.BOUNDED,
+            low,
+            shared,
+            met,
+            self.plan(problem, met.choice) if promising else None,
+            why="" if np.isfinite(met.seconds) else "no plan of it fits the memory",
+        )
+
+    def without_memory(self, problem: Problem, known: Known, best: float) -> tuple[float, float]:
+        """Bound a skeleton whatever its memory: its bound, and that of policies that do more.
+
+        This takes half the time, and as a rule it excludes the skeleton.
+        """
+        if np.isinf(best):
+            return known.bound, 0.0
+        seconds = self._lower_bound(problem, known, best, memory=False).seconds
+        shared = seconds if known.skeleton.recompute == self._policies[0] else 0.0
+        return max(known.bound, seconds), shared
+
+    def _lower_bound(self, problem: Problem, known: Known, best: float, *, memory: bool) -> Bound:
+        first = np.zeros(len(problem.choices), dtype=np.int64)
+        if known.start:
+            first = problem.encode(known.start)
+        return lower_bound(
+            problem,
+            first,
+            rounds=BOUND_ROUNDS,
+            target=best,
+            memory=memory,
+            check=self.situation.clock.check,
+        )
+
+    def neighbourhood(self, schedules: tuple[str, ...]) -> Neighbourhood:
+        """Which plans are neighbours where pipelines may run under these schedules; one each."""
+        if schedules not in self._neighbourhoods:
+            self._neighbourhoods[schedules] = Neighbourhood(
+                self.situation,
+                self._options,
+                self._policies,
+                schedules,
+                self._quick.computing,
+                self._constraints.allows_skeleton,
+            )
+        return self._neighbourhoods[schedules]
+
+    def refine(
+        self, skeleton: Skeleton, plan: Plan, schedules: tuple[str, ...], most: int
+    ) -> Refined:
+        """Go downhill from a plan (see `Refiner`).
+
+        Args:
+            skeleton: with the policy of each stage.
+            plan: on it.
+            schedules: that pipelines may run under.
+            most: simulations.
+        """
+        incumbent = Incumbent(self._constraints, self._options)
+        refiner = Refiner(self.neighbourhood(schedules), incumbent.offer)
+        start = self.situation.simulate(plan)
+        skeleton, best, changes = refiner.refine(skeleton, start, most)
+        return Refined(skeleton, best.plan, tuple(changes))
+
+    def settle(
+        self, skeleton: Skeleton, choices: Choices, limit: float, evaluations: int, seed: int
+    ) -> Settled | None:
+        """Run a chain over the choices of a skeleton.
+
+        Where its best does not fit but takes less than `limit`, stages that do not fit recompute
+        more, and another chain goes on there.
+
+        Args:
+            skeleton: with the policy of each stage.
+            choices: where the chain begins.
+            limit: seconds of a step from which a plan is of no use.
+            evaluations: of each chain.
+            seed: of the chains.
+
+        Returns:
+            None where constraints leave an operator no choice.
+        """
+        spent = 0
+        while True:
+            try:
+                problem, _ = self.problem(Known(skeleton, 0.0, choices))
+            except NoChoiceError:
+                return None
+            chain = Chain(problem, problem.encode(choices), evaluations, seed)
+            chain.advance(evaluations)
+            plan, (unfit, score) = self.plan(problem, chain.best), chain.rank
+            spent += chain.done
+            settled = Settled(skeleton, plan, not unfit, score, spent)
+            if settled.fits:
+                return settled
+            found = self.situation.simulate(plan)
+            if found.step_time >= limit:
+                return settled
+            more = recomputing_more(skeleton, found, self.situation.graph, self._policies)
+            if more is None:
+                return settled
+            skeleton, choices = more
+
+    def plan(self, problem: Problem, choice: Ints) -> Plan:
+        """The plan that makes some choices of a skeleton."""
+        return problem.plan(
+            choice,
+            name="searched",
+            seed=self._seed,
+            fingerprint=self.situation.graph.fingerprint,
+        )
+
+
+def remade(own: Mapping[str, Callable[[Sizes], Schedule]], *arguments: Any) -> Sharpener:
+    """A sharpener in another process, which must learn of the schedules registered in this one.
+
+    Args:
+        own: see `registered_schedules`.
+        arguments: of the sharpener.
+    """
+    for name, make in own.items():
+        register_schedule(name, make)
+    return Sharpener(*arguments)
+
+
+def work_of(problem: Problem) -> float:
+    """What bounding a problem takes: operators times pairs of choices, and more."""
+    widest = max(map(len, problem.choices))
+    return float(len(problem.choices) * (widest**2 + WORK_OF_CHOICES))

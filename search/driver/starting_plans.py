@@ -1,0 +1,72 @@
+"""The plan that somebody has a search start from, as a skeleton of its space."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stratagem.searcher.driver.incumbent import Incumbent
+from stratagem.searcher.driver.skeleton_entries import Entry, Space
+from stratagem.searcher.space.choices import choices_of
+from stratagem.searcher.space.schedule_traits import searched_schedules
+from stratagem.searcher.space.skeletons import skeleton_of
+from stratagem.simulator.plan.plan import Plan
+
+
+def entry_of(
+    start: Plan, space: Space, incumbent: Incumbent, notes: dict[str, str]
+) -> list[Entry]:
+    """The skeleton of a plan that somebody gave, with the plan as its start.
+
+    There is none where a search does not choose for plans of its kind: the plan is kept until a
+    better one is found.
+
+    Args:
+        start: the plan.
+        space: takes its skeleton.
+        incumbent: takes the plan.
+        notes: are told where the plan was changed, or is only compared.
+
+    Raises:
+        ValueError: it is a plan for another cluster, or none for this model.
+    """
+    situation = space.situation
+    start.check(start.rewrite(situation.graph).graph)
+    if start.training != situation.training:
+        start = replace(start, training=situation.training)
+        notes["the plan to start from"] = "taken with the training of the search"
+    if start.cluster != situation.cluster:
+        raise ValueError(
+            f"the plan to start from is for cluster {start.cluster.name!r} as it was then, "
+            f"not for the {situation.cluster.name!r} given: search anew"
+        )
+    simulation = situation.simulate(start, always=True)
+    allowed = incumbent.offer(simulation)
+    why = not_chosen_for(start, situation.graph.fingerprint)
+    if not why and not allowed:
+        notes["the plan to start from"] = "taken with the options of the search"
+        simulation = situation.simulate(_as_options_say(start, space))
+        allowed = incumbent.offer(simulation)
+        why = "" if allowed else "it does not meet the constraints"
+    if why:
+        notes["the plan to start from is only compared"] = why
+        return []
+    return [space.take(skeleton_of(start), choices_of(simulation.plan), simulation)]
+
+
+def not_chosen_for(plan: Plan, fingerprint: str) -> str:
+    """Why a search of a graph does not choose for plans of a kind; empty if it does."""
+    if plan.substitutions or plan.fingerprint != fingerprint:
+        return "its graph is rewritten"
+    if plan.token_slices != 1:
+        return "it slices tokens"
+    if plan.schedule not in searched_schedules():
+        return f"its schedule is {plan.schedule}"
+    return ""
+
+
+def _as_options_say(plan: Plan, space: Space) -> Plan:
+    """A plan without what the options of the search do not allow."""
+    choices = choices_of(plan)
+    if not space.options.regather:
+        choices = {name: replace(choice, regather=False) for name, choice in choices.items()}
+    return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=space.options)

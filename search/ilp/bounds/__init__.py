@@ -1,0 +1,6 @@
+"""Lower bounds on integer programs.
+
+In:      a reduced problem.
+Out:     bounds by dual ascent and linear relaxation.
+Imports: ilp.problem.
+"""

@@ -1,0 +1,108 @@
+"""A problem laid out as arrays, for kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stratagem.searcher.ilp.problem.reductions import Problem
+from stratagem.simulator.base.arrays import Floats, Ints
+
+FORBIDDEN_FACTOR = 100.0
+"""What a forbidden pair costs, as a multiple of the dearest allowed one: sums stay finite."""
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """Costs, neighbours and tables of the nodes that are alive.
+
+    Directed edge e is one of `adjacency[i]` to `adjacency[i + 1]`, goes to `neighbours[e]`, has
+    its table (rows by the strategies of i) at `tables[e]` in `pool`, and a message to i, a number
+    per strategy, at `places[e]`; `reverse[e]` is the same edge from its other end. `num_nodes`
+    counts those of the problem that are not alive, too.
+    """
+
+    num_nodes: int
+    nodes: list[int]
+    starts: Ints
+    costs: Floats
+    adjacency: Ints
+    neighbours: Ints
+    reverse: Ints
+    tables: Ints
+    pool: Floats
+    places: Ints
+
+    @classmethod
+    def of(cls, problem: Problem) -> Flat:
+        """Lay out a problem."""
+        nodes = problem.alive
+        place = {node: number for number, node in enumerate(nodes)}
+        number = {}
+        offsets: dict[int, int] = {}
+        pool: list[Floats] = []
+        size = 0
+        adjacency = [0]
+        neighbours: list[int] = []
+        tables: list[int] = []
+        sizes: list[int] = []
+        for node in nodes:
+            for other, table in problem.links[node].items():
+                if id(table) not in offsets:
+                    offsets[id(table)] = size
+                    pool.append(table.ravel())
+                    size += table.size
+                number[node, other] = len(neighbours)
+                neighbours.append(place[other])
+                tables.append(offsets[id(table)])
+                sizes.append(len(table))
+            adjacency.append(len(neighbours))
+        costs = [problem.costs[node] for node in nodes]
+        flat = np.concatenate([*pool, np.empty(0)])
+        finite = np.isfinite(flat)
+        dearest = max(
+            float(np.max(np.abs(flat), initial=1.0, where=finite)),
+            max((float(np.abs(each).max()) for each in costs), default=1.0),
+        )
+        flat[~finite] = FORBIDDEN_FACTOR * dearest
+        return cls(
+            num_nodes=len(problem.costs),
+            nodes=nodes,
+            starts=np.concatenate(([0], np.cumsum([len(each) for each in costs]))).astype(
+                np.int64
+            ),
+            costs=np.concatenate([*costs, np.empty(0)]),
+            adjacency=np.array(adjacency, np.int64),
+            neighbours=np.array(neighbours, np.int64),
+            reverse=np.array([number[other, node] for node, other in number], np.int64),
+            tables=np.array(tables, np.int64),
+            pool=flat,
+            places=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
+        )
+
+    def full(self, choice: Ints) -> Ints:
+        """A choice of the nodes that are alive, as one of all nodes of the problem."""
+        full = np.zeros(self.num_nodes, np.int64)
+        full[self.nodes] = choice
+        return full
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Both nodes of every directed edge."""
+        sources = np.repeat(np.arange(len(self.nodes)), np.diff(self.adjacency)).tolist()
+        targets = self.neighbours.tolist()
+        return [(self.nodes[i], self.nodes[j]) for i, j in zip(sources, targets, strict=True)]
+
+    @cached_property
+    def graph(self) -> tuple[Ints, Ints, Ints, Ints, Floats, Ints]:
+        """What the kernels of duality take after the costs."""
+        return (
+            self.adjacency,
+            self.neighbours,
+            self.reverse,
+            self.tables,
+            self.pool,
+            self.places,
+        )

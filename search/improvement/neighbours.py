@@ -1,0 +1,363 @@
+"""Neighbours of a pipeline: plans that differ in a cut, microbatches, schedule, rounds or policy.
+
+What searches skeletons one change at a time goes to these: downhill (`refine`) or as a Markov
+chain (`walk`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from stratagem.searcher.space.choices import Choices, choices_of
+from stratagem.searcher.space.schedule_traits import run_of, traits_of
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, Skeleton
+from stratagem.searcher.space.stage_cuts import StageCutter, cut_stages
+from stratagem.searcher.space.strategies import with_recompute
+from stratagem.searcher.stage_dp.tables.operator_chain import Chain, chain_of
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation
+
+Value = TypeVar("Value")
+
+STEPS = (1, 2, 4)
+"""Operators that go from the slowest stage to one beside it."""
+MOST_ROUNDS = 4
+"""Stages that a rank may come to have."""
+
+
+class Kind(Enum):
+    """What a neighbour differs in."""
+
+    CUT = "a cut"
+    MICROBATCHES = "the number of microbatches"
+    SCHEDULE = "the schedule"
+    ROUNDS = "how many stages a rank has"
+    POLICY = "what a stage recomputes"
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A plan that differs from another in one thing, of some kind, said by `change`."""
+
+    kind: Kind
+    change: str
+    skeleton: Skeleton
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """What plans of a search are neighbours.
+
+    Attributes:
+        situation: model, cluster, training and prices.
+        options: of choices.
+        policies: of recomputing, that stages may have; those that recompute more come later.
+        schedules: that the pipeline may run under.
+        bound: seconds that no plan of a skeleton is under, quickly (see `ComputingBounds`).
+        allows: whether plans on a skeleton may be tried.
+    """
+
+    situation: Situation
+    options: Options
+    policies: tuple[str, ...]
+    schedules: tuple[str, ...]
+    bound: Callable[[Skeleton], float]
+    allows: Callable[[Skeleton], bool]
+
+    @cached_property
+    def cutter(self) -> StageCutter:
+        """Cuts the graph anew where ranks come to have more stages or fewer."""
+        s = self.situation
+        return StageCutter(s.graph, s.cluster, s.costs, s.training)
+
+    def around(self, skeleton: Skeleton, best: Simulation) -> list[Neighbour]:
+        """Those of a plan on a skeleton that may be tried; whether they are plans is open.
+
+        Where the plan fits, none only recomputes more.
+        """
+        choices, busy = choices_of(best.plan), best.stage_seconds
+        slowest = busy.index(max(busy))
+        found = neighbours(
+            skeleton,
+            choices,
+            self.situation.graph,
+            self.policies,
+            self.schedules,
+            slowest,
+            self.cutter,
+        )
+        return [
+            near
+            for near in found
+            if self.allows(near.skeleton)
+            and not (best.fits and _recomputes_more(near.choices, choices))
+        ]
+
+    def plan(self, near: Neighbour) -> Plan | None:
+        """The plan of a neighbour; None where its choices are none of its skeleton's."""
+        plan = self.situation.plan(
+            near.skeleton, near.choices, name="refined", options=self.options
+        )
+        try:
+            plan.check(self.situation.graph)
+        except ValueError:
+            return None
+        return plan
+
+
+def recomputing_more(
+    skeleton: Skeleton, found: Simulation, graph: OperatorGraph, policies: tuple[str, ...]
+) -> tuple[Skeleton, Choices] | None:
+    """A plan's skeleton and choices where stages that do not fit recompute more.
+
+    Args:
+        skeleton: of the plan, with the policy of each stage.
+        found: the plan, simulated.
+        graph: the model at its whole batch.
+        policies: that stages may have; those that recompute more come later.
+
+    Returns:
+        None where a stage that does not fit recomputes all that it may.
+    """
+    every, choices = list(skeleton.policies), choices_of(found.plan)
+    small = graph.microbatch(skeleton.num_microbatches)
+    for s, its_rank in enumerate(found.plan.rank_of):
+        if found.memory[its_rank].fits:
+            continue
+        now = {name: choices[name] for name in skeleton.stages[s]}
+        more = [
+            (policy, own)
+            for policy in policies[policies.index(every[s]) + 1 :]
+            for own in [with_recompute(small, now, policy)]
+            if own != now
+        ]
+        if not more:
+            return None
+        every[s] = more[0][0]
+        choices.update(more[0][1])
+    return replace(skeleton, recompute=tuple(every)), choices
+
+
+def neighbours(
+    skeleton: Skeleton,
+    choices: Choices,
+    graph: OperatorGraph,
+    policies: tuple[str, ...],
+    schedules: tuple[str, ...],
+    slowest: int,
+    cutter: StageCutter,
+) -> Iterator[Neighbour]:
+    """Plans that differ in a cut, microbatches, the schedule, stages a rank or a stage's policy.
+
+    A cut goes to the next place in either direction where the graph is cut anyway (see
+    `inter.chain`), or where no more tensors cross than now: a part of a layer may change sides. Of
+    the slowest stage single operators go to those beside it too.
+    An operator that comes into another stage chooses as its like does there; where there is none,
+    it keeps its choice, if the meshes have one shape. Smaller microbatches may be too small for
+    the choices (see `Plan.check`).
+
+    Where all meshes have one shape, ranks may have more stages each or fewer, so that a pipeline
+    becomes interleaved (Narayanan et al. 2021) or ceases to be: the graph is cut anew, operators
+    keep their choices, and a stage recomputes as the one that does most of those it is made of.
+
+    Example:
+        >>> from stratagem.searcher.space.strategies import data_parallel
+        >>> from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph = mlp([8, 8, 8, 8], batch=4)
+        >>> names = tuple(op.name for op in graph.operators)
+        >>> meshes = tuple(DeviceMesh((MeshAxis("data", 1),), (d,)) for d in range(2))
+        >>> skeleton = Skeleton((names[:5], names[5:]), meshes, 2, "1f1b")
+        >>> choices = data_parallel(graph, (1,))
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> cutter = StageCutter(graph, Cluster.preset("dgx-a100"))
+        >>> found = neighbours(skeleton, choices, graph, ("none",), ("interleaved",), 0, cutter)
+        >>> [near.change for near in found][2:]
+        ['1 microbatch', '4 microbatches', '2 stages a rank', '3 stages a rank']
+
+    Args:
+        skeleton: of the plan, with the policy of each stage.
+        choices: of the plan.
+        graph: the model at its whole batch.
+        policies: of recomputing, that stages may have.
+        schedules: that the pipeline may run under; those that give ranks
+            several stages with 2 to `MOST_ROUNDS`.
+        slowest: which stage is.
+        cutter: of `graph`.
+    """
+    yield from _other_cuts(skeleton, choices, graph, slowest)
+    yield from _other_counts(skeleton, choices, graph)
+    for name in schedules:
+        if name != skeleton.schedule and _is_plain(name) and _is_plain(skeleton.schedule):
+            yield Neighbour(Kind.SCHEDULE, name, replace(skeleton, schedule=name), choices)
+    yield from _other_rounds(skeleton, choices, graph, policies, schedules, cutter)
+    yield from _other_policies(skeleton, choices, graph, policies)
+
+
+def _other_cuts(
+    skeleton: Skeleton, choices: Choices, graph: OperatorGraph, slowest: int
+) -> Iterator[Neighbour]:
+    chain = chain_of(graph)
+    operators = chain.operators.tolist()
+    order = [graph.names[i] for i in operators]
+    cuts, crossing = chain.cuts.tolist(), _num_crossing(chain)
+    stage_of = _by_operator(skeleton, range(len(skeleton.stages)))
+    stages = [stage_of[name] for name in order]
+    if stages != sorted(stages):
+        return
+    ends = [bisect_left(stages, s + 1) for s in range(len(skeleton.stages))]
+    for s, end in enumerate(ends[:-1]):
+        inside = range(ends[s - 1] + 1 if s else 1, ends[s + 1])
+        narrow = [place for place in inside if crossing[place] <= crossing[end]]
+        places = {*_around(cuts, end), *_around(narrow, end)}
+        if slowest in (s, s + 1):
+            places |= {end - step if slowest == s else end + step for step in STEPS}
+        for place in sorted(places.intersection(inside)):
+            stages_then = cut_stages(graph, operators, [*ends[:s], place, *ends[s + 1 : -1]])
+            then = replace(skeleton, stages=stages_then)
+            carried = _carried(skeleton, then, choices, graph)
+            if carried is not None:
+                change = f"cut {s + 1} before {order[place]!r}"
+                yield Neighbour(Kind.CUT, change, then, carried)
+
+
+def _by_operator(skeleton: Skeleton, values: Iterable[Value]) -> dict[str, Value]:
+    """What each stage has, by the names of its operators."""
+    stages = zip(skeleton.stages, values, strict=True)
+    return {name: value for names, value in stages for name in names}
+
+
+def _num_crossing(chain: Chain) -> list[int]:
+    """Per place in the order of operators, how many tensors are read behind it from before it."""
+    count = len(chain.operators)
+    last = np.arange(count)
+    np.maximum.at(last, chain.edge_starts, chain.edge_ends)
+    begun = np.bincount(np.arange(count) + 1, minlength=count + 2)
+    over = np.bincount(last + 1, minlength=count + 2)
+    crossing: list[int] = np.cumsum(begun - over)[: count + 1].tolist()
+    return crossing
+
+
+def _around(places: list[int], place: int) -> list[int]:
+    """The last before and the first behind a place, of some in order."""
+    before, behind = bisect_left(places, place), bisect_right(places, place)
+    return [*places[max(before - 1, 0) : before], *places[behind : behind + 1]]
+
+
+def _carried(
+    old: Skeleton, new: Skeleton, choices: Choices, graph: OperatorGraph
+) -> Choices | None:
+    """The choices on the new skeleton; None where an operator that changes its stage has none.
+
+    Of several that are like it, it chooses as the last one.
+    """
+    shape_of = _by_operator(old, [mesh.shape for mesh in old.meshes])
+    found = dict(choices)
+    for before, names, mesh in zip(old.stages, new.stages, new.meshes, strict=True):
+        come = set(names).difference(before)
+        like = {graph.operator(name).signature: choices[name] for name in before if come}
+        for name in come:
+            signature = graph.operator(name).signature
+            if signature in like:
+                found[name] = like[signature]
+            elif shape_of[name] != mesh.shape:
+                return None
+    return found
+
+
+def _other_counts(
+    skeleton: Skeleton, choices: Choices, graph: OperatorGraph
+) -> Iterator[Neighbour]:
+    now, every = skeleton.num_microbatches, list(graph.microbatch_counts)
+    near = _around(every, now) + [n for n in every if n == 2 * now or 2 * n == now]
+    for count in sorted(set(near)):
+        if run_of(skeleton.schedule, len(skeleton.stages), count, skeleton.num_ranks) is None:
+            continue
+        what = "1 microbatch" if count == 1 else f"{count} microbatches"
+        then = replace(skeleton, num_microbatches=count)
+        yield Neighbour(Kind.MICROBATCHES, what, then, choices)
+
+
+def _other_rounds(
+    skeleton: Skeleton,
+    choices: Choices,
+    graph: OperatorGraph,
+    policies: tuple[str, ...],
+    schedules: tuple[str, ...],
+    cutter: StageCutter,
+) -> Iterator[Neighbour]:
+    ranks, parts = skeleton.num_ranks, skeleton.num_microbatches
+    now, meshes = len(skeleton.stages) // ranks, skeleton.meshes[:ranks]
+    alike = len({mesh.shape for mesh in meshes}) == 1
+    if ranks == 1 or skeleton.meshes != meshes * now or not alike:
+        return
+    for rounds in range(1, min(MOST_ROUNDS, cutter.num_layers // ranks) + 1):
+        if rounds == now:
+            continue
+        names = [name for name in schedules if _is_plain(name) == (rounds == 1)]
+        what = f"{rounds} stages a rank" if rounds > 1 else "1 stage a rank"
+        for name in names:
+            if run_of(name, rounds * ranks, parts, ranks) is not None:
+                then = Skeleton(cutter.stages(rounds * ranks), meshes * rounds, parts, name)
+                change = f"{what}, {name}" if len(names) > 1 or rounds == 1 else what
+                yield _recut(change, skeleton, then, choices, graph, policies)
+
+
+def _is_plain(schedule: str) -> bool:
+    """Whether a schedule gives each rank one stage."""
+    return traits_of(schedule).rounds == 1
+
+
+def _recut(
+    change: str,
+    old: Skeleton,
+    new: Skeleton,
+    choices: Choices,
+    graph: OperatorGraph,
+    policies: tuple[str, ...],
+) -> Neighbour:
+    """The same choices in other stages, each with the most recomputing policy it is made of."""
+    small, made = graph.microbatch(new.num_microbatches), dict(choices)
+    policy_of = _by_operator(old, old.policies)
+    chosen: list[str] = []
+    for names in new.stages:
+        there = {policy_of[name] for name in names}
+        chosen.append(max(there, key=policies.index))
+        if len(there) > 1:
+            own = {name: choices[name] for name in names}
+            made.update(with_recompute(small, own, chosen[-1]))
+    policy = chosen[0] if len(set(chosen)) == 1 else tuple(chosen)
+    return Neighbour(Kind.ROUNDS, change, replace(new, recompute=policy), made)
+
+
+def _other_policies(
+    skeleton: Skeleton, choices: Choices, graph: OperatorGraph, policies: tuple[str, ...]
+) -> Iterator[Neighbour]:
+    small = graph.microbatch(skeleton.num_microbatches)
+    under = {policy: with_recompute(small, choices, policy) for policy in policies}
+    for s, names in enumerate(skeleton.stages):
+        for policy, made in under.items():
+            own = {name: made[name] for name in names}
+            if all(own[name] == choices[name] for name in names):
+                continue
+            every = (*skeleton.policies[:s], policy, *skeleton.policies[s + 1 :])
+            yield Neighbour(
+                Kind.POLICY,
+                f"stage {s + 1}: {policy} recompute",
+                replace(skeleton, recompute=every),
+                {**choices, **own},
+            )
+
+
+def _recomputes_more(one: Choices, other: Choices) -> bool:
+    return any(choice.recompute and not other[name].recompute for name, choice in one.items())

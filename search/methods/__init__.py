@@ -1,0 +1,6 @@
+"""Plans by name: simple strategies and those of papers.
+
+In:      a situation and a name.
+Out:     a plan.
+Imports: improvement and below.
+"""

@@ -1,0 +1,146 @@
+"""Families of training setups: Megatron-LM's, DeepSpeed's and GShard's degrees, all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.strategies import expert_dims, expert_ways, left_whole, tensor_dims
+from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
+from stratagem.simulator.graph.operator_graph import repeated_blocks
+
+MAX_MICROBATCH = 64
+"""Samples that a replica takes at once at most; powers of two up to it are tried."""
+
+MAX_VIRTUAL_STAGES = 4
+"""Stages that a rank of an interleaved pipeline has at most."""
+
+
+def megatron_setups(situation: Situation) -> Iterator[TrainingSetup]:
+    """Megatron-LM: every tensor × pipeline × data degree, microbatch, interleaving and recompute.
+
+    Tensor parallelism inside a node, with sequence parallelism or without (Korthikanti et al.
+    2022); pipelines that deal layers out evenly under 1F1B, plain or interleaved (Narayanan et al.
+    2021, arXiv 2104.04473). Models without heads or hidden layers to shard have none.
+
+    Example:
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import gpt
+        >>> from stratagem.simulator.kernel_times.training import Training
+        >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> situation = Situation(graph, cluster, Training(), default_costs())
+        >>> max(setup.pipeline for setup in megatron_setups(situation))
+        4
+    """
+    if not tensor_dims(situation.graph, 2):
+        return
+    total = situation.cluster.num_devices
+    layers = max((block.count for block in repeated_blocks(situation.graph)), default=1)
+    for tensor in _tensor_ways(situation):
+        for pipeline in _divisors(total // tensor):
+            if layers % pipeline:
+                continue
+            for rounds in range(1, MAX_VIRTUAL_STAGES + 1):
+                if layers % (pipeline * rounds) or (rounds > 1 and pipeline == 1):
+                    continue
+                yield from _variants(situation, tensor, pipeline, rounds)
+
+
+def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
+    """DeepSpeed: a ZeRO stage over all data-parallel ranks, with tensor parallelism and without.
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054). Gradient accumulation and recompute as they fit.
+
+    Raises:
+        ValueError: the ZeRO stage is not 1, 2 or 3.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"DeepSpeed has ZeRO stages 1, 2 and 3, not {stage}")
+    for tensor, microbatch, policy in itertools.product(
+        _tensor_ways(situation), _microbatches(situation), RECOMPUTE_POLICIES
+    ):
+        if tensor == situation.cluster.num_devices:
+            continue  # Nothing is data parallel.
+        yield TrainingSetup(
+            microbatch=microbatch,
+            tensor=tensor,
+            training=situation.training,
+            zero=stage,
+            recompute=policy,
+        )
+
+
+def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
+    """GShard: experts shared out over the data-parallel ranks, all else data or tensor parallel.
+
+    Lepikhin et al. 2020 (arXiv 2006.16668); with tensor parallelism as DeepSpeed-MoE has it
+    (Rajbhandari et al. 2022, arXiv 2201.05596), and ZeRO-1 or none for what is not an expert's.
+    Models without experts have none.
+    """
+    if not expert_dims(situation.graph):
+        return
+    for tensor, microbatch, policy, zero in itertools.product(
+        _tensor_ways(situation), _microbatches(situation), RECOMPUTE_POLICIES, (0, 1)
+    ):
+        data = situation.cluster.num_devices // tensor
+        expert = max(expert_ways(situation.graph, data))
+        if expert == 1:
+            continue
+        yield TrainingSetup(
+            microbatch=microbatch,
+            tensor=tensor,
+            training=situation.training,
+            zero=zero,
+            recompute=policy,
+            expert=expert,
+        )
+
+
+def _variants(
+    situation: Situation, tensor: int, pipeline: int, rounds: int
+) -> Iterator[TrainingSetup]:
+    data = situation.cluster.num_devices // (tensor * pipeline)
+    for microbatch, policy, sequence in itertools.product(
+        _microbatches(situation, data), RECOMPUTE_POLICIES, (False, True)
+    ):
+        parts = situation.graph.batch // (data * microbatch)
+        if (sequence and tensor == 1) or (rounds > 1 and parts % pipeline):
+            continue
+        yield TrainingSetup(
+            microbatch=microbatch,
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_stages=rounds,
+            training=situation.training,
+            recompute=policy,
+            sequence_parallel=sequence,
+            inputs_first=tensor > 1 and not sequence,
+        )
+
+
+def _tensor_ways(situation: Situation) -> list[int]:
+    """Ways that divide a node and that all of the model can be cut into."""
+    cluster = situation.cluster
+    return [
+        ways
+        for ways in _divisors(min(cluster.devices_per_node, cluster.num_devices))
+        if cluster.num_devices % ways == 0
+        if ways == 1
+        or (tensor_dims(situation.graph, ways) and not left_whole(situation.graph, ways))
+    ]
+
+
+def _microbatches(situation: Situation, data: int = 1) -> list[int]:
+    """Powers of two of samples of a replica at once, or all of them if they stay together."""
+    batch, counts = situation.graph.batch, situation.graph.microbatch_counts
+    if counts == (1,):
+        return [batch // data] if batch % data == 0 else []
+    sizes = [1 << k for k in range(MAX_MICROBATCH.bit_length())]
+    return [n for n in sizes if batch % (n * data) == 0 and batch // (n * data) in counts]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,346 @@
+"""The best of many training setups: few are simulated, all others bounded or estimated.
+
+Setups that differ in degrees share their layers, so a model of three layers (see `shortened`)
+prices all of them: per operator the time of its passes and of the conversions before it, and the
+bytes that wait between its forward and backward pass. Sums over a stage then give, for each setup,
+
+    a bound     computing alone: the busiest rank is never idle, M microbatches of it
+    an estimate computing and conversions, the pipeline filled, gradients reduced
+    a need      state and activations in flight, which no plan of this setup goes below
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from stratagem.searcher.methods.literature.shortened_models import Shortened, shortened
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.searcher.space.strategies import with_recompute
+from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.simulator.base.arrays import Flags, Floats, Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.simulation.device_memory import StageTensors
+from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.stage.equal_stages import StageShapes
+
+_EACH_SYNC = (0.0, 0.0, 0.5, 1.5)
+"""By ZeRO stage, how many all-reduces of gradients a microbatch's gathers and syncs are worth."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known of a setup before it is simulated: seconds, and bytes per device.
+
+    `bound` is at most the simulated step, `need` at most the simulated peak.
+    """
+
+    setup: TrainingSetup
+    bound: float
+    estimate: float
+    need: float
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A setup that was not simulated, and why."""
+
+    setup: TrainingSetup
+    reason: str
+
+
+@dataclass(frozen=True)
+class Screening:
+    """What became of a family of setups.
+
+    Attributes:
+        simulated: the plans that were simulated, best first.
+        dropped: all other setups, each with the reason.
+    """
+
+    simulated: tuple[Simulation, ...]
+    dropped: tuple[Dropped, ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that were simulated, best first."""
+        return tuple(simulation.plan for simulation in self.simulated)
+
+
+def screen(
+    situation: Situation, setups: Iterable[TrainingSetup], *, max_simulated: int = 12
+) -> Screening:
+    """Simulate the most promising setups of a family.
+
+    A setup is left out if it cannot be built, if its need is more than a device has, or if its
+    bound is no better than the best plan found; these are certain. The others are simulated by
+    their estimates, shortest first, until `max_simulated` of them fit, or three times as many were
+    tried. Where no setup can fit, those with the least need are simulated.
+
+    Example:
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import gpt
+        >>> from stratagem.simulator.kernel_times.training import Training
+        >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> situation = Situation(graph, cluster, Training(), default_costs())
+        >>> found = screen(situation, [TrainingSetup(tensor=t) for t in (1, 2, 3)])
+        >>> found.dropped[0].reason
+        "3 tensor × 1 pipeline ways are 3 devices, which do not divide the 8 of cluster 'dgx-a100'"
+
+    Raises:
+        ValueError: `max_simulated` is below 1.
+    """
+    if max_simulated < 1:
+        raise ValueError(f"screen: max_simulated is {max_simulated}; it must be at least 1")
+    rates = Rates(situation)
+    outlooks: list[Outlook] = []
+    dropped: list[Dropped] = []
+    for setup in setups:
+        try:
+            outlooks.append(rates.outlook(setup))
+        except ValueError as error:
+            dropped.append(Dropped(setup, str(error)))
+    capacity = _capacity(situation)
+    fitting = [outlook for outlook in outlooks if outlook.need <= capacity]
+    for outlook in outlooks:
+        if fitting and outlook.need > capacity:
+            gib, there = outlook.need / 2**30, capacity / 2**30
+            reason = f"needs at least {gib:.1f} GiB of a device's {there:.1f} GiB"
+            dropped.append(Dropped(outlook.setup, reason))
+    ranked = sorted(fitting, key=lambda o: o.estimate) or sorted(outlooks, key=lambda o: o.need)
+    simulated: list[Simulation] = []
+    for outlook in ranked:
+        found = [s.step_time for s in simulated if s.fits]
+        best = min(found, default=float("inf"))
+        if outlook.bound >= best:
+            reason = f"takes at least {outlook.bound:.4g} s; another plan takes {best:.4g} s"
+        elif len(found) >= max_simulated or len(simulated) >= 3 * max_simulated:
+            reason = f"estimated at {outlook.estimate:.4g} s, after {len(simulated)} before it"
+        else:
+            plan = outlook.setup.plan(situation.graph, situation.cluster)
+            simulated.append(situation.simulate(plan))
+            continue
+        dropped.append(Dropped(outlook.setup, reason))
+    return Screening(tuple(sorted(simulated, key=rank)), tuple(dropped))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layers:
+    """Per operator of the whole model what a microbatch of it costs on one device: s and bytes."""
+
+    compute: Floats
+    between: Floats
+    held: Floats
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+
+
+@dataclass(eq=False)
+class Rates:
+    """Bounds and estimates of training setups of one situation."""
+
+    situation: Situation
+    _layers: dict[tuple[object, ...], _Layers] = field(default_factory=dict)
+    _cuts: dict[tuple[int, str], tuple[Ints, Flags]] = field(default_factory=dict)
+    _links: dict[tuple[int, int], AxisLink] = field(default_factory=dict)
+    _strategies: dict[tuple[object, ...], Choices] = field(default_factory=dict)
+
+    def outlook(self, setup: TrainingSetup) -> Outlook:
+        """What is known of a setup.
+
+        Raises:
+            ValueError: it cannot be built for this model and cluster.
+        """
+        graph, cluster = self.situation.graph, self.situation.cluster
+        parts, data = setup.num_microbatches(graph, cluster), setup.data(cluster)
+        setup.check(graph, cluster)
+        if setup.virtual_stages > 1 and parts % setup.pipeline:
+            raise ValueError(
+                f"{parts} microbatches are no multiple of {setup.pipeline} pipeline ranks, which "
+                "interleaving takes them in"
+            )
+        stage_of, leaves = self._stages(setup)
+        layers = self._layer_rates(setup, data)
+        count = setup.pipeline * setup.virtual_stages
+        compute = _sums(layers.compute, stage_of, count)
+        spent = compute + _sums(layers.between, stage_of, count)
+        sync = self._sync(setup, data, _sums(layers.gradients, stage_of, count))
+        spent = np.maximum(spent, _EACH_SYNC[setup.zero] * sync)
+        estimate = _estimate(spent, setup, parts) + max(0.0, float((sync - 2 / 3 * spent).max()))
+        held = np.where(leaves, 0.0, layers.held)
+        need = _need(setup, data, layers, _sums(held, stage_of, count), stage_of, parts)
+        return Outlook(setup, _bound(compute, setup, parts), estimate, need)
+
+    def _stages(self, setup: TrainingSetup) -> tuple[Ints, Flags]:
+        """The stage of each operator, and whether another stage reads it."""
+        graph = self.situation.graph
+        key = setup.pipeline * setup.virtual_stages, setup.partition
+        if key not in self._cuts:
+            stages = setup.stages(graph, self.situation.cluster)
+            number = {name: s for s, names in enumerate(stages) for name in names}
+            stage_of = np.array([number[name] for name in graph.names])
+            leaves = np.zeros(stage_of.size, dtype=np.bool_)
+            for edge in graph.edges:
+                leaves[edge.producer] |= stage_of[edge.producer] != stage_of[edge.consumer]
+            self._cuts[key] = stage_of, leaves
+        return self._cuts[key]
+
+    @cached_property
+    def _short(self) -> Shortened:
+        return shortened(self.situation.graph)
+
+    def _layer_rates(self, setup: TrainingSetup, data: int) -> _Layers:
+        """Layers as one data-parallel rank sees them; experts are shared out over several.
+
+        What one rank has of a batch is priced as a microbatch, where the batch can be cut so far.
+        """
+        graph = self.situation.graph
+        alone = graph.batch // setup.microbatch in graph.microbatch_counts
+        ways = data if setup.expert > 1 or not alone else 1
+        key = (
+            setup.tensor,
+            ways,
+            setup.microbatch,
+            setup.zero,
+            setup.recompute,
+            setup.sequence_parallel,
+            setup.expert,
+            setup.inputs_first,
+        )
+        if key not in self._layers:
+            self._layers[key] = self._price(setup, ways)
+        return self._layers[key]
+
+    def _price(self, setup: TrainingSetup, data: int) -> _Layers:
+        s = self.situation
+        graph = self._short.graph.microbatch(s.graph.batch // (setup.microbatch * data))
+        mesh = DeviceMesh(setup.axes(data), tuple(range(data * setup.tensor)))
+        choices = with_recompute(graph, self._strategy(setup, graph, mesh.shape), setup.recompute)
+        builder = TableBuilder(graph, mesh, s.cluster, s.training, s.costs, s.memory)
+        table = builder.build(
+            range(len(graph.operators)), {i: (choices[n],) for i, n in enumerate(graph.names)}
+        )
+        compute = np.array(
+            [row.passes_ns[0] + row.recompute.ns[0] for row in map(table.row, table.operators)]
+        )
+        between = np.zeros(len(graph.operators))
+        for edge, number in zip(table.edges, table.edge_row_of, strict=True):
+            row = table.edge_rows[number]
+            between[edge.consumer] += row.both_ns[0, 0] + row.recompute.ns[0, 0]
+            if setup.inputs_first:  # What converts the gradient runs beside those of weights.
+                beside = table.row(edge.consumer).weight_gradient.ns[0]
+                between[edge.consumer] -= min(row.backward.ns[0, 0], beside)
+        full = self._short.stands_for
+        return _Layers(
+            compute[full] * 1e-9,
+            between[full] * 1e-9,
+            _held_bytes(table)[full],
+            *(
+                np.array([float(getattr(table.row(i), which)[0]) for i in table.operators])[full]
+                for which in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+            ),
+        )
+
+    def _strategy(
+        self, setup: TrainingSetup, graph: OperatorGraph, shape: tuple[int, ...]
+    ) -> Choices:
+        """The choices of a setup without recompute; microbatches of any size have the same."""
+        key = shape, setup.zero, setup.sequence_parallel, setup.expert
+        if key not in self._strategies:
+            self._strategies[key] = replace(setup, recompute="none").strategy(graph, shape)
+        return self._strategies[key]
+
+    def _sync(self, setup: TrainingSetup, data: int, nbytes: Floats) -> Floats:
+        """Seconds of an all-reduce of each stage's gradients over the data-parallel ranks."""
+        if data == 1:
+            return np.zeros_like(nbytes)
+        key = data, setup.tensor
+        if key not in self._links:
+            axes = (MeshAxis("data", data), MeshAxis("tensor", setup.tensor))
+            mesh = DeviceMesh(axes, tuple(range(data * setup.tensor)))
+            self._links[key] = mesh.link(0, self.situation.cluster)
+        link = self._links[key]
+        return np.array(
+            [collective_time(Collective.ALL_REDUCE, round(n), data, link) for n in nbytes]
+        )
+
+
+def _capacity(situation: Situation) -> int:
+    """Bytes of the largest device: what needs more fits nowhere."""
+    cluster = situation.cluster
+    alone = {
+        cluster.device_type(k).name: DeviceMesh((MeshAxis("device", 1),), (k,))
+        for k in range(cluster.num_devices)
+    }
+    return max(mesh.memory_bytes(cluster) for mesh in alone.values())
+
+
+def _held_bytes(table: CostTable) -> Floats:
+    """Bytes that wait between forward and backward pass, by the operator that they belong to."""
+    lifetimes = StageShapes().lifetimes(table, {})
+    none = np.zeros(len(table.graph.operators), dtype=np.int64)
+    tensors = StageTensors(0, lifetimes, lifetimes.bytes_under(none), table.graph.names)
+    held = np.zeros(none.size)
+    waits = tensors.crosses(1)
+    np.add.at(held, lifetimes.owner[waits], tensors.nbytes[waits])
+    return held
+
+
+def _sums(values: Floats, stage_of: Ints, count: int) -> Floats:
+    summed: Floats = np.bincount(stage_of, weights=values, minlength=count).astype(np.float64)
+    return summed
+
+
+def _bound(compute: Floats, setup: TrainingSetup, parts: int) -> float:
+    """Computing of the busiest rank.
+
+    Under 1F1B and GPipe nothing of a stage begins before the first microbatch has come through
+    those before it, nor ends the step before the gradients of the last have gone back there.
+    """
+    if setup.virtual_stages == 1 and setup.schedule in ("1f1b", "gpipe"):
+        return float(max(parts * compute + np.cumsum(compute) - compute))
+    ranks = compute.reshape(setup.virtual_stages, setup.pipeline).sum(axis=0)
+    return float(parts * ranks.max())
+
+
+def _estimate(spent: Floats, setup: TrainingSetup, parts: int) -> float:
+    """The busiest rank, and the filling of the pipeline, which virtual stages divide."""
+    ranks = spent.reshape(setup.virtual_stages, setup.pipeline).sum(axis=0)
+    filling = (ranks.sum() - ranks.max()) / setup.virtual_stages
+    return float(parts * ranks.max() + filling)
+
+
+def _need(
+    setup: TrainingSetup,
+    data: int,
+    layers: _Layers,
+    held: Floats,
+    stage_of: Ints,
+    parts: int,
+) -> float:
+    """Bytes that the fullest rank needs at least: state, and the microbatches in flight.
+
+    A rank of an interleaved pipeline has taken up that many microbatches of its stages when its
+    first backward pass begins (Narayanan et al. 2021); which stages' is left open.
+    """
+    over = [data if setup.zero >= stage else 1 for stage in (3, 2, 1)]
+    state = layers.parameters / over[0] + layers.gradients / over[1] + layers.optimizer / over[2]
+    rounds, ranks = setup.virtual_stages, setup.pipeline
+    states = _sums(state, stage_of, rounds * ranks).reshape(rounds, ranks).sum(axis=0)
+    flying = np.minimum(parts, ranks - np.arange(ranks))
+    if setup.schedule == "gpipe" and rounds == 1:
+        flying = np.full(ranks, parts)
+    if rounds > 1:
+        warm = 2 * (ranks - 1 - np.arange(ranks)) + (rounds - 1) * ranks + 1
+        flying = np.minimum(rounds * parts, warm)
+    return float((states + flying * held.reshape(rounds, ranks).min(axis=0)).max())

@@ -1,0 +1,230 @@
+"""Every strategy to compare with, as a whole plan for a cluster, on the same simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.schedule_traits import can_run, traits_of
+from stratagem.searcher.space.situation import Method, Situation, rank
+from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.strategies import (
+    data_parallel,
+    expert_dims,
+    expert_parallel,
+    shares_experts,
+    tensor_dims,
+    tensor_parallel,
+    with_recompute,
+)
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import CHIMERA
+from stratagem.simulator.simulation.simulation import Simulation
+
+Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
+
+
+def baseline_plans(
+    situation: Situation,
+    schedule: str = "1f1b",
+    methods: Mapping[str, Method] | None = None,
+    *,
+    pipelines: bool = True,
+) -> dict[str, Simulation]:
+    """The plan of each known strategy, simulated; a strategy that cannot be built is left out.
+
+    `methods` are further ones by name (see `literature.LITERATURE`), each with the plans that it
+    proposes. Without `pipelines` only strategies of one stage are simulated.
+
+    Pipelines come under GPipe, under 1F1B and under `schedule`.
+
+    Strategies with degrees of their own (tensor ways, stages, microbatches) come with the degrees
+    that are fastest among those that fit. Where none does, full recompute is tried, and what is
+    closest to fitting is kept.
+
+    Example:
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> situation = Situation(
+        ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
+        ... )
+        >>> "data parallel" in baseline_plans(situation)
+        True
+    """
+    names = baseline_names(situation, schedule, methods or {}, pipelines=pipelines)
+    found = {name: baseline(situation, name, schedule, methods) for name in names}
+    return {name: simulation for name, simulation in found.items() if simulation is not None}
+
+
+def baseline_names(
+    situation: Situation,
+    schedule: str = "1f1b",
+    methods: Iterable[str] = (),
+    *,
+    pipelines: bool = True,
+) -> tuple[str, ...]:
+    """The names of the strategies of `baseline_plans`, those that cannot be built among them."""
+    return tuple(dict.fromkeys([*_families(situation, schedule, pipelines), *methods]))
+
+
+def baseline(
+    situation: Situation,
+    name: str,
+    schedule: str = "1f1b",
+    methods: Mapping[str, Method] | None = None,
+) -> Simulation | None:
+    """The best plan of one of the strategies of `baseline_plans`; None where it cannot be built.
+
+    Example:
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> situation = Situation(
+        ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
+        ... )
+        >>> baseline(situation, "ZeRO-3").plan.name
+        'ZeRO-3'
+    """
+    if methods and name in methods:
+        simulated = [situation.simulate(plan) for plan in methods[name](situation)]
+    else:
+        simulated = simulate_family(situation, _families(situation, schedule, True)[name]())
+    return min(simulated, key=rank) if simulated else None
+
+
+def simulate_family(situation: Situation, plans: Sequence[Plan]) -> list[Simulation]:
+    """Plans of one strategy; with full recompute, too, where none of them fits."""
+    simulated = [situation.simulate(plan) for plan in plans]
+    if any(simulation.fits for simulation in simulated):
+        return simulated
+    return simulated + [situation.simulate(_recomputed(situation, plan)) for plan in plans]
+
+
+def _recomputed(situation: Situation, plan: Plan) -> Plan:
+    """The same plan with full recompute, as one would train where nothing fits otherwise."""
+    stages = tuple(
+        replace(stage, choices=with_recompute(situation.graph, dict(stage.choices), "full"))
+        for stage in plan.stages
+    )
+    return replace(plan, name=f"{plan.name}, full recompute", stages=stages)
+
+
+def _families(
+    situation: Situation, schedule: str, pipelines: bool
+) -> dict[str, Callable[[], list[Plan]]]:
+    """What makes the plans of each known strategy, by its name."""
+
+    def sample(zero: int) -> Strategy:
+        return lambda graph, shape: data_parallel(graph, shape, zero=zero)
+
+    def tensor(sequence: bool) -> Strategy:
+        return lambda graph, shape: tensor_parallel(
+            graph, shape, len(shape) - 1, sequence_parallel=sequence
+        )
+
+    def whole(
+        name: str, meshes: Callable[[Situation], list[DeviceMesh]], strategy: Strategy
+    ) -> Callable[[], list[Plan]]:
+        return lambda: [
+            _plan(name, situation, [mesh], strategy, 1, "1f1b") for mesh in meshes(situation)
+        ]
+
+    def one(situation: Situation) -> list[DeviceMesh]:
+        return [_flat_mesh(range(situation.cluster.num_devices), situation.cluster)]
+
+    def sharing(situation: Situation) -> list[DeviceMesh]:
+        return [mesh for mesh in one(situation) if shares_experts(situation.graph, mesh.shape)]
+
+    found: dict[str, Callable[[], list[Plan]]] = {}
+    for zero, name in {0: "data parallel", 2: "ZeRO-2", 3: "ZeRO-3"}.items():
+        found[name] = whole(name, one, sample(zero))
+    if expert_dims(situation.graph):
+        found["expert parallel"] = whole("expert parallel", sharing, expert_parallel)
+    for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
+        found[name] = whole(name, _tensor_meshes, tensor(sequence))
+    if pipelines:
+        names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
+        names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}
+        for schedule, name in names.items():
+            found[name] = partial(pipeline_plans, situation, schedule, name)
+    return found
+
+
+def pipeline_plans(situation: Situation, schedule: str, name: str) -> list[Plan]:
+    """Pipelines of stages as equal as they can be, data parallel inside, under a schedule."""
+    if schedule == CHIMERA:
+        return [
+            _plan(name, situation, meshes, data_parallel, parts, schedule)
+            for meshes, parts in _pipelines(situation, 1)
+            if len(meshes) % 2 == 0 and parts % 2 == 0
+        ]
+    rounds = traits_of(schedule).rounds
+    return [
+        _plan(name, situation, meshes * rounds, data_parallel, parts, schedule)
+        for meshes, parts in _pipelines(situation, rounds)
+        if can_run(schedule, len(meshes), parts)
+    ]
+
+
+def _flat_mesh(devices: Sequence[int], cluster: Cluster) -> DeviceMesh:
+    nodes = len({cluster.node_of(device) for device in devices})
+    if nodes == 1 or len(devices) % nodes:
+        return DeviceMesh((MeshAxis("data", len(devices)),), tuple(devices))
+    axes = (MeshAxis("node", nodes), MeshAxis("data", len(devices) // nodes))
+    return DeviceMesh(axes, tuple(devices))
+
+
+def _tensor_meshes(situation: Situation) -> list[DeviceMesh]:
+    """Data × tensor meshes with tensor ways inside a node, as far as the model can be cut."""
+    total, per_node = situation.cluster.num_devices, situation.cluster.devices_per_node
+    meshes: list[DeviceMesh] = []
+    for ways in range(2, per_node + 1):
+        data = total // ways
+        if total % ways or per_node % ways or not tensor_dims(situation.graph, ways):
+            continue
+        if situation.graph.batch % data == 0:
+            axes = (MeshAxis("data", data), MeshAxis("tensor", ways))
+            meshes.append(DeviceMesh(axes, tuple(range(total))))
+    return meshes
+
+
+def _pipelines(situation: Situation, rounds: int) -> Iterator[tuple[list[DeviceMesh], int]]:
+    """Stage counts that divide the devices, data parallel inside a stage, cuts of the batch.
+
+    Each set of devices has `rounds` stages.
+    """
+    total = situation.cluster.num_devices
+    num_layers = sum(op.kind != "source" for op in situation.graph.operators)
+    for num_stages in range(2, min(total, 16, num_layers // rounds) + 1):
+        if total % num_stages:
+            continue
+        share = total // num_stages
+        groups = [range(s * share, (s + 1) * share) for s in range(num_stages)]
+        meshes = [_flat_mesh(group, situation.cluster) for group in groups]
+        several = (num_stages, 2 * num_stages, 4 * num_stages, 8 * num_stages)
+        for parts in (1,) if situation.graph.whole_batch else several:
+            counts = situation.graph.microbatch_counts
+            if situation.graph.batch % (parts * share) == 0 and parts in counts:
+                yield meshes, parts
+
+
+def _plan(
+    name: str,
+    situation: Situation,
+    meshes: Sequence[DeviceMesh],
+    strategy: Strategy,
+    num_microbatches: int,
+    schedule: str,
+) -> Plan:
+    graph = situation.graph.microbatch(num_microbatches)
+    s = situation
+    stages = balanced_stages(s.graph, s.cluster, len(meshes), s.costs, s.training)
+    made = [strategy(graph, mesh.shape) for mesh in meshes]
+    skeleton = Skeleton(stages, tuple(meshes), num_microbatches, schedule)
+    chosen = {n: made[s][n] for s, names in enumerate(stages) for n in names}
+    return situation.plan(skeleton, chosen, name=name)

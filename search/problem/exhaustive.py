@@ -1,0 +1,190 @@
+"""Every plan of a small problem, scored: the truth that a search and its bound are held to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.searcher.problem._exhaustive_kernels import try_plans
+from stratagem.searcher.problem._score_kernels import MEASURE, REPLAY, SEND
+from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.problem.scoring import arguments_of
+from stratagem.searcher.problem.tensors_touched import stages_touched
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import (
+    ZERO_STAGES,
+    Skeleton,
+    distinct_stages,
+    operator_choices,
+    skeletons,
+)
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+
+BATCH = 1 << 15
+"""Plans between two looks at the keyboard."""
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """The best of all plans of a problem.
+
+    Attributes:
+        choice: its choices, as positions in `Problem.choices`.
+        score: seconds of its step, times more than 1 where it does not fit.
+        fits: whether it fits; then it is the fastest that does. Else no plan fits, and it is the
+            one whose fullest device is over its memory by the least share.
+        num_plans: how many plans were scored.
+    """
+
+    choice: Ints
+    score: float
+    fits: bool
+    num_plans: int
+
+
+def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
+    """Score every plan of a problem by the kernel that scores all plans, and keep the best.
+
+    Of equally good plans it is the first, counting the choices of the last operator fastest.
+
+    Example:
+        >>> from stratagem.searcher.problem.priced_skeleton import make_problem
+        >>> from stratagem.searcher.space.skeletons import skeletons
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
+        >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> skeleton = next(skeletons(graph, cluster))
+        >>> problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))
+        >>> best = exhaustive(problem)
+        >>> best.fits, best.num_plans
+        (True, 18)
+
+    Args:
+        problem: a skeleton with its prices.
+        limit: how many plans there may be; a million take seconds.
+
+    Raises:
+        ValueError: there are more plans than `limit`.
+    """
+    num_choices = np.array([len(options) for options in problem.choices], dtype=np.int64)
+    num_plans = math.prod(num_choices.tolist())
+    if num_plans > limit:
+        raise ValueError(
+            f"{problem.graph.name!r} has {num_plans:.3g} plans on {problem.skeleton}, more than "
+            f"the limit of {limit:.3g}: raise the limit, or anneal"
+        )
+    choice = np.zeros(num_choices.size, dtype=np.int64)
+    best, scores = choice.copy(), np.full(2, np.inf)
+    dirty = np.full(problem.num_stages, REPLAY, dtype=np.int64)
+    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
+    profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
+    free, touches = np.flatnonzero(num_choices > 1), _touches(problem)
+    done = 0
+    while done < num_plans:
+        done += try_plans(
+            BATCH,
+            choice,
+            num_choices,
+            free,
+            touches,
+            dirty,
+            best,
+            scores,
+            block_ns,
+            profiles,
+            *arguments_of(problem),
+        )
+    return Optimum(best, float(scores[1]), bool(scores[0] == 0.0), num_plans)
+
+
+def exhaustive_plans(
+    situation: Situation,
+    *,
+    schedule: str = "1f1b",
+    zero_stages: Sequence[int] = ZERO_STAGES,
+    limit: int = 1_000_000,
+) -> Iterator[Plan]:
+    """The best plan of every skeleton, by trying all; none where there are too many plans.
+
+    Example:
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+        >>> given = Situation(mlp([64, 64], batch=8), cluster, Training(), default_costs())
+        >>> [plan.num_microbatches for plan in exhaustive_plans(given)]
+        [1, 2, 4, 2, 4, 8]
+
+    Args:
+        situation: the model, the cluster, the training and its prices.
+        schedule: of the pipelines.
+        zero_stages: that a choice may have.
+        limit: how many plans all skeletons together may have.
+
+    The skeletons are those of `skeletons`, nothing is recomputed.
+    """
+    s = situation
+    listed = skeletons(s.graph, s.cluster, schedule=schedule, costs=s.costs, training=s.training)
+    candidates = list(listed)
+    if count_plans(situation.graph, candidates, zero_stages, limit=limit) > limit:
+        return
+    for skeleton in candidates:
+        problem = make_problem(
+            situation.graph,
+            skeleton,
+            situation.cluster,
+            situation.training,
+            situation.costs,
+            zero_stages,
+            situation.memory,
+        )
+        best = exhaustive(problem, limit=limit)
+        fingerprint = situation.graph.fingerprint
+        yield problem.plan(best.choice, name="exhaustive", seed=0, fingerprint=fingerprint)
+
+
+def count_plans(
+    graph: OperatorGraph,
+    candidates: Iterable[Skeleton],
+    zero_stages: Sequence[int] = ZERO_STAGES,
+    *,
+    limit: float = math.inf,
+) -> int:
+    """How many plans some skeletons have in all, without pricing them.
+
+    Counting stops at the first skeleton with which they are more than `limit`.
+    """
+    counts: dict[tuple[int, str, tuple[int, ...]], int] = {}
+    total = 0
+    for skeleton in candidates:
+        small = graph.microbatch(skeleton.num_microbatches)
+        zeros = distinct_stages(zero_stages, skeleton.num_microbatches)
+        plans = 1
+        for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True):
+            for name in names:
+                key = skeleton.num_microbatches, name, mesh.shape
+                if key not in counts:
+                    choices = operator_choices(small, small.operator(name), mesh.shape, zeros)
+                    counts[key] = len(choices)
+                plans *= counts[key]
+        total += plans
+        if total > limit:
+            break
+    return total
+
+
+def _touches(problem: Problem) -> Ints:
+    """Per operator and stage what is to be done anew when its choice changes."""
+    found = np.zeros((len(problem.choices), problem.num_stages), dtype=np.int64)
+    for i in range(len(problem.choices)):
+        found[i, stages_touched(problem, i)] = MEASURE
+        found[i, problem.stage_of[i]] = REPLAY
+    return found

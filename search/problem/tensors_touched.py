@@ -1,0 +1,54 @@
+"""Which tensors, and so which stages, the choice of an operator decides about."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stratagem.searcher.problem.priced_skeleton import Problem
+from stratagem.simulator.base.arrays import Flags, Ints
+from stratagem.simulator.stage.shared_conversions import Sharing
+
+
+def tensors_touched(problem: Problem) -> tuple[Ints, Ints]:
+    """By operator, where its tensors begin in a list, and the list: tensors it decides about."""
+    key = tensors_touched
+    if key not in problem.derived:
+        _, _, base, first, _, second, strides, *_ = problem.tensors
+        gate = problem.tensors[11]
+        tensors = np.arange(base.size)
+        pairs = (strides > 0) & (second != first)
+        everywhere = np.ones(base.size, dtype=np.bool_)
+        gated, rivals = gate_owners(gate, problem.tensor_sharing, everywhere)
+        owners = np.concatenate([first, second[pairs], rivals])
+        order = np.argsort(owners, kind="stable")
+        starts = np.searchsorted(owners[order], np.arange(len(problem.choices) + 1))
+        problem.derived[key] = starts, np.concatenate([tensors, tensors[pairs], gated])[order]
+    found: tuple[Ints, Ints] = problem.derived[key]
+    return found
+
+
+def stage_of_tensors(problem: Problem) -> Ints:
+    """[tensors], the stage that holds each."""
+    starts, sizes, *_ = problem.tensors
+    return np.repeat(np.arange(sizes.size), np.diff(starts))
+
+
+def stages_touched(problem: Problem, i: int) -> list[int]:
+    """The stages whose blocks or memory the choice of operator i decides.
+
+    Beside its own these are those that keep what they receive from it.
+    """
+    starts, touches = tensors_touched(problem)
+    found = touches[starts[i] : starts[i + 1]]
+    return sorted({int(problem.stage_of[i]), *stage_of_tensors(problem)[found].tolist()})
+
+
+def gate_owners(gate: Ints, sharing: Sharing, busy: Flags) -> tuple[Ints, Ints]:
+    """Whose gates other readers decide about: (what is behind a gate, an operator) pairs."""
+    rows: list[int] = []
+    rivals: list[int] = []
+    for row in np.flatnonzero((gate >= 0) & busy).tolist():
+        found = sharing.rivals(int(gate[row])).tolist()
+        rows += [row] * len(found)
+        rivals += found
+    return np.array(rows, dtype=np.int64), np.array(rivals, dtype=np.int64)

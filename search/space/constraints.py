@@ -1,0 +1,391 @@
+"""What a user asks of a plan, and the search must honour."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from typing import TypeVar
+
+from stratagem.searcher.space.logical_dims import logical_dims
+from stratagem.searcher.space.skeletons import Skeleton, skeleton_of
+from stratagem.searcher.space.strategies import warn_of_whole
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import Config, Pin, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import zero_stages_of
+from stratagem.simulator.simulation.simulation import Simulation
+
+T = TypeVar("T")
+
+AXES = ("node", "device", "outer", "inner", "data", "tensor")
+"""What the meshes of the search call their axes (see `Constraints`)."""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Conditions on every plan that a search may return.
+
+    Example:
+        >>> Constraints(max_tensor=4, zero_stages=(0, 1), forbid=(("vocab", "node"),)).max_tensor
+        4
+
+    The axis ``node`` is every axis of a mesh along which devices of several nodes lie, ``device``
+    every one along which several of one node do, whatever the mesh calls it; an axis of all
+    devices is both. Other axes are named as the meshes of the search name them: a node may be cut
+    into ``outer`` and ``inner``, all devices into ``data`` and ``tensor``. Dims are logical dims
+    (`literature.logical_dims`, such as ``batch``, ``heads``, ``vocab``) or dims of operators
+    (``out``).
+
+    Attributes:
+        pin: configs by operator, or by a pattern such as ``layers.*.attention``: those operators
+            must have exactly these placements. Such a search only tries meshes with as many axes,
+            and leaves out rewritten graphs that lack one of those operators.
+        forbid: (dim, axis) pairs: the dim may not be sharded along the axis.
+        require: (dim, axis) pairs: whatever can be sharded along the dim must be, on that axis or
+            one of them, on every mesh that has the axis.
+        pipeline: number of pipeline ranks; `max_pipeline` the most.
+        tensor: into how many parts dims other than the samples cut an operator, at the most of
+            all operators; `max_tensor` the most. Experts count.
+        zero_stages: ZeRO stages that parameters may have.
+        microbatches: numbers of microbatches that may be tried.
+        schedules: schedules of pipelines that may be tried.
+        recompute: recompute policies that may be tried (see `segments`).
+        headroom: share of each device's memory that must stay free.
+
+    Raises:
+        ValueError: a degree below 1, both a fixed degree and a limit under it, a pair that is both
+            forbidden and required, or a headroom outside [0, 1).
+    """
+
+    pin: Mapping[str, Config] = field(default_factory=dict)
+    forbid: tuple[tuple[str, str], ...] = ()
+    require: tuple[tuple[str, str], ...] = ()
+    pipeline: int | None = None
+    max_pipeline: int | None = None
+    tensor: int | None = None
+    max_tensor: int | None = None
+    zero_stages: tuple[int, ...] | None = None
+    microbatches: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    headroom: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "max_pipeline", "tensor", "max_tensor"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"constraints: {name} is {value}; it must be 1 or more")
+        for name in ("pipeline", "tensor"):
+            fixed, most = getattr(self, name), getattr(self, f"max_{name}")
+            if fixed is not None and most is not None and fixed > most:
+                raise ValueError(
+                    f"constraints: {name} is {fixed}, but max_{name} is {most}; drop one of them"
+                )
+        for pair in self.forbid:
+            if pair in self.require:
+                raise ValueError(
+                    f"constraints: both forbid and require name {pair[0]!r} on {pair[1]!r}; drop "
+                    "it in one of them"
+                )
+        if not 0 <= self.headroom < 1:
+            raise ValueError(
+                f"constraints: headroom is {self.headroom}; it is a share of the memory, from 0 "
+                "to below 1"
+            )
+        for name in ("zero_stages", "microbatches", "schedules", "recompute"):
+            if getattr(self, name) == ():
+                raise ValueError(f"constraints: {name} allows nothing; name at least one")
+
+    def also(
+        self,
+        *,
+        schedules: Sequence[str] | None = None,
+        zero_stages: Sequence[int] | None = None,
+    ) -> Constraints:
+        """These constraints and further ones: what both allow.
+
+        Example:
+            >>> Constraints(zero_stages=(1, 3)).also(zero_stages=(0, 1)).zero_stages
+            (1,)
+
+        Raises:
+            ValueError: when nothing is allowed by both; names both.
+        """
+        return replace(
+            self,
+            schedules=_both("schedule", schedules, self.schedules),
+            zero_stages=_both("zero_stages", zero_stages, self.zero_stages),
+        )
+
+    def describe(self) -> str:
+        """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
+        plain = Constraints()
+        told = [
+            f"{each.name}={getattr(self, each.name)!r}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(plain, each.name)
+        ]
+        return ", ".join(told) or "(none)"
+
+    def bind(self, graph: OperatorGraph) -> BoundConstraints:
+        """The constraints with the names of a model looked up.
+
+        Raises:
+            ValueError: an operator pattern or a dim that the model lacks; it names what is near. A
+                number of microbatches that the batch cannot be cut into.
+        """
+        return BoundConstraints(self, graph)
+
+    def check_axes(self, others: Iterable[str] = ()) -> None:
+        """Refuse pairs with an axis that no mesh has.
+
+        Args:
+            others: axes that a plan to start from has beside those of the search.
+
+        Raises:
+            ValueError: names the axis, and what is near.
+        """
+        known = [*AXES, *(axis for axis in others if axis not in AXES)]
+        for what, pairs in (("forbid", self.forbid), ("require", self.require)):
+            for dim, axis in pairs:
+                if axis not in known:
+                    raise unknown(
+                        f"axis to {what} for dim {dim!r} called", axis, known, where="constraints"
+                    )
+
+    def check_degrees(self, graph: OperatorGraph, num_devices: int) -> None:
+        """Refuse degrees that do nothing on so many devices.
+
+        Warns:
+            LeftWhole: tensor parallelism of `tensor` ways does not reach some operators.
+
+        Raises:
+            ValueError: ZeRO is asked for where a stage has one device.
+        """
+        ranks = self.pipeline or 1
+        if self.zero_stages is not None and 0 not in self.zero_stages and num_devices <= ranks:
+            raise ValueError(
+                f"constraints: zero_stages is {self.zero_stages}, but {num_devices} devices in "
+                f"{ranks} pipeline ranks leave nothing to shard over; allow stage 0 or take more "
+                "devices"
+            )
+        if self.tensor is not None:
+            warn_of_whole(graph, self.tensor)
+
+
+class BoundConstraints:
+    """Constraints on plans for one model."""
+
+    def __init__(self, constraints: Constraints, graph: OperatorGraph) -> None:
+        self.constraints = constraints
+        for parts in constraints.microbatches or ():
+            graph.microbatch(parts)
+        names = [op.name for op in graph.operators]
+        self._pins: dict[str, Config] = {}
+        for pattern, config in constraints.pin.items():
+            matched = fnmatch.filter(names, pattern)
+            if not matched:
+                raise unknown(f"operator of {graph.name!r} to constrain called", pattern, names)
+            for name in matched:
+                _check_dims(graph.operator(name), config)
+            self._pins.update(dict.fromkeys(matched, config))
+        self._forbid = _by_operator(constraints.forbid, graph)
+        self._require = _by_operator(constraints.require, graph)
+        self._graph = graph
+
+    def lost_in(self, graph: OperatorGraph) -> str:
+        """Why the constraints cannot be held on a graph made from this one; empty if they can."""
+        lost = [name for name in self._pins if name not in graph.index]
+        if lost:
+            return f"{lost[0]!r} is pinned, which they merge with others or split"
+        try:
+            self.constraints.bind(graph)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def allows_all(self) -> bool:
+        """Whether every operator may have every choice."""
+        c = self.constraints
+        named = self._pins or self._forbid or self._require
+        return not named and c.zero_stages is None and (c.tensor or c.max_tensor) is None
+
+    def allows(
+        self, operator: Operator, choice: Choice, mesh: DeviceMesh, cluster: Cluster
+    ) -> bool:
+        """Whether an operator may have a choice on a mesh of a cluster."""
+        c, config = self.constraints, choice.config
+        pinned = self._pins.get(operator.name)
+        if pinned is not None and config != pinned:
+            return False
+        for dim, axis in self._forbid.get(operator.name, ()):
+            if any(
+                config[k] == Shard(dim) for k in _axes_called(axis, mesh, cluster.devices_per_node)
+            ):
+                return False
+        for dim, axis in self._require.get(operator.name, ()):
+            axes = _axes_called(axis, mesh, cluster.devices_per_node)
+            if axes and all(config[k] != Shard(dim) for k in axes):
+                return False
+        stages = c.zero_stages
+        if (
+            stages is not None
+            and choice.zero not in stages
+            and choice.zero
+            not in zero_stages_of(self._graph, operator, config, mesh.shape, stages)
+        ):
+            return False
+        most = c.tensor or c.max_tensor
+        return most is None or tensor_ways(operator, config, mesh.shape) <= most
+
+    def allows_skeleton(self, skeleton: Skeleton) -> bool:
+        """Whether plans on a skeleton may be tried."""
+        c = self.constraints
+        widths = {len(config) for config in self._pins.values()}
+        ranks = skeleton.num_ranks
+        return (
+            (c.pipeline is None or ranks == c.pipeline)
+            and (c.max_pipeline is None or ranks <= c.max_pipeline)
+            and (c.microbatches is None or skeleton.num_microbatches in c.microbatches)
+            and (c.schedules is None or ranks == 1 or skeleton.schedule in c.schedules)
+            and (not widths or all({len(mesh.axes)} == widths for mesh in skeleton.meshes))
+        )
+
+    def _rewritten(self, plan: Plan) -> BoundConstraints:
+        """The constraints on the graph that a plan's substitutions make of the model's."""
+        return BoundConstraints(self.constraints, plan.rewrite(self._graph).graph)
+
+    def violations(self, simulation: Simulation) -> list[str]:
+        """In words, what a simulated plan does that the constraints do not allow."""
+        most = 1 - self.constraints.headroom
+        return self.breaks(simulation) + [
+            f"rank {r} holds {rank.peak} of {rank.capacity} bytes, above 1 − {1 - most:g}"
+            for r, rank in enumerate(simulation.memory)
+            if most < 1 and rank.peak > rank.capacity * most
+        ]
+
+    def without_room(self, simulation: Simulation) -> Simulation | None:
+        """A plan that leaves too little memory free, under the capacity it may use; else None."""
+        most = 1 - self.constraints.headroom
+        if all(rank.peak <= rank.capacity * most for rank in simulation.memory) or most == 1:
+            return None
+        memory = (replace(m, capacity=int(m.capacity * most)) for m in simulation.memory)
+        return replace(simulation, memory=tuple(memory))
+
+    def breaks(self, simulation: Simulation) -> list[str]:
+        """The same of all constraints but the memory that must stay free."""
+        plan, found = simulation.plan, []
+        if plan.substitutions or plan.fingerprint != self._graph.fingerprint:
+            return self._rewritten(plan).breaks(
+                replace(simulation, plan=replace(plan, substitutions=()))
+            )
+        c = self.constraints
+        if not self.allows_skeleton(skeleton_of(plan)):
+            found.append(
+                f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches, {plan.schedule}"
+            )
+        for stage in () if self.allows_all else plan.stages:
+            for name, choice in stage.choices.items():
+                operator = self._graph.operator(name)
+                if not self.allows(operator, choice, stage.mesh, plan.cluster):
+                    found.append(f"{name} has {choice} on a mesh of {stage.mesh.shape}")
+        if c.tensor is not None and most_tensor_ways(plan, self._graph) != c.tensor:
+            found.append(f"tensor ways are {most_tensor_ways(plan, self._graph)}")
+        return found
+
+
+def _both(
+    name: str, given: Sequence[T] | None, allowed: tuple[T, ...] | None
+) -> tuple[T, ...] | None:
+    """What an argument and the constraints allow; None where neither says anything."""
+    if given is None or allowed is None:
+        return allowed if given is None else tuple(given)
+    both = tuple(each for each in given if each in allowed)
+    if not both:
+        raise ValueError(
+            f"search: {name} asks for {_listed(given)}, but the constraints allow "
+            f"{_listed(allowed)} only; say it in one of them, or name what both allow"
+        )
+    return both
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(repr, values))
+
+
+@cache
+def _axes_called(name: str, mesh: DeviceMesh, per_node: int) -> tuple[int, ...]:
+    """The axes of more than one device that a name means, by where their devices lie."""
+
+    def is_meant(axis: int) -> bool:
+        groups = [[device // per_node for device in group] for group in mesh.groups(axis)]
+        if name == "node":
+            return any(len(set(nodes)) > 1 for nodes in groups)
+        if name == "device":
+            return any(len(set(nodes)) < len(nodes) for nodes in groups)
+        return mesh.axes[axis].name == name
+
+    return tuple(k for k, ways in enumerate(mesh.shape) if ways > 1 and is_meant(k))
+
+
+def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> int:
+    """Into how many parts dims other than the samples cut an operator."""
+    total = 1
+    for placement, ways in zip(config, shape, strict=True):
+        if isinstance(placement, Shard):
+            is_sample = operator.dim(str(placement.dim)).kind is DimKind.SAMPLE
+            total *= 1 if is_sample else ways
+        elif isinstance(placement, Pin):
+            total *= ways
+    return total
+
+
+def most_tensor_ways(plan: Plan, graph: OperatorGraph) -> int:
+    """The most tensor ways of all operators of a plan."""
+    return max(
+        tensor_ways(graph.operator(name), choice.config, stage.mesh.shape)
+        for stage in plan.stages
+        for name, choice in stage.choices.items()
+    )
+
+
+def _check_dims(operator: Operator, config: Config) -> None:
+    """Refuse a pinned config with a dim that the operator lacks."""
+    for placement in config:
+        if isinstance(placement, Shard) and placement.dim not in operator.sizes:
+            raise unknown(
+                "dim", str(placement.dim), operator.sizes, where=f"pin of {operator.name!r}"
+            )
+
+
+def _by_operator(
+    pairs: tuple[tuple[str, str], ...], graph: OperatorGraph
+) -> dict[str, list[tuple[str, str]]]:
+    """Per operator the (dim, axis) pairs of its own dims."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    if not pairs:
+        return found
+    logical = logical_dims(graph)
+    for name, axis in pairs:
+        splits = dict(logical[name].split) if name in logical else {}
+        if not splits:
+            splits = {
+                op.name: dim.name
+                for op in graph.operators
+                for dim in op.dims
+                if dim.name == name and not dim.whole
+            }
+        if not splits:
+            known = sorted({*logical, *(d.name for op in graph.operators for d in op.dims)})
+            raise unknown(f"dim of {graph.name!r} that can be sharded called", name, known)
+        for operator, dim in splits.items():
+            found.setdefault(operator, []).append((dim, axis))
+    return found

@@ -1,0 +1,58 @@
+"""The model at the batch of each number of microbatches, with what quick bounds ask of it."""
+
+from __future__ import annotations
+
+from stratagem.searcher.space.situation import Situation
+from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.sharding.parameter_homes import trainable_weights
+
+
+class MicrobatchModel:
+    """The model at the batch of a microbatch: a kind per operator, equal for equal ones."""
+
+    def __init__(self, graph: OperatorGraph, situation: Situation) -> None:
+        self.graph = graph
+        number = situation.memory.number
+        self.kinds = [
+            (
+                number(operator.signature),
+                bool(trainable_weights(graph, operator)),
+                tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs),
+            )
+            for operator in graph.operators
+        ]
+        self._recomputed: dict[str, frozenset[str]] = {}
+
+    def recomputed(self, policy: str) -> frozenset[str]:
+        """Names of the operators that a policy recomputes."""
+        if policy not in self._recomputed:
+            self._recomputed[policy] = recomputed_operators(self.graph, policy)
+        return self._recomputed[policy]
+
+
+class MicrobatchModels:
+    """The models of a situation by the number of microbatches, each made once.
+
+    Example:
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
+        >>> cluster = Cluster.preset("dgx-a100", num_nodes=1)
+        >>> models = MicrobatchModels(
+        ...     Situation(mlp([64, 64], batch=32), cluster, Training(), default_costs())
+        ... )
+        >>> models[4] is models[4], sorted(models[4].recomputed("none"))
+        (True, [])
+    """
+
+    def __init__(self, situation: Situation) -> None:
+        self.situation = situation
+        self._models: dict[int, MicrobatchModel] = {}
+
+    def __getitem__(self, num_microbatches: int) -> MicrobatchModel:
+        if num_microbatches not in self._models:
+            graph = self.situation.graph.microbatch(num_microbatches)
+            self._models[num_microbatches] = MicrobatchModel(graph, self.situation)
+        return self._models[num_microbatches]

@@ -1,0 +1,98 @@
+"""What a search is about: graph, cluster, training, costs; and which of two plans is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from stratagem.searcher.processes.search_clock import Clock
+from stratagem.searcher.space.skeletons import Options, Skeleton
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plan is made for; `memory` keeps the prices of all that was simulated in it.
+
+    `clock` says whether there is time to go on.
+    """
+
+    graph: OperatorGraph
+    cluster: Cluster
+    training: Training
+    costs: CostModel
+    memory: RowMemory = field(default_factory=RowMemory)
+    clock: Clock = field(default_factory=Clock, repr=False, compare=False)
+    _recent: dict[int, Simulation] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
+    def plan(
+        self,
+        skeleton: Skeleton,
+        choices: Mapping[str, Choice],
+        *,
+        name: str,
+        options: Options = Options(),  # noqa: B008 (frozen)
+    ) -> Plan:
+        """The plan that makes some choices, by operator, on a skeleton."""
+        return Plan(
+            name=name,
+            model=self.graph.name,
+            fingerprint=self.graph.fingerprint,
+            cluster=self.cluster,
+            training=self.training,
+            stages=skeleton.staged(choices),
+            num_microbatches=skeleton.num_microbatches,
+            schedule=skeleton.schedule,
+            bucket_bytes=options.bucket_bytes,
+            inputs_first=options.inputs_first,
+        )
+
+    def simulate(self, plan: Plan, *, always: bool = False) -> Simulation:
+        """Predict a plan with this situation's costs, if there is time or `always`.
+
+        The last few are remembered: methods simulate what they propose before they do.
+        """
+        if not always:
+            self.clock.check()
+        known = self._recent.get(id(plan))
+        if known is not None and known.plan is plan:
+            return known
+        made = simulate_plan(plan, self.graph, self.costs, memory=self.memory)
+        if len(self._recent) >= RECENT:
+            del self._recent[next(iter(self._recent))]
+        self._recent[id(plan)] = made
+        return made
+
+
+def rank(simulation: Simulation) -> tuple[float, float]:
+    """Sorts plans: those that fit by time, then the others by how far they are over."""
+    over = max(stage.peak / stage.capacity for stage in simulation.memory)
+    return (0.0, simulation.step_time) if simulation.fits else (over, simulation.step_time)
+
+
+def is_better(one: Simulation, other: Simulation) -> bool:
+    """Whether a plan is better than another by more than `LEAST_GAIN`."""
+    if one.fits and other.fits:
+        return one.step_time < other.step_time * (1 - LEAST_GAIN)
+    return rank(one) < rank(other)
+
+
+RECENT = 16
+"""Simulations that a situation remembers."""
+
+
+LEAST_GAIN = 1e-4
+"""A neighbour that is better by a smaller share is not gone to."""
+
+
+Method = Callable[[Situation], Iterable[Plan]]
+"""What proposes plans for a situation."""

@@ -1,0 +1,411 @@
+"""The searched space: which choices an operator has, which meshes a stage, which skeletons a plan.
+
+A *skeleton* is a plan without its choices: stages, meshes, microbatches and schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stratagem.searcher.space.schedule_traits import can_run, rounds_of, same_alone, traits_of
+from stratagem.searcher.space.stage_cuts import StageCutter
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, check_policy
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.placement import (
+    REPLICATE,
+    Config,
+    Placement,
+    Shard,
+    largest_shard,
+    local_sizes,
+    smallest_shard,
+    splits_of,
+    statistics_fit,
+    windows_fit,
+)
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
+
+MAX_IMBALANCE = 0.125
+"""Configs whose largest shard is more than this above the mean are left out of the space."""
+
+MAX_STAGES, MAX_MICROBATCHES = 64, 512
+"""Pipeline ranks and cuts of the batch that the search tries at most."""
+
+UNEQUAL_UNITS = 16
+"""Most units of devices that stages of unequal sizes are made of."""
+
+SMALL_CLUSTER = 64
+"""Up to so many devices meshes have three axes, which make many times more choices."""
+
+ZERO_STAGES = (0, 1, 2, 3)
+"""ZeRO stages that the search tries: 1 reduces gradients once a step, 2 once a microbatch."""
+
+
+def distinct_stages(zero_stages: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
+    """ZeRO stages without 1 where 2 does the same with less memory: with one microbatch.
+
+    Example:
+        >>> distinct_stages((0, 1, 2, 3), 1), distinct_stages((0, 1), 1)
+        ((0, 2, 3), (0, 1))
+    """
+    alike = num_microbatches == 1 and 2 in zero_stages
+    return tuple(stage for stage in zero_stages if stage != 1 or not alike)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a search may try beside configs and ZeRO stages.
+
+    Example:
+        >>> Options(chunks=(1, 4), fuse=True).bucket_bytes
+        0
+
+    Attributes:
+        recompute: policies tried one after the other until a plan fits (see `segments`).
+        chunks: in how many pieces a matrix product may run, to overlap with its collectives.
+        fuse: whether elementwise work may run inside collectives.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes.
+        inputs_first: gradients of weights run beside the conversion of those of inputs (see
+            `Plan`).
+        regather: whether layers may keep a shard of their gathered inputs only and gather again
+            in backward (see `Choice`). It is not tried where every plan fits anyway.
+
+    Raises:
+        ValueError: on an unknown policy, none at all, chunks below 1 or a negative size.
+    """
+
+    recompute: tuple[str, ...] = RECOMPUTE_POLICIES
+    chunks: tuple[int, ...] = (1,)
+    fuse: bool = False
+    bucket_bytes: int = 0
+    inputs_first: bool = False
+    regather: bool = False
+
+    def __post_init__(self) -> None:
+        for policy in self.recompute:
+            check_policy(policy)
+        if not self.recompute:
+            raise ValueError("recompute lists no policy: give at least one, such as 'none'")
+        if not self.chunks or min(self.chunks) < 1:
+            raise ValueError(f"chunks are {self.chunks}: list whole numbers from 1 up")
+        if self.bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more")
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Stages (names of operators), one mesh each, number of microbatches, schedule, recompute.
+
+    `recompute` is a policy for all stages, or one for each; one that all share is kept once.
+
+    Raises:
+        ValueError: if there are not as many policies as stages.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    meshes: tuple[DeviceMesh, ...]
+    num_microbatches: int
+    schedule: str
+    recompute: str | tuple[str, ...] = "none"
+
+    def __post_init__(self) -> None:
+        if len(self.policies) != len(self.stages):
+            raise ValueError(
+                f"{len(self.policies)} recompute policies for {len(self.stages)} stages: give one "
+                "for all, or one for each"
+            )
+        if len(set(self.policies)) == 1:
+            object.__setattr__(self, "recompute", self.policies[0])
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The recompute policy of each stage."""
+        if isinstance(self.recompute, str):
+            return (self.recompute,) * len(self.stages)
+        return self.recompute
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of different sets of devices that stages run on."""
+        return len(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each set of devices, in order."""
+        found: dict[frozenset[int], list[int]] = {}
+        for stage, mesh in enumerate(self.meshes):
+            found.setdefault(frozenset(mesh.devices), []).append(stage)
+        return tuple(tuple(stages) for stages in found.values())
+
+    def staged(self, choices: Mapping[str, Choice]) -> tuple[Stage, ...]:
+        """The stages of a plan that makes some choices, by operator."""
+        return tuple(
+            Stage(names, mesh, {n: choices[n] for n in names})
+            for names, mesh in zip(self.stages, self.meshes, strict=True)
+        )
+
+    def __str__(self) -> str:
+        shapes = dict.fromkeys("×".join(str(n) for n in mesh.shape) for mesh in self.meshes)
+        shape = " and ".join(shapes)
+        parts = self.num_microbatches
+        cut = f"{parts} microbatches" if parts > 1 else "whole batch"
+        policies = dict.fromkeys(policy for policy in self.policies if policy != "none")
+        again = f", {' and '.join(policies)} recompute" if policies else ""
+        if len(self.stages) == 1:
+            return f"1 stage on {shape}, {cut}{again}"
+        return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"
+
+
+def skeleton_of(plan: Plan) -> Skeleton:
+    """The skeleton of a plan; what is recomputed is in its choices."""
+    return Skeleton(
+        tuple(stage.operators for stage in plan.stages),
+        tuple(stage.mesh for stage in plan.stages),
+        plan.num_microbatches,
+        plan.schedule,
+    )
+
+
+def operator_choices(
+    graph: OperatorGraph,
+    operator: Operator,
+    shape: Sequence[int],
+    zero_stages: Sequence[int],
+    options: Options = Options(),
+    *,
+    recompute: bool = False,
+) -> tuple[Choice, ...]:
+    """Every choice of an operator on a mesh of `shape`, the fully replicated one first.
+
+    A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced
+    to `MAX_IMBALANCE`. ZeRO applies where it shards something (`zero_stages_of`), pieces and
+    fusion where `options` allow them and the operator can; `recompute` is the same for all.
+    """
+    weights = trainable_weights(graph, operator)
+    fusible = options.fuse and (bool(weights) or fuses_forward(operator))
+    choices: list[Choice] = []
+    for config in _configs(operator, tuple(shape)):
+        sizes = local_sizes(operator, config, shape)
+        pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
+        again = options.regather and bool(operator.weights) and not recompute
+        choices += [
+            Choice(config, zero, recompute, chunks, fused, regather)
+            for zero in zero_stages_of(graph, operator, config, shape, zero_stages)
+            for chunks in pieces or [1]
+            for fused in ((False, True) if fusible else (False,))
+            for regather in ((False, True) if again else (False,))
+        ]
+    return tuple(choices)
+
+
+def _configs(operator: Operator, shape: tuple[int, ...]) -> list[Config]:
+    if operator.kind == "source":
+        return [(REPLICATE,) * len(shape)]
+    free = [dim for dim in operator.dims if not dim.whole and dim.size > 1]
+    options: list[Placement] = [REPLICATE, *(Shard(dim.name) for dim in free)]
+    axes = [options if ways > 1 else [REPLICATE] for ways in shape]
+    return [
+        config
+        for config in itertools.product(*axes)
+        if all(_is_balanced(dim.size, splits_of(config, dim.name, shape)) for dim in free)
+        and windows_fit(operator, config, shape)
+        and statistics_fit(operator, config, shape)
+    ]
+
+
+def _is_balanced(size: int, splits: Sequence[int]) -> bool:
+    ways = 1
+    for n in splits:
+        ways *= n
+    if smallest_shard(size, splits) < 1:
+        return False
+    return largest_shard(size, splits) <= (1 + MAX_IMBALANCE) * size / ways
+
+
+def stage_meshes(
+    devices: Sequence[int], cluster: Cluster, *, max_axes: int = 3, by_node: bool = True
+) -> list[DeviceMesh]:
+    """Logical shapes for a stage's consecutive devices: nodes apart, a node whole or cut in two.
+
+    Where there are several nodes all devices may be one axis too, or two: data parallel ways over
+    all nodes, tensor parallel ways of no more devices than a node has. No shape is listed twice.
+    Devices of which nodes have unequal shares are shaped as those of one node, and so are all if
+    not `by_node`.
+
+    Example:
+        >>> cluster = Cluster.preset("dgx-a100")
+        >>> [m.shape for m in stage_meshes(range(16), cluster)]
+        [(2, 8), (2, 2, 4), (2, 4, 2), (16,), (8, 2), (4, 4)]
+        >>> [m.shape for m in stage_meshes(range(16), cluster, max_axes=2)]
+        [(2, 8), (16,), (8, 2), (4, 4)]
+    """
+    counts = Counter(cluster.node_of(device) for device in devices)
+    nodes = len(counts) if by_node and len(set(counts.values())) == 1 else 1
+    inside = len(devices) // nodes
+    outer = [MeshAxis("node", nodes)] if nodes > 1 else []
+    shapes = [[MeshAxis("device", inside)] if inside > 1 or not outer else []]
+    cuts = [ways for ways in range(2, inside) if inside % ways == 0]
+    if len(outer) + 2 <= max_axes:
+        shapes += [[MeshAxis("outer", ways), MeshAxis("inner", inside // ways)] for ways in cuts]
+    meshes = [DeviceMesh((*outer, *axes), tuple(devices)) for axes in shapes]
+    if outer:
+        shapes = [[MeshAxis("data", len(devices))]]
+        shapes += [
+            [MeshAxis("data", len(devices) // ways), MeshAxis("tensor", ways)]
+            for ways in range(2, inside + 1)
+            if len(devices) % ways == 0
+        ]
+        meshes += [DeviceMesh(tuple(axes), tuple(devices)) for axes in shapes]
+    distinct: dict[tuple[int, ...], DeviceMesh] = {}
+    for mesh in meshes:
+        distinct.setdefault(mesh.shape, mesh)
+    return list(distinct.values())
+
+
+def axes_of(cluster: Cluster) -> int:
+    """The most axes of meshes: 3 on up to `SMALL_CLUSTER` devices, 2 on more."""
+    return 3 if cluster.num_devices <= SMALL_CLUSTER else 2
+
+
+def stage_units(cluster: Cluster) -> int:
+    """Into how many equal units the devices are cut of which unequal stages are made.
+
+    Example:
+        >>> stage_units(Cluster.preset("dgx-a100", num_nodes=1))
+        8
+    """
+    whole = cluster.num_nodes if cluster.num_nodes > 2 else cluster.num_devices
+    return max(n for n in range(1, UNEQUAL_UNITS + 1) if whole % n == 0)
+
+
+def unequal_sizes(cluster: Cluster) -> list[int]:
+    """In units, the sizes of unequal stages; primes beyond 5 rarely divide a batch."""
+    return [n for n in range(1, stage_units(cluster)) if _is_handy(n)]
+
+
+def stage_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """How many devices a stage may have: an equal share of all, or some units of them.
+
+    Example:
+        >>> stage_sizes(Cluster.preset("dgx-a100", num_nodes=1))
+        (1, 2, 3, 4, 5, 6, 8)
+    """
+    total = cluster.num_devices
+    equal = [n for n in range(1, total + 1) if total % n == 0]
+    each = total // stage_units(cluster)
+    return tuple(sorted({*equal, *(each * n for n in unequal_sizes(cluster))}))
+
+
+def _is_handy(number: int) -> bool:
+    for prime in (2, 3, 5):
+        while number % prime == 0:
+            number //= prime
+    return number == 1
+
+
+def _alike_meshes(
+    groups: Sequence[Sequence[int]], cluster: Cluster, max_axes: int
+) -> list[list[DeviceMesh]]:
+    """The meshes of each stage, of the same shapes, though some may straddle nodes."""
+    options = [stage_meshes(group, cluster, max_axes=max_axes) for group in groups]
+    if len({tuple(mesh.shape for mesh in meshes) for meshes in options}) == 1:
+        return options
+    return [stage_meshes(group, cluster, max_axes=max_axes, by_node=False) for group in groups]
+
+
+def skeletons(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    *,
+    schedule: str = "1f1b",
+    max_stages: int = MAX_STAGES,
+    max_microbatches: int = MAX_MICROBATCHES,
+    max_axes: int | None = None,
+    costs: CostModel | None = None,
+    training: Training | None = None,
+) -> Iterator[Skeleton]:
+    """Every skeleton of the space: stage counts that divide the devices, cuts of the batch.
+
+    Stages are balanced by time (see `balanced_stages`) and get equal shares of the devices in
+    order, all of them several times over if the schedule gives a rank so many stages. The batch is
+    cut in every way that the model allows; a microbatch of a pipeline has at least a sample for
+    every `devices_per_node` devices of a stage.
+
+    Args:
+        graph: the model at its whole batch.
+        cluster: where it is to run.
+        schedule: of pipelines.
+        max_stages: pipeline ranks at most.
+        max_microbatches: cuts of the batch in pipelines at most.
+        max_axes: of a mesh; as `axes_of` says when left out.
+        costs: by which stages are balanced; the device model when left out.
+        training: likewise; float32 and Adam when left out.
+
+    Raises:
+        ValueError: if a search may not try the schedule (see `searched_schedules`).
+    """
+    traits_of(schedule)
+    total = cluster.num_devices
+    axes = max_axes or axes_of(cluster)
+    num_layers = sum(op.kind != "source" for op in graph.operators)
+    cutter = StageCutter(graph, cluster, costs, training)
+    for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
+        rounds = rounds_of(schedule, num_ranks)
+        if total % num_ranks or num_ranks * rounds > num_layers:
+            continue
+        share = total // num_ranks
+        least = -(-share // cluster.devices_per_node)
+        counts = [
+            parts
+            for parts in _microbatch_counts(graph, num_ranks, max_microbatches)
+            if can_run(schedule, num_ranks, parts)
+            and (graph.batch // parts >= least or parts <= 2 or num_ranks == 1)
+        ]
+        if not counts:
+            continue
+        stages = cutter.stages(num_ranks * rounds)
+        groups = [range(r * share, (r + 1) * share) for r in range(num_ranks)]
+        options = _alike_meshes(groups, cluster, axes)
+        for meshes in zip(*options, strict=True):
+            for parts in counts:
+                yield Skeleton(stages, meshes * rounds, parts, schedule)
+
+
+def all_skeletons(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    schedules: Sequence[str],
+    costs: CostModel | None = None,
+    training: Training | None = None,
+) -> Iterator[Skeleton]:
+    """The skeletons of the space under several schedules.
+
+    What runs as one stage is listed once under those that do the same there.
+
+    Raises:
+        ValueError: as `skeletons`.
+    """
+    for number, name in enumerate(schedules):
+        for skeleton in skeletons(graph, cluster, schedule=name, costs=costs, training=training):
+            known = any(same_alone(name, other) for other in schedules[:number])
+            if skeleton.num_ranks > 1 or not known:
+                yield skeleton
+
+
+def _microbatch_counts(graph: OperatorGraph, num_stages: int, most: int) -> list[int]:
+    """Into how many microbatches the batch may be cut; of a pipeline at least two, if it can."""
+    if num_stages == 1:
+        return list(graph.microbatch_counts)
+    least = 1 if graph.whole_batch else 2
+    return [n for n in graph.microbatch_counts if least <= n <= most]

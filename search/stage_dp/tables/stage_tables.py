@@ -1,0 +1,204 @@
+"""Tables of what a stage may be: for devices of one kind and every range of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import MAX_IMBALANCE, distinct_stages
+from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
+from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.operator_chain import Chain
+from stratagem.searcher.stage_dp.tables.operator_profiles import MeshPricer, stage_mesh
+from stratagem.searcher.stage_dp.tables.variants import Layout, Variant, variants
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
+
+ROOM = 16
+"""Rows an option table has at first; it grows."""
+
+
+class Mode(NamedTuple):
+    """How a schedule counts stages: how many a rank has, and whether weights' gradients fill gaps.
+
+    Where stages leave early, syncs and updates count of the first one only. `late_weights` is true
+    of zero-bubble schedules: of their bubble (S − 1)(F + I − W) each stage brings F + B − 2W.
+    """
+
+    copies: int
+    late_weights: bool
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether what a last backward sends does not wait for its stage's sync and update."""
+        return self.copies == 1
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A mesh of data × tensor ways and a variant on it."""
+
+    tensor: int
+    variant: Variant
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """Options of a stage on some devices, by range of operators (see `kernels.offer`).
+
+    Attributes:
+        num_devices: of the stage.
+        ways: what the numbers of variants in `options` mean.
+        options: [cuts, cuts, rows, NUM_OPTION].
+        costs: [cuts, cuts, rows, NUM_COSTS] of each option.
+        counts: [cuts, cuts], rows in use.
+        over: [cuts, cuts], bytes by which the leanest variant exceeds the memory; below 0: room.
+    """
+
+    num_devices: int
+    ways: tuple[Ways, ...]
+    options: Ints
+    costs: Ints
+    counts: Ints
+    over: Ints
+
+
+@dataclass(eq=False)
+class Pruned:
+    """What was left out of the space, by reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reason: str, count: int = 1) -> None:
+        """Count something that is left out."""
+        if count:
+            self.counts[reason] = self.counts.get(reason, 0) + count
+
+
+def place_kind(devices: range, cluster: Cluster) -> tuple[object, ...] | None:
+    """Equal for device ranges that price alike: size and types; None for one that straddles.
+
+    A stage lies inside a node, or begins or ends where a node does.
+    """
+    per_node = cluster.devices_per_node
+    first, last = devices.start // per_node, (devices.stop - 1) // per_node
+    if first != last and devices.start % per_node and devices.stop % per_node:
+        return None
+    return len(devices), tuple(sorted(set(cluster.node_devices[first : last + 1])))
+
+
+@dataclass(eq=False)
+class TableMaker:
+    """Makes stage tables at one number of microbatches; devices of one kind share a table.
+
+    Stages whose forward or backward pass is longer than `limit` ns are left out.
+    """
+
+    chain: Chain
+    situation: Situation
+    limits: Limits
+    layouts: Sequence[Layout]
+    num_microbatches: int
+    modes: Sequence[Mode]
+    pruned: Pruned
+    limit: float = np.inf
+
+    def __post_init__(self) -> None:
+        self._known: dict[tuple[object, ...], dict[Mode, StageTable]] = {}
+
+    def table(self, devices: range, mode: Mode) -> StageTable | None:
+        """The table of a stage on `devices`; None if they straddle nodes, or nothing is priced."""
+        kind = place_kind(devices, self.situation.cluster)
+        if kind is None:
+            self.pruned.add("devices that straddle nodes")
+            return None
+        if kind not in self._known:
+            self._known[kind] = self._make(devices)
+        table = self._known[kind][mode]
+        return table if table.ways else None
+
+    def _make(self, devices: range) -> dict[Mode, StageTable]:
+        zeros = distinct_stages(self.limits.zero_stages, self.num_microbatches)
+        limits = replace(self.limits, zero_stages=zeros)
+        makers = {mode: _Draft(len(self.chain.cuts), mode) for mode in self.modes}
+        ways: list[Ways] = []
+        whole = len(devices) == self.situation.cluster.num_devices
+        for mesh in self._meshes(devices):
+            capacity = self.limits.capacity(mesh.memory_bytes(self.situation.cluster))
+            pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
+            for layout in self.layouts:
+                self.situation.clock.check()
+                found = list(variants(pricer.builder.graph, mesh.shape, layout, limits))
+                if not found:
+                    continue
+                sends = pricer.sends(found[0])
+                for profile in pricer.profiles(found):
+                    costs = profile.range_costs(self.chain, limit=self.limit, whole=whole)
+                    for draft in makers.values():
+                        draft.offer(costs, sends, capacity, len(ways))
+                    ways.append(Ways(mesh.shape[1], profile.variant))
+        return {mode: draft.finish(len(devices), ways) for mode, draft in makers.items()}
+
+    def _meshes(self, devices: range) -> Iterator[DeviceMesh]:
+        """Tensor ways that divide the devices and do not leave a node."""
+        samples = self.situation.graph.batch // self.num_microbatches
+        for tensor in range(1, min(len(devices), self.situation.cluster.devices_per_node) + 1):
+            if len(devices) % tensor:
+                continue
+            data = len(devices) // tensor
+            if not self.limits.allows_tensor(tensor):
+                self.pruned.add("tensor-parallel ways not allowed")
+            elif not _divides(samples, data):
+                self.pruned.add("samples of a microbatch do not divide over the data ranks")
+            else:
+                yield stage_mesh(devices, tensor)
+
+
+def _divides(samples: int, ways: int) -> bool:
+    largest = -(-samples // ways)
+    fills = -(-samples // largest) == ways
+    return fills and largest <= (1 + MAX_IMBALANCE) * samples / ways
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A stage table while variants are offered."""
+
+    size: int
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        shape = (self.size, self.size, ROOM)
+        self._options = np.zeros((*shape, kernels.NUM_OPTION), dtype=np.int64)
+        self._costs = np.zeros((*shape, kernels.NUM_COSTS), dtype=np.int64)
+        self._counts = np.zeros((self.size, self.size), dtype=np.int64)
+        self._over = np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64)
+
+    def offer(self, costs: Ints, sends: Ints, capacity: int, number: int) -> None:
+        """Offer variant `number` for every range; twice is the same as once."""
+        while not kernels.offer(
+            costs,
+            sends,
+            capacity,
+            self.mode.copies,
+            self.mode.late_weights,
+            self.mode.leaves_early,
+            number,
+            self._options,
+            self._costs,
+            self._counts,
+            self._over,
+        ):
+            self._options = np.concatenate([self._options, np.zeros_like(self._options)], axis=2)
+            self._costs = np.concatenate([self._costs, np.zeros_like(self._costs)], axis=2)
+
+    def finish(self, num_devices: int, ways: Sequence[Ways]) -> StageTable:
+        """The table, without unused room."""
+        rows = max(1, int(self._counts.max()))
+        options, costs = self._options[:, :, :rows].copy(), self._costs[:, :, :rows].copy()
+        return StageTable(num_devices, tuple(ways), options, costs, self._counts, self._over)
