@@ -33,9 +33,13 @@ from torch import nn
 
 from benchmarks.random_training import Drawing, draw
 from stratagem.executor import ExecutionResult, execute, model_state
-from stratagem.executor.counters import COUNTER
-from stratagem.executor.reference import gradient_errors, relative_error, statistics_apart
-from stratagem.executor.run import prepare
+from stratagem.executor.running.execute import prepare
+from stratagem.executor.running.torch_reference import (
+    gradient_errors,
+    relative_error,
+    statistics_apart,
+)
+from stratagem.executor.state.batch_norm_counters import COUNTER
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan

@@ -39,15 +39,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.scale import Case
 from examples.models import MLP, SmallGPT
-from stratagem.executor import lower, model_state, verify
-from stratagem.executor.backends.base import Communicator
+from stratagem.executor import lower, model_state
 from stratagem.executor.backends.gloo import GlooCommunicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.held import held_bytes
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.launch import run_ranks
-from stratagem.executor.live import peak_bytes
-from stratagem.executor.postings import common_order
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.held_bytes import held_bytes
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program import verify
+from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.executor.program.receive_postings import common_order
+from stratagem.executor.running.launch import run_ranks
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -33,8 +33,8 @@ from pathlib import Path
 import torch
 
 from examples.models import MLP
-from stratagem.executor.checkpoint_folder import checkpoint_path, complete_checkpoints
-from stratagem.executor.checkpoint_index import CheckpointIndex
+from stratagem.executor.checkpoints.folder import checkpoint_path, complete_checkpoints
+from stratagem.executor.checkpoints.index import CheckpointIndex
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis

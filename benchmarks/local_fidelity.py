@@ -35,15 +35,15 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from stratagem.comparison import compare
-from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.gloo import GlooCommunicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.batches import Batches
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.launch import run_ranks
-from stratagem.executor.run import prepare
-from stratagem.executor.training_loop import RunOptions, train
-from stratagem.executor.where import Place
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.running.execute import prepare
+from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.training_loop import RunOptions, train
+from stratagem.executor.watching.rank_place import Place
 from stratagem.measuring import LOOPBACK, executor_dispatch, executor_update
 from stratagem.profiler import (
     CollectiveTiming,

@@ -10,8 +10,8 @@ from rich.padding import Padding
 
 import stratagem as sg
 from examples import gpt2, small_gpt
-from stratagem.executor.launch import launch
-from stratagem.executor.report import Report
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.running.launch import launch
 from stratagem.simulator.base.units import format_duration
 from stratagem.tables import comparison_table, strategy_table
 

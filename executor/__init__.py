@@ -3,15 +3,15 @@
 Plan ──lower──▶ Program ──verify──▶ ──execute──▶ losses, parameters, measured timeline
 """
 
-from stratagem.executor.grid import grid
-from stratagem.executor.launch import launch
-from stratagem.executor.lowering import lower
-from stratagem.executor.program import Program
-from stratagem.executor.report import Report
-from stratagem.executor.result import ExecutionResult
-from stratagem.executor.run import execute
-from stratagem.executor.states import model_state
-from stratagem.executor.verify import verify
+from stratagem.executor.lowering.lower import lower
+from stratagem.executor.program.grid import grid
+from stratagem.executor.program.programs import Program
+from stratagem.executor.program.verify import verify
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.running.execute import execute
+from stratagem.executor.running.launch import launch
+from stratagem.executor.state.parameter_parts import model_state
 
 __all__ = [
     "ExecutionResult",

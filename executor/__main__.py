@@ -22,22 +22,22 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.batches import Batches, Data
-from stratagem.executor.checking import judge
-from stratagem.executor.checkpoint_folder import KEEP
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.judging import Limits
-from stratagem.executor.models import make_data, make_model, make_rate
-from stratagem.executor.origin import provenance_of
-from stratagem.executor.reference import reference_of
-from stratagem.executor.report import report_of
-from stratagem.executor.run import check_world, prepare
-from stratagem.executor.states import model_state
-from stratagem.executor.training_loop import RunOptions, check_equal, first_step, train
-from stratagem.executor.verdict import Verdict
-from stratagem.executor.watch import Watch
-from stratagem.executor.world import default_backend, process_rank
+from stratagem.executor.checkpoints.folder import KEEP
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.results.result_file import report_of
+from stratagem.executor.results.run_origin import provenance_of
+from stratagem.executor.results.verdict import Verdict
+from stratagem.executor.running.checking import judge
+from stratagem.executor.running.execute import check_world, prepare
+from stratagem.executor.running.named_functions import make_data, make_model, make_rate
+from stratagem.executor.running.torch_reference import reference_of
+from stratagem.executor.running.world import default_backend, process_rank
+from stratagem.executor.state.parameter_parts import model_state
+from stratagem.executor.training.batches import Batches, Data
+from stratagem.executor.training.training_loop import RunOptions, check_equal, first_step, train
+from stratagem.executor.watching.judges import Limits
+from stratagem.executor.watching.watch import Watch
 from stratagem.progress import Show, progress_bar, status_file
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import PROCESS_BACKENDS

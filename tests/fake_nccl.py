@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.backends.nccl import NcclCommunicator
-from stratagem.executor.gpu.wire import DTYPES
+from stratagem.executor.cuda.nccl_calls import DTYPES
 
 T = TypeVar("T")
 PATIENCE = 20.0

@@ -9,13 +9,13 @@ import torch
 
 from examples.models import SmallGPT
 from stratagem.executor import execute, model_state
-from stratagem.executor.batches import Batches
-from stratagem.executor.checking import judge
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.judging import Limits
-from stratagem.executor.run import prepare
-from stratagem.executor.training_loop import RunOptions, train
-from stratagem.executor.world import process_rank
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.running.checking import judge
+from stratagem.executor.running.execute import prepare
+from stratagem.executor.running.world import process_rank
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.training_loop import RunOptions, train
+from stratagem.executor.watching.judges import Limits
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.test_backends import operations

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from stratagem.executor.gpu.sources import SOURCE
+from stratagem.executor.cuda.cuda_sources import SOURCE
 
 OPTIONS = ("-O1", "-std=c11", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared")
 KINDS: dict[type, Any] = {

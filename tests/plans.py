@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from examples.models import MLP, SmallCNN, SmallGPT
 from stratagem.executor import ExecutionResult, execute, model_state
-from stratagem.executor.reference import first_scalar, gradient_errors, relative_error
+from stratagem.executor.running.torch_reference import (
+    first_scalar,
+    gradient_errors,
+    relative_error,
+)
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
     REPLICATE,

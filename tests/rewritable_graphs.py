@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor import ExecutionResult, execute
-from stratagem.executor.reference import gradient_errors
+from stratagem.executor.running.torch_reference import gradient_errors
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import Tensor as Handle
 from stratagem.simulator.graph.building.operator_drafts import part, reshape, select, transpose

@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 import stratagem as sg
 from stratagem import machine, ranks
 from stratagem.cli import app
-from stratagem.executor import launch, model_state
+from stratagem.executor import model_state
 from stratagem.executor.backends.nccl import join_nccl
-from stratagem.executor.checking import judge
-from stratagem.executor.gpu.kernels import check_gpu
-from stratagem.executor.gpu.own_gpu import claim, own_gpu
-from stratagem.executor.report import Report
-from stratagem.executor.world import default_backend
+from stratagem.executor.cuda.cupy_kernels import check_gpu
+from stratagem.executor.cuda.own_gpu import claim, own_gpu
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.running import launch
+from stratagem.executor.running.checking import judge
+from stratagem.executor.running.world import default_backend
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import Environment, Provenance
 
@@ -43,7 +44,7 @@ def build():
     return Net(), {"x": torch.ones(8, 16)}
 """
 CPUS = sg.Cluster.preset("local-cpu")
-LAUNCHING = sys.modules["stratagem.executor.launch"]
+LAUNCHING = sys.modules["stratagem.executor.running.launch"]
 RANK = ("LOCAL_RANK", "SLURM_LOCALID", "LOCAL_WORLD_SIZE")
 
 
@@ -78,7 +79,7 @@ def fake_cupy(
 
 
 def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratagem.executor.gpu.kernels.has_cupy", lambda: False)
+    monkeypatch.setattr("stratagem.executor.cuda.cupy_kernels.has_cupy", lambda: False)
 
 
 @pytest.fixture

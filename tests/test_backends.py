@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratagem.executor.backends.base import Communicator, ring_bytes
 from stratagem.executor.backends.gloo import GlooCommunicator
-from stratagem.executor.backends.local import run_local
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator, ring_bytes
 from stratagem.simulator.hardware.collective_times import Collective
 
 torch.set_num_threads(1)

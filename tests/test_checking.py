@@ -17,10 +17,10 @@ import stratagem as sg
 from examples.models import SmallGPT
 from stratagem.cli import app
 from stratagem.executor import ExecutionResult, execute, model_state
-from stratagem.executor.checking import judge
-from stratagem.executor.reference import statistics_apart
-from stratagem.executor.report import Report
-from stratagem.executor.verdict import Verdict
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.verdict import Verdict
+from stratagem.executor.running.checking import judge
+from stratagem.executor.running.torch_reference import statistics_apart
 from stratagem.simulator.graph.local_statistics import local_statistics
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.capture.capture import capture

@@ -17,23 +17,23 @@ from torch import Tensor
 
 from examples.models import SmallGPT
 from stratagem.executor import ExecutionResult, execute, model_state
-from stratagem.executor import checkpoint as writing
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.checkpoint import save_checkpoint
-from stratagem.executor.checkpoint_folder import (
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.checkpoints import shard_writer as writing
+from stratagem.executor.checkpoints.folder import (
     LOCK_NAME,
     checkpoint_path,
     complete_checkpoints,
     find_checkpoint,
     only_writer,
 )
-from stratagem.executor.checkpoint_index import INDEX_NAME, PARAMETER, Course
-from stratagem.executor.checkpoint_reader import Checkpoint, load_checkpoint, restore
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.rates import RateSchedule
-from stratagem.executor.run import prepare
-from stratagem.executor.substituted import to_model
+from stratagem.executor.checkpoints.index import INDEX_NAME, PARAMETER, Course
+from stratagem.executor.checkpoints.reader import Checkpoint, load_checkpoint, restore
+from stratagem.executor.checkpoints.shard_writer import save_checkpoint
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.running.execute import prepare
+from stratagem.executor.state.rewritten_parameters import to_model
+from stratagem.executor.training.learning_rates import RateSchedule
 from stratagem.searcher.space.graph_rewrites import steps as one_step
 from stratagem.simulator.graph.models import llama, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph

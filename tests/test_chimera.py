@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratagem.executor import execute, launch, lower, model_state, verify
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.instructions import Bundle, Convert
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.live import peak_bytes
+from stratagem.executor import execute, lower, model_state
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program import verify
+from stratagem.executor.program.instructions import Bundle, Convert
+from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.executor.running import launch
 from stratagem.exports import FORMATS, export
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import Budget

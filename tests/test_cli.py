@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from stratagem import face
 from stratagem.cli import app
-from stratagem.executor.report import Report
+from stratagem.executor.results.result_file import Report
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.graph_file import graph_to_json

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.executor import execute, model_state
-from stratagem.executor.checkpoint_folder import find_checkpoint
-from stratagem.executor.checkpoint_index import INDEX_NAME, CheckpointIndex
+from stratagem.executor.checkpoints.folder import find_checkpoint
+from stratagem.executor.checkpoints.index import INDEX_NAME, CheckpointIndex
 from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, backward_of, cnn_case, make_case, make_plan, sharding
 
@@ -106,6 +106,8 @@ def test_the_check_compares_them(
     verdict = sg.check(plan_of(case, parts), case.model, case.batch)
     assert verdict.agrees
     assert f"buffer {name}.num_batches_tracked" in verdict.errors
-    monkeypatch.setattr("stratagem.executor.counters.Counters.at", lambda self, step: self.values)
+    monkeypatch.setattr(
+        "stratagem.executor.state.batch_norm_counters.Counters.at", lambda self, step: self.values
+    )
     verdict = sg.check(plan_of(case, parts), case.model, case.batch)
     assert verdict.worst == f"buffer {name}.num_batches_tracked"

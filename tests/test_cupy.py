@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.executor.gpu.kernels import has_cupy
-from stratagem.executor.gpu.memory import use_torch_memory
-from stratagem.executor.gpu.wire import DTYPES, OPERATIONS
+from stratagem.executor.cuda.cupy_kernels import has_cupy
+from stratagem.executor.cuda.nccl_calls import DTYPES, OPERATIONS
+from stratagem.executor.cuda.torch_memory_for_cupy import use_torch_memory
 from tests.fake_nccl import FakeCommunicator, FakeNccl
 
 needs_cupy = pytest.mark.skipif(not has_cupy(), reason="CuPy is not installed")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stratagem.executor.run import execute
-from stratagem.executor.states import model_state
+from stratagem.executor.running.execute import execute
+from stratagem.executor.state.parameter_parts import model_state
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.gradient_paths import untrained

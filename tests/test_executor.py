@@ -14,9 +14,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from examples.models import MLP
-from stratagem.executor import execute, grid, launch, lower, model_state, verify
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.instructions import (
+from stratagem.executor import execute, lower, model_state
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program import grid, verify
+from stratagem.executor.program.instructions import (
     Backward,
     Bundle,
     Convert,
@@ -26,9 +28,9 @@ from stratagem.executor.instructions import (
     Receive,
     Send,
 )
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.program import Program
-from stratagem.executor.report import Report
+from stratagem.executor.program.programs import Program
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.running import launch
 from stratagem.simulator.graph.placement import REPLICATE, Pin
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts

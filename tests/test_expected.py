@@ -7,12 +7,12 @@ import math
 import pytest
 
 from stratagem.executor import model_state
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.expected import Expected
-from stratagem.executor.instructions import Backward, Convert, Forward, Receive, Update
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.run import prepare
-from stratagem.executor.where import Place
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program.expected_seconds import Expected
+from stratagem.executor.program.instructions import Backward, Convert, Forward, Receive, Update
+from stratagem.executor.running.execute import prepare
+from stratagem.executor.watching.rank_place import Place
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.executor import ExecutionResult, execute
-from stratagem.executor.instructions import Convert
-from stratagem.executor.lowering import lower
-from stratagem.executor.reference import gradient_errors
+from stratagem.executor.lowering.lower import lower
+from stratagem.executor.program.instructions import Convert
+from stratagem.executor.running.torch_reference import gradient_errors
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.situation import Situation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.executor.launch import run_ranks
+from stratagem.executor.running.launch import run_ranks
 from stratagem.exports import export
 from stratagem.searcher.methods.literature import one_stage_plan, random_choices
 from stratagem.searcher.space.situation import Situation

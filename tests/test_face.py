@@ -88,7 +88,7 @@ print(sorted({"torch", "matplotlib", "cupy"} & set(sys.modules)))
 
 
 def test_executor_is_importable_without_cuda() -> None:
-    code = "import stratagem.executor, stratagem.executor.run, sys; print('cupy' in sys.modules)"
+    code = "import stratagem.executor, stratagem.executor.running.execute, sys; print('cupy' in sys.modules)"
     assert run_python(code).strip() == "False"
 
 

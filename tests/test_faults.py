@@ -22,14 +22,14 @@ import pytest
 import torch
 
 from examples.models import MLP
-from stratagem.executor.activity import Activity
-from stratagem.executor.checkpoint_folder import complete_checkpoints
-from stratagem.executor.checkpoint_reader import load_checkpoint
-from stratagem.executor.judging import Beat, Follower, Judge, Limits
-from stratagem.executor.launch import launch
-from stratagem.executor.report import Report
-from stratagem.executor.where import Place, Where
-from stratagem.executor.world import process_rank
+from stratagem.executor.checkpoints.folder import complete_checkpoints
+from stratagem.executor.checkpoints.reader import load_checkpoint
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.running.launch import launch
+from stratagem.executor.running.world import process_rank
+from stratagem.executor.watching.judges import Beat, Follower, Judge, Limits
+from stratagem.executor.watching.process_activity import Activity
+from stratagem.executor.watching.rank_place import Place, Where
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -550,8 +550,8 @@ def test_ranks_that_connect_may_be_idle_for_long(monkeypatch: pytest.MonkeyPatch
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr("stratagem.executor.world.Watch", lambda *_: nullcontext(watch))
-    monkeypatch.setattr("stratagem.executor.world.join", fails)
+    monkeypatch.setattr("stratagem.executor.running.world.Watch", lambda *_: nullcontext(watch))
+    monkeypatch.setattr("stratagem.executor.running.world.join", fails)
     with pytest.raises(KeyError, match="nccl"), process_rank(Limits(), backend="nccl"):
         pass
     joining = watch.place.now

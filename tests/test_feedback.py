@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stratagem.comparison import compare
-from stratagem.executor.report import Report
+from stratagem.executor.results.result_file import Report
 from stratagem.learning import learn_from
 from stratagem.profiler import (
     Effort,

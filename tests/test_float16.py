@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from examples.models import MLP
 from stratagem.executor import execute, model_state
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.batches import Batches
-from stratagem.executor.checkpoint_index import CheckpointIndex
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.loss_scale import LossScale
-from stratagem.executor.run import prepare
-from stratagem.executor.training_loop import RunOptions, train
-from stratagem.executor.where import Place
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.checkpoints.index import CheckpointIndex
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.running.execute import prepare
+from stratagem.executor.state.loss_scale import LossScale
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.training_loop import RunOptions, train
+from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from stratagem.executor import lower, model_state
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.batches import Batches
-from stratagem.executor.checking import judge
-from stratagem.executor.gpu.kernels import has_cupy
-from stratagem.executor.gpu.memory import use_torch_memory
-from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
-from stratagem.executor.gpu.random_words import DeviceWords
-from stratagem.executor.gpu.streams import CudaStreams
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.launch import run_ranks
-from stratagem.executor.optimizers import make_optimizer
-from stratagem.executor.result import ExecutionResult
-from stratagem.executor.training_loop import RunOptions, train
-from stratagem.executor.where import Place
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.cuda.cupy_kernels import has_cupy
+from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.cuda.streams import CudaStreams
+from stratagem.executor.cuda.torch_memory_for_cupy import use_torch_memory
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.running.checking import judge
+from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.state.optimizers import make_optimizer
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.training_loop import RunOptions, train
+from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words

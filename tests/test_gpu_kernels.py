@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.executor.gpu.kernels import has_cupy
-from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
-from stratagem.executor.gpu.random_words import DeviceWords
-from stratagem.executor.gpu.sources import KERNELS, SOURCE
-from stratagem.executor.optimizers import EPSILON, make_optimizer
+from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE
+from stratagem.executor.cuda.cupy_kernels import has_cupy
+from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.state.optimizers import EPSILON, make_optimizer
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
 from tests.host_kernels import host_kernels, start_on_host
@@ -77,7 +77,7 @@ def test_fused_optimizers_are_those_of_torch(
     optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the kernels on the host: arguments, rates that change, copies, states to go on from."""
-    monkeypatch.setattr("stratagem.executor.gpu.optimizers.start", start_on_host)
+    monkeypatch.setattr("stratagem.executor.state.fused_optimizers.start", start_on_host)
     training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
     theirs = make_optimizer(training)
     ours: FusedSGD = FusedAdam(training, EPSILON) if optimizer == "adam" else FusedSGD(training)
@@ -119,7 +119,7 @@ def test_adam_goes_by_place_however_tensors_lie(lying: str, decay: float) -> Non
 
 
 def test_fused_words_follow_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratagem.executor.gpu.random_words.start", start_on_host)
+    monkeypatch.setattr("stratagem.executor.cuda.dropout_words.start", start_on_host)
     rows, key, fused = torch.tensor([0, 3, 2**33]), (1, 2), DeviceWords(torch.device("cpu"))
     for step in (0, 4, 2**32 - 1, 0):
         assert torch.equal(fused(rows, 5, 30, step, key), words(rows, 5, 30, step, key))

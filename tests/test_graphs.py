@@ -22,19 +22,19 @@ from examples.models import SmallCNN, SmallGPT
 from stratagem.cli import app
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.__main__ import parser, run_rank
-from stratagem.executor.backends.base import Communicator
 from stratagem.executor.backends.nccl import NcclCommunicator
-from stratagem.executor.batches import Batches
-from stratagem.executor.gpu.graphs import FIRST_STEPS, GraphedSteps, refusal
-from stratagem.executor.gpu.optimizers import FusedAdam, FusedSGD
-from stratagem.executor.gpu.random_words import DeviceWords
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.optimizers import EPSILON
-from stratagem.executor.rates import RateSchedule
-from stratagem.executor.report import Report
-from stratagem.executor.result import ExecutionResult
-from stratagem.executor.training_loop import RunOptions, train
-from stratagem.executor.where import Place
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.state.optimizers import EPSILON
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.graphed_steps import FIRST_STEPS, GraphedSteps, refusal
+from stratagem.executor.training.learning_rates import RateSchedule
+from stratagem.executor.training.training_loop import RunOptions, train
+from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.image_splits import split_images
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -70,10 +70,10 @@ def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         adam = training.optimizer == "adam"
         return FusedAdam(training, EPSILON) if adam else FusedSGD(training)
 
-    monkeypatch.setattr("stratagem.executor.interpreter.make_optimizer", optimizer)
-    monkeypatch.setattr("stratagem.executor.interpreter.words_on", DeviceWords)
+    monkeypatch.setattr("stratagem.executor.interpreter.interpreter.make_optimizer", optimizer)
+    monkeypatch.setattr("stratagem.executor.interpreter.interpreter.words_on", DeviceWords)
     for module in ("optimizers", "random_words"):
-        monkeypatch.setattr(f"stratagem.executor.gpu.{module}.start", fake_graphs.start)
+        monkeypatch.setattr(f"stratagem.executor.cuda.{module}.start", fake_graphs.start)
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +277,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for module in ("stratagem.ranks", "stratagem.measuring"):
         import_module(module)  # Those that take `run_ranks` by name must have the real one first.
     monkeypatch.setattr("stratagem.executor.__main__.capture", captured)
-    monkeypatch.setattr("stratagem.executor.run.run_local", threads)
-    monkeypatch.setattr(import_module("stratagem.executor.launch"), "run_ranks", processes)
+    monkeypatch.setattr("stratagem.executor.running.execute.run_local", threads)
+    monkeypatch.setattr(import_module("stratagem.executor.running.launch"), "run_ranks", processes)
     return runs
 
 
@@ -370,7 +370,7 @@ def test_what_cannot_be_recorded_is_said_and_run_step_by_step(mlp: Case) -> None
 
 
 def test_numbers_of_the_host_are_not_recorded(mlp: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratagem.executor.interpreter.words_on", lambda device: None)
+    monkeypatch.setattr("stratagem.executor.interpreter.interpreter.words_on", lambda device: None)
     (found,) = run_fake(1, lambda comm: reason_for(mlp, comm), recording)
     assert found == "rate and step are numbers of the host where CuPy's kernels are not used"
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from examples.models import SmallGPT
-from stratagem.executor.backends import local
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.gpu.event_clock import EventClock
-from stratagem.executor.gpu.streams import CudaStreams
+from stratagem.executor.backends import threads
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.cuda.event_clock import EventClock
+from stratagem.executor.cuda.streams import CudaStreams
 from tests.fake_nccl import FakeStreams
 from tests.plans import assert_equal_to_torch, make_case, make_plan, megatron
 
@@ -50,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         with lock:
             return LoggedStreams(found, next(numbers))
 
-    monkeypatch.setattr(local, "_streams", streams)
+    monkeypatch.setattr(threads, "_streams", streams)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     return found
 

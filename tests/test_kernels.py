@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.seats import Seat
-from stratagem.executor.shards import operator_shards
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.resharding.operator_shards import operator_shards
+from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.placement import (
     REPLICATE,

@@ -12,8 +12,8 @@ import torch
 
 from stratagem.executor import lower, model_state
 from stratagem.executor.backends.nccl import NcclCommunicator
-from stratagem.executor.gpu.launch_order import VARIABLE, ordered_by_nccl
-from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.cuda.launch_order import VARIABLE, ordered_by_nccl
+from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.simulator.plan.plan import Plan
 from tests.kernel_places import Entry, find_stuck, issued
 from tests.plans import Case, gpt_case, make_plan, megatron, mlp_case, random_plan, sharding

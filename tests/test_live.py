@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from stratagem.executor import lower, model_state
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.held import held_bytes
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.live import peak_bytes
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.interpreter.held_bytes import held_bytes
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, make_plan, megatron, sharding, whole

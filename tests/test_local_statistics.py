@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.executor.run import execute
-from stratagem.executor.states import model_state
+from stratagem.executor.running.execute import execute
+from stratagem.executor.state.parameter_parts import model_state
 from stratagem.simulator.graph.local_statistics import local_statistics
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.local_fidelity import keep_typical, one_device
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.run import prepare
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.running.execute import prepare
 from stratagem.measuring import _one_rank_plan, _state, executor_dispatch
 from stratagem.profiler import (
     MeasuredCosts,

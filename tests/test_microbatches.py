@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import stratagem as sg
 from examples.models import SmallGPT
-from stratagem.executor.run import execute
-from stratagem.executor.states import model_state
+from stratagem.executor.running.execute import execute
+from stratagem.executor.state.parameter_parts import model_state
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from examples.models import SmallGPT, SmallResNet
-from stratagem.executor.instructions import Convert, Forward
-from stratagem.executor.lowering import lower
+from stratagem.executor.lowering.lower import lower
+from stratagem.executor.program.instructions import Convert, Forward
 from stratagem.searcher.space.strategies import expert_parallel
 from stratagem.simulator.graph.placement import Pin, Shard
 from stratagem.simulator.hardware.collective_times import Collective

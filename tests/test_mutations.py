@@ -21,10 +21,10 @@ import torch
 
 import stratagem as sg
 from examples.models import MLP
-from stratagem.executor.report import Report, report_of
-from stratagem.executor.run import execute
-from stratagem.executor.states import model_state
-from stratagem.executor.verdict import Verdict
+from stratagem.executor.results.result_file import Report, report_of
+from stratagem.executor.results.verdict import Verdict
+from stratagem.executor.running.execute import execute
+from stratagem.executor.state.parameter_parts import model_state
 from stratagem.profiler import (
     CollectiveKey,
     Environment,

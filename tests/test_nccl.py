@@ -14,18 +14,18 @@ from torch import Tensor
 
 from examples.models import MLP
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
 from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
-from stratagem.executor.batches import Batches
-from stratagem.executor.gpu.wire import end_to_end, rounds
-from stratagem.executor.instructions import Backward, Convert, Forward, Receive, Send
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.measure import timeline
-from stratagem.executor.reference import gradient_errors
-from stratagem.executor.result import ExecutionResult
-from stratagem.executor.training_loop import RunOptions, train
-from stratagem.executor.where import Place
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.cuda.nccl_calls import end_to_end, rounds
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program.instructions import Backward, Convert, Forward, Receive, Send
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.results.measured_timeline import timeline
+from stratagem.executor.running.torch_reference import gradient_errors
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.training_loop import RunOptions, train
+from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.stage.stage_blocks import PREFETCH
@@ -228,7 +228,7 @@ def test_what_is_gathered_in_rows_is_not_copied(mlp: Case, monkeypatch: Any) -> 
         copies.append(made.data_ptr() != chunks[0].data_ptr())
         return made
 
-    monkeypatch.setattr("stratagem.executor.reshard.end_to_end", watched)
+    monkeypatch.setattr("stratagem.executor.resharding.conversions.end_to_end", watched)
     case = make_case(MLP([8, 6, 4]), x=torch.randn(6, 8), target=torch.randint(0, 4, (6,)))
     run_plan(case, make_plan(case, sharding("sample", zero=3), (2,)))
     assert copies
@@ -325,7 +325,7 @@ def test_a_reduce_scatter_of_a_bucket_sends_from_where_it_was_packed(
         copied.append(made.data_ptr() != chunks[0].data_ptr())
         return made
 
-    monkeypatch.setattr("stratagem.executor.gpu.wire.end_to_end", watched)
+    monkeypatch.setattr("stratagem.executor.cuda.nccl_calls.end_to_end", watched)
     assert_equals_torch(case, replace(plan, bucket_bytes=10**6))
     assert copied == [False] * 2
 
@@ -418,7 +418,7 @@ def test_without_cuda_the_backend_says_what_is_missing(monkeypatch: Any) -> None
 
 def test_without_cupy_the_backend_names_the_install(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("stratagem.executor.gpu.kernels.has_cupy", lambda: False)
+    monkeypatch.setattr("stratagem.executor.cuda.cupy_kernels.has_cupy", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs CuPy.*pip install 'stratagem\[gpu\]'"):
         join_nccl()
 

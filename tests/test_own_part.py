@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from stratagem.executor import lower, model_state
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
 from tests.plans import Case, make_plan, mlp_case, sharding, whole
 
 torch.set_num_threads(1)

@@ -23,11 +23,13 @@ from torch import Tensor
 from torch.func import functional_call
 
 from examples.models import MLP, SmallGPT
-from stratagem.executor import execute, grid, launch, lower, model_state, verify
-from stratagem.executor.instructions import Backward, Forward, Free, Instruction, Stash
-from stratagem.executor.live import peak_bytes
-from stratagem.executor.program import Program
-from stratagem.executor.reference import first_scalar, gradient_errors, reference_of
+from stratagem.executor import execute, lower, model_state
+from stratagem.executor.program import grid, verify
+from stratagem.executor.program.instructions import Backward, Forward, Free, Instruction, Stash
+from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.executor.program.programs import Program
+from stratagem.executor.running import launch
+from stratagem.executor.running.torch_reference import first_scalar, gradient_errors, reference_of
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search_course import Course
 from stratagem.searcher.driver.skeleton_entries import Space

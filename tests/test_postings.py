@@ -11,9 +11,9 @@ import torch
 
 from examples.models import MLP, SmallGPT
 from stratagem.executor import lower
-from stratagem.executor.instructions import Receive, Send, meetings_of
-from stratagem.executor.postings import Posting, common_order
-from stratagem.executor.program import Program
+from stratagem.executor.program.instructions import Receive, Send, meetings_of
+from stratagem.executor.program.programs import Program
+from stratagem.executor.program.receive_postings import Posting, common_order
 from tests.plans import Case, make_case, make_plan, random_plan, sharding, whole
 from tests.test_models_executed import case_of
 

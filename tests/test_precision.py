@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.program import Program
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program.programs import Program
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, gradients_of, make_plan, random_plan, sharding, whole

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from stratagem.executor.backends.local import run_local
+from stratagem.executor.backends.threads import run_local
 from stratagem.measuring import executor_update, measure_links
 from stratagem.profiler import (
     CollectiveTiming,

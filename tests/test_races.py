@@ -11,7 +11,7 @@ import torch
 
 from stratagem.executor import lower, model_state
 from stratagem.executor.backends.nccl import NcclCommunicator
-from stratagem.executor.interpreter import Interpreter
+from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.simulator.plan.plan import Plan
 from tests.plans import Case, gpt_case, make_plan, megatron, mlp_case, random_plan, sharding
 from tests.races import RaceError, Trace, look_for_races

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.reshard import run_steps, run_transfer
-from stratagem.executor.seats import Seat, TensorSpec, mesh_groups
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.resharding.conversions import run_steps, run_transfer
+from stratagem.executor.resharding.seats import Seat, TensorSpec, mesh_groups
 from stratagem.simulator.graph.placement import (
     FLAT,
     PARTIAL,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stratagem.executor import lower
-from stratagem.executor.instructions import Forward
+from stratagem.executor.program.instructions import Forward
 from stratagem.searcher.space.strategies import expert_parallel, replicated, with_recompute
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators, run_again
 from stratagem.simulator.graph.models import gpt, llama, moe, resnet

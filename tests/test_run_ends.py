@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from examples.models import MLP
-from stratagem.executor.activity import ranks_here, state_of
-from stratagem.executor.judging import Limits
-from stratagem.executor.launch import launch
-from stratagem.executor.scratch import Scratch
-from stratagem.executor.stores import FolderStore
-from stratagem.executor.watch import RankError, Watch
+from stratagem.executor.backends.rank_stores import FolderStore
+from stratagem.executor.running.launch import launch
+from stratagem.executor.watching.judges import Limits
+from stratagem.executor.watching.process_activity import ranks_here, state_of
+from stratagem.executor.watching.run_folder import Scratch
+from stratagem.executor.watching.watch import RankError, Watch
 from tests.test_faults import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -217,8 +217,8 @@ def test_a_batch_that_is_late_ends_nothing(place: Path) -> None:
 
 WATCHES = """
 import os, sys, time
-from stratagem.executor.judging import Limits
-from stratagem.executor.watch import Watch
+from stratagem.executor.watching.judges import Limits
+from stratagem.executor.watching.watch import Watch
 
 with Watch(0, 2, Limits(silent=2.0, stalled=60.0)) as watch, watch.guard():
     time.sleep(60)
@@ -252,8 +252,8 @@ def test_what_a_store_says_of_a_process_ends_no_process(tmp_path: Path) -> None:
 
 TOLD = """
 import sys, time
-from stratagem.executor.judging import Limits
-from stratagem.executor.watch import Watch
+from stratagem.executor.watching.judges import Limits
+from stratagem.executor.watching.watch import Watch
 
 with Watch(0, 2, Limits(silent=2.0, stalled=60.0)) as watch, watch.guard():
     watch.ask(lambda: sys.argv[1])
@@ -368,7 +368,7 @@ def test_a_command_is_stopped_when_time_is_over() -> None:
 
 def test_a_scratch_folder_goes_with_a_caller_that_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys; from stratagem.executor.scratch import Scratch\n"
+        "import sys; from stratagem.executor.watching.run_folder import Scratch\n"
         "with Scratch() as scratch:\n"
         "    print(scratch.folder, flush=True)\n"
         "    scratch.run(['sleep', '600'], log=scratch.folder / 'log')\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stratagem.executor import lower
-from stratagem.executor.instructions import Convert
+from stratagem.executor.program.instructions import Convert
 from stratagem.searcher.annealing.chains import Chain
 from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.models import SmallCNN, SmallResNet
-from stratagem.executor import execute, lower, model_state, verify
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.interpreter import Interpreter
+from stratagem.executor import execute, lower, model_state
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program import verify
 from stratagem.searcher.space.skeletons import operator_choices
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder

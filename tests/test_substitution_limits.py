@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from stratagem.executor import execute
-from stratagem.executor.reference import gradient_errors
-from stratagem.executor.substituted import to_model, to_rewritten
+from stratagem.executor.running.torch_reference import gradient_errors
+from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import part
 from stratagem.simulator.graph.models import gpt, layers, llama, moe

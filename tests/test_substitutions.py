@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from examples.models import SmallGPT
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.checking import judge
-from stratagem.executor.instructions import Convert
-from stratagem.executor.reference import gradient_errors, relative_error
+from stratagem.executor.program.instructions import Convert
+from stratagem.executor.running.checking import judge
+from stratagem.executor.running.torch_reference import gradient_errors, relative_error
 from stratagem.searcher.space.graph_rewrites import steps
 from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from examples.models import SmallGPT
-from stratagem.executor import execute, launch, lower, model_state, verify
-from stratagem.executor.instructions import Forward
-from stratagem.executor.live import peak_bytes
+from stratagem.executor import execute, lower, model_state
+from stratagem.executor.program import verify
+from stratagem.executor.program.instructions import Forward
+from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.executor.running import launch
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment
 from stratagem.profiler.feedback import learn

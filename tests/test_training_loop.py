@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from examples.models import MLP
 from stratagem.executor import execute, model_state
-from stratagem.executor.backends.local import LocalCommunicator, run_local
-from stratagem.executor.batches import Batches, first_batch, units_of
-from stratagem.executor.models import make_data, make_rate
-from stratagem.executor.optimizers import make_optimizer
-from stratagem.executor.rates import RateSchedule
-from stratagem.executor.run import check_world, prepare
-from stratagem.executor.training_loop import RunOptions, check_equal
+from stratagem.executor.backends.threads import LocalCommunicator, run_local
+from stratagem.executor.running.execute import check_world, prepare
+from stratagem.executor.running.named_functions import make_data, make_rate
+from stratagem.executor.state.optimizers import make_optimizer
+from stratagem.executor.training.batches import Batches, first_batch, units_of
+from stratagem.executor.training.learning_rates import RateSchedule
+from stratagem.executor.training.training_loop import RunOptions, check_equal
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard

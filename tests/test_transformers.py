@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.executor import execute
-from stratagem.executor.reference import gradient_errors
+from stratagem.executor.running.torch_reference import gradient_errors
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.strategies import data_parallel, replicated, tensor_parallel
 from stratagem.simulator.graph import models

@@ -9,16 +9,16 @@ import torch
 
 from benchmarks.host import cases, kernels_of, ours, theirs
 from stratagem.executor import lower, model_state
-from stratagem.executor.backends.base import Communicator
-from stratagem.executor.backends.local import run_local
 from stratagem.executor.backends.nccl import NcclCommunicator
-from stratagem.executor.batches import Batches
-from stratagem.executor.gradients import Change, handfuls, sum_of_squares
-from stratagem.executor.instructions import Update
-from stratagem.executor.interpreter import Interpreter
-from stratagem.executor.result import ExecutionResult
-from stratagem.executor.training_loop import RunOptions, train
-from stratagem.executor.where import Place
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program.instructions import Update
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.state.gradient_lists import Change, handfuls, sum_of_squares
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.training_loop import RunOptions, train
+from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
@@ -148,7 +148,7 @@ def test_all_parameters_are_updated_at_once(mlp: Case) -> None:
 
 
 def test_gradients_are_worked_on_a_handful_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratagem.executor.gradients.HANDFUL_BYTES", 40)
+    monkeypatch.setattr("stratagem.executor.state.gradient_lists.HANDFUL_BYTES", 40)
     sizes = [4, 6, 1, 30, 2, 2]
     changes = [Change(str(n), torch.ones(n), torch.ones(n)) for n in sizes]
     taken = [[int(change.name) for change in each] for each in handfuls(changes)]

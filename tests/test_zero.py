@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from examples.models import MLP
 from stratagem.executor import execute, model_state
-from stratagem.executor.checkpoint_reader import load_checkpoint
-from stratagem.executor.lowering import lower
-from stratagem.executor.verify import verify
+from stratagem.executor.checkpoints.reader import load_checkpoint
+from stratagem.executor.lowering.lower import lower
+from stratagem.executor.program.verify import verify
 from stratagem.searcher.space.strategies import data_parallel
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp

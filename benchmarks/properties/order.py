@@ -18,9 +18,17 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from stratagem.executor.instructions import Backward, Bundle, Convert, Forward, Part, Send, Update
-from stratagem.executor.lowering import lower
-from stratagem.executor.program import Program, RankProgram
+from stratagem.executor.lowering.lower import lower
+from stratagem.executor.program.instructions import (
+    Backward,
+    Bundle,
+    Convert,
+    Forward,
+    Part,
+    Send,
+    Update,
+)
+from stratagem.executor.program.programs import Program, RankProgram
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan

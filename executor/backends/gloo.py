@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stratagem.executor.backends.base import (
+from stratagem.executor.backends.rank_stores import world_store
+from stratagem.executor.communication.clocks import HostClock
+from stratagem.executor.communication.communicator import (
     Group,
     Pending,
     Reduction,
@@ -28,10 +30,8 @@ from stratagem.executor.backends.base import (
     num_bytes,
     position,
 )
-from stratagem.executor.backends.member import ProcessMember, packed, prepared
-from stratagem.executor.clock import HostClock
-from stratagem.executor.endings import Ending
-from stratagem.executor.stores import world_store
+from stratagem.executor.communication.endings import Ending
+from stratagem.executor.communication.process_member import ProcessMember, packed, prepared
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 

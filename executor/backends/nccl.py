@@ -27,7 +27,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from stratagem.executor.backends.base import (
+from stratagem.executor.backends.rank_stores import world_store
+from stratagem.executor.communication.communicator import (
     Group,
     Pending,
     Reduction,
@@ -37,16 +38,15 @@ from stratagem.executor.backends.base import (
     num_bytes,
     position,
 )
-from stratagem.executor.backends.member import ProcessMember, packed, prepared
-from stratagem.executor.endings import Ending
-from stratagem.executor.gpu.event_clock import EventClock
-from stratagem.executor.gpu.kernels import check_gpu
-from stratagem.executor.gpu.launch_order import LaunchOrder, ordered_by_nccl
-from stratagem.executor.gpu.memory import use_torch_memory
-from stratagem.executor.gpu.own_gpu import claim, own_gpu
-from stratagem.executor.gpu.streams import CudaStreams, Event, Graph, Stream, Streams
-from stratagem.executor.gpu.wire import Among, Begun, Wire, rounds, worth_filling
-from stratagem.executor.stores import world_store
+from stratagem.executor.communication.endings import Ending
+from stratagem.executor.communication.process_member import ProcessMember, packed, prepared
+from stratagem.executor.cuda.cupy_kernels import check_gpu
+from stratagem.executor.cuda.event_clock import EventClock
+from stratagem.executor.cuda.launch_order import LaunchOrder, ordered_by_nccl
+from stratagem.executor.cuda.nccl_calls import Among, Begun, Wire, rounds, worth_filling
+from stratagem.executor.cuda.own_gpu import claim, own_gpu
+from stratagem.executor.cuda.streams import CudaStreams, Event, Graph, Stream, Streams
+from stratagem.executor.cuda.torch_memory_for_cupy import use_torch_memory
 from stratagem.simulator.hardware.collective_times import Collective
 
 NCCL_KEY = "nccl"

@@ -34,9 +34,9 @@ from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from stratagem.executor.batches import Data
-    from stratagem.executor.rates import Rate
-    from stratagem.executor.result import ExecutionResult
+    from stratagem.executor.results.execution_result import ExecutionResult
+    from stratagem.executor.training.batches import Data
+    from stratagem.executor.training.learning_rates import Rate
     from stratagem.profiler.costs import MeasuredCosts
     from stratagem.profiler.timing import Effort
 
@@ -397,9 +397,9 @@ def execute(
         RuntimeError: when CUDA, CuPy, NCCL or a GPU is missing for ``nccl``; when a rank fails,
             says which and where it was.
     """
-    from stratagem.executor.batches import first_batch
-    from stratagem.executor.run import execute as run_here
-    from stratagem.executor.states import model_state
+    from stratagem.executor.running.execute import execute as run_here
+    from stratagem.executor.state.parameter_parts import model_state
+    from stratagem.executor.training.batches import first_batch
     from stratagem.ranks import run_processes
     from stratagem.simulator.torch_ops.capture.capture import capture
 

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from stratagem.executor.batches import Batches, Ordered
+from stratagem.executor.training.batches import Batches, Ordered
 
 AHEAD = 4
 """How many batches are drawn before the slowest rank asks for them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.executor.report import Report
+from stratagem.executor.results.result_file import Report
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.feedback import learn
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from stratagem.executor.gpu.own_gpu import check_gpus
+from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.measuring import LOOPBACK, measure_collectives
 from stratagem.profiler.cache import TimingCache
 from stratagem.profiler.clock import describe_environment

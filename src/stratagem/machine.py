@@ -140,7 +140,7 @@ def _no_gpu(cuda: str) -> Finding:
 
 def _for_gpus() -> list[Finding]:
     """What training on GPUs needs beside torch: CuPy, NCCL through it, the executor's kernels."""
-    from stratagem.executor.gpu.kernels import (
+    from stratagem.executor.cuda.cupy_kernels import (
         INSTALL,
         compile_kernels,
         cupy_fault,

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stratagem.executor.backends.local import run_local
-from stratagem.executor.instructions import Backward, Forward, Update
-from stratagem.executor.interpreter import Interpreter, StepRecord
-from stratagem.executor.launch import run_ranks
-from stratagem.executor.optimizers import make_optimizer
-from stratagem.executor.program import Program
-from stratagem.executor.run import prepare
-from stratagem.executor.scratch import Scratch
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
+from stratagem.executor.program.instructions import Backward, Forward, Update
+from stratagem.executor.program.programs import Program
+from stratagem.executor.running.execute import prepare
+from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.state.optimizers import make_optimizer
+from stratagem.executor.watching.run_folder import Scratch
 from stratagem.profiler.keys import Measurement, summarise
 from stratagem.profiler.links import CollectiveTiming, fit_link
 from stratagem.profiler.timing import Effort, evictor, time_operator

@@ -52,7 +52,7 @@ def load_model(spec: str) -> tuple[nn.Module, dict[str, Tensor]]:
     Raises:
         ValueError: there is no such function, or it fails or returns something else.
     """
-    from stratagem.executor.models import make_model
+    from stratagem.executor.running.named_functions import make_model
 
     try:
         return make_model(spec, seed=0)

@@ -18,16 +18,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stratagem.executor.batches import Batches, Data
-from stratagem.executor.checkpoint_folder import KEEP, find_checkpoint
-from stratagem.executor.checkpoint_index import CheckpointIndex, Course
-from stratagem.executor.gpu.own_gpu import check_gpus
-from stratagem.executor.launch import run_ranks
-from stratagem.executor.rates import Rate
-from stratagem.executor.result import ExecutionResult, not_graphed
-from stratagem.executor.run import execute
-from stratagem.executor.scratch import Scratch
-from stratagem.executor.training_loop import RunOptions, warn_not_finite
+from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
+from stratagem.executor.checkpoints.index import CheckpointIndex, Course
+from stratagem.executor.cuda.own_gpu import check_gpus
+from stratagem.executor.results.execution_result import ExecutionResult, not_graphed
+from stratagem.executor.running.execute import execute
+from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.training.batches import Batches, Data
+from stratagem.executor.training.learning_rates import Rate
+from stratagem.executor.training.training_loop import RunOptions, warn_not_finite
+from stratagem.executor.watching.run_folder import Scratch
 from stratagem.feeding import Fed, Feeder
 from stratagem.progress import Show, show_status, status_file
 from stratagem.simulator.base.files import atomic_path

@@ -92,9 +92,9 @@ def run(
 
     Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
     """
-    from stratagem.executor.judging import Limits
-    from stratagem.executor.launch import launch
-    from stratagem.executor.result import not_graphed
+    from stratagem.executor.results.execution_result import not_graphed
+    from stratagem.executor.running.launch import launch
+    from stratagem.executor.watching.judges import Limits
 
     chosen = next((known for known in PROCESS_BACKENDS if known == backend), None)
     if backend is not None and chosen is None:

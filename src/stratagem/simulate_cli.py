@@ -40,7 +40,7 @@ from stratagem.simulator.timeline.timeline_tables import collective_table, opera
 from stratagem.tables import comparison_table
 
 if TYPE_CHECKING:
-    from stratagem.executor.report import Report
+    from stratagem.executor.results.result_file import Report
     from stratagem.simulator.graph.operator_graph import OperatorGraph
 
 TABLES = ("groups", "operators", "collectives", "critical_path")
@@ -135,7 +135,7 @@ def compare(
     Example: stratagem compare plan.json examples.small_gpt:build run.json --diff --plot both.png
     """
     from stratagem.comparison import compare as lay_beside
-    from stratagem.executor.report import Report
+    from stratagem.executor.results.result_file import Report
 
     loaded, report, graph = Plan.load(plan), Report.load(result), load_graph(model)
     comparison = lay_beside(simulated(loaded, graph, measure), report, plot)

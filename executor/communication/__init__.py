@@ -1,0 +1,6 @@
+"""How ranks talk: the contract.
+
+In:      tensors.
+Out:     the interface that every backend keeps.
+Imports: the simulator's hardware.
+"""

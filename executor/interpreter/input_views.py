@@ -1,0 +1,128 @@
+"""Views: from a value in the factors of its source to an operator's input, and back for gradients.
+
+    value ──cut, select──▶ part ══▶ leaf ──permute, reshape──▶ input of the kernel
+                                  (autograd begins here)
+
+Selecting is outside autograd, so that gradients of several parts of one tensor (query, key and
+value of one projection) are written side by side instead of being padded with zeros and added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stratagem.executor.program.instructions import Cut, Operand, Portion
+from stratagem.executor.resharding.seats import Seat
+from stratagem.simulator.operators.operator import Input, shape_of
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.sharding.tensor_parts import bounds_at
+from stratagem.simulator.torch_ops.kernels.shards import Shards
+
+Select = tuple[tuple[int, int], ...]
+"""(dim, index) pairs, last dim first."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes an operator's input of a value in the factors of its source."""
+
+    cut: tuple[tuple[int, int, int], ...]
+    portion: Portion | None
+    select: Select
+    order: tuple[int, ...] | None
+    shape: tuple[int, ...] | None
+
+    def cut_of(self, tensor: Tensor) -> Tensor:
+        """The part of the value in which everything lies that is read."""
+        for dim, start, length in self.cut:
+            tensor = tensor.narrow(dim, start, length)
+        return tensor if self.portion is None else portion_of(tensor, self.portion)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What is read of the value."""
+        return selected(self.cut_of(tensor), self.select)
+
+    def view(self, part: Tensor) -> Tensor:
+        """That in the shape of the operator's layout."""
+        if self.order is not None:
+            part = part.permute(self.order)
+        return part if self.shape is None else part.reshape(self.shape)
+
+
+def reader(read: Input, operand: Operand, shards: Shards, seat: Seat) -> Reader:
+    """The view that an input is, with everything worked out beforehand."""
+    cut = () if operand.cut is None else _bounds(operand.cut, seat)
+    gone = {position for position, _ in read.select}
+    left = [position for position in range(len(read.order) + len(gone)) if position not in gone]
+    order = tuple(left.index(position) for position in read.order)
+    flat = all(len(group) == 1 for group in read.layout)
+    return Reader(
+        cut=cut,
+        portion=operand.portion,
+        select=select_of(read),
+        order=None if order == tuple(range(len(order))) else order,
+        shape=None if flat else shape_of(read.layout, shards.sizes),
+    )
+
+
+def _bounds(cut: Cut, seat: Seat) -> tuple[tuple[int, int, int], ...]:
+    """Dim, start and length of what a seat reads of a source."""
+    box = bounds_at(cut.sizes, cut.placements, seat.mesh.shape, seat.coordinates)
+    assert box is not None
+    return tuple(
+        (dim, start + by, stop - start)
+        for dim, ((start, stop), by) in enumerate(zip(box, cut.offset, strict=True))
+    )
+
+
+def portion_of(tensor: Tensor, portion: Portion) -> Tensor:
+    """A part of a tensor along a factor; a view.
+
+    Example:
+        >>> import torch
+        >>> portion_of(torch.arange(6), Portion(0, 2, 3))
+        tensor([4, 5])
+    """
+    size = tensor.shape[portion.factor]
+    start, stop = shard_bounds(size, [portion.count], [portion.number])
+    return tensor.narrow(portion.factor, start, stop - start)
+
+
+def select_of(read: Input) -> Select:
+    """What an input selects of its source."""
+    return tuple(sorted(read.select, reverse=True))
+
+
+def selected(tensor: Tensor, select: Select) -> Tensor:
+    """The part of a tensor at fixed indices of some dims."""
+    for dim, index in select:
+        tensor = tensor.select(dim, index)
+    return tensor
+
+
+def joined(parts: Sequence[Tensor], selects: Sequence[Select], shape: Sequence[int]) -> Tensor:
+    """The gradient of a tensor of `shape` from those of what was selected of it.
+
+    Example:
+        >>> import torch
+        >>> joined([torch.ones(2), torch.zeros(2)], [((0, 1),), ((0, 0),)], (2, 2))
+        tensor([[0., 0.],
+                [1., 1.]])
+    """
+    if not any(selects):
+        return sum(parts[1:], start=parts[0])
+    one_dim = len({tuple(dim for dim, _ in select) for select in selects}) == 1
+    disjoint = one_dim and len(set(selects)) == len(selects)
+    complete = disjoint and len(selects) == math.prod(shape[dim] for dim, _ in selects[0])
+    whole = parts[0].new_empty(shape) if complete else parts[0].new_zeros(shape)
+    for part, select in zip(parts, selects, strict=True):
+        target = selected(whole, select)
+        if disjoint:
+            target.copy_(part)
+        else:
+            target.add_(part)
+    return whole

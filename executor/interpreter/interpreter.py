@@ -1,0 +1,491 @@
+"""The interpreter: one rank's program, run step after step with a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.executor.communication.clocks import Mark
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.communication.endings import Ending
+from stratagem.executor.cuda.dropout_words import words_on
+from stratagem.executor.interpreter import operator_actions, prefix_actions, transfer_actions
+from stratagem.executor.interpreter.named_values import Memory
+from stratagem.executor.interpreter.transfer_actions import Ports
+from stratagem.executor.program.instructions import (
+    Backward,
+    Bundle,
+    Convert,
+    Forward,
+    Free,
+    Instruction,
+    Join,
+    Norm,
+    Piece,
+    Receive,
+    Send,
+    Source,
+    Stash,
+    Update,
+)
+from stratagem.executor.program.numbered_meshes import all_meshes, numbers_of
+from stratagem.executor.program.programs import LOSS, Program, Stored, part_shape
+from stratagem.executor.resharding.operator_shards import operator_shards
+from stratagem.executor.resharding.seats import Seat, mesh_groups
+from stratagem.executor.state.batch_norm_counters import counters_of
+from stratagem.executor.state.gradient_lists import Change, clipped, handfuls, sum_of_squares
+from stratagem.executor.state.loss_scale import LossScale
+from stratagem.executor.state.optimizers import make_optimizer
+from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
+from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.token_slices import PREFIX
+from stratagem.simulator.operators.operator import Operator, factor_sizes
+from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.operators.step_programs import inputs_of
+from stratagem.simulator.sharding.tensor_parts import Part
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
+from stratagem.simulator.torch_ops.kernels.shards import Shards
+from stratagem.simulator.torch_ops.kernels.step_programs import run_source, torch_dtype
+
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank: start and end of every instruction in ns, 0 at the barrier before it.
+
+    `loss` is None on ranks of stages without the loss, and still on the device where the host has
+    not waited for it. Instructions are not `timed` in steps that are run as a whole, and then have
+    no spans; nor does a step have a duration while it goes on.
+    """
+
+    loss: float | Tensor | None
+    spans: tuple[tuple[int, int], ...]
+    duration_ns: int
+    timed: bool = True
+
+
+class Interpreter:
+    """One rank of a program: its parameters, and its instructions as ready-made actions.
+
+    `at` is the number of the instruction under way, -1 outside the instructions of a step, and
+    their count while the device is waited for.
+    `scale` is the loss scale of the next step in float16, None in other precisions.
+    `counters` are those of batch norms, as they follow from the steps made.
+    `reads` has the inputs of the batch that it needs, which alone are brought to its device.
+    `optimizer` is that of the parameters at home; its rate may be set before every step, as
+    may the step of `random`, by which dropout draws.
+
+    Example:
+        >>> interpreter = Interpreter(program, comm, model.state_dict())  # doctest: +SKIP
+        >>> interpreter.step({"x": x, "target": target}).loss  # doctest: +SKIP
+        2.31
+
+    Args:
+        program: from `lower`.
+        comm: its rank says which part of the program this is; `prepare` is called here.
+        state: whole parameters and buffers of the model, by name; only this rank's part is kept.
+
+    Raises:
+        ValueError: when `state` does not fit the model.
+    """
+
+    def __init__(self, program: Program, comm: Communicator, state: Mapping[str, Tensor]) -> None:
+        check_state(program, state)
+        self.program = program
+        self.comm = comm
+        self.mine = program.ranks[comm.rank]
+        self.gradients: dict[str, Tensor] | None = None
+        self.at = -1
+        self._seats = {
+            number: Seat(program.mesh(number, self.mine.device), self.mine.device, program.rank_of)
+            for number in numbers_of(program.plan, self.mine.stages)
+        }
+        for mesh in all_meshes(program.plan):
+            comm.prepare(mesh_groups(mesh, program.rank_of))
+        self.counters = counters_of(program, state)
+        whole = to_rewritten(program.maps, state)
+        self._start = {
+            each.value: local_part(each, whole[each.parameter], self._seats[each.stage])
+            for each in self.mine.stored
+        }
+        self._memory = Memory()
+        plan = program.plan
+        self.random = RandomStream(
+            plan.seed, num_microbatches=plan.num_microbatches, draw=words_on(comm.device)
+        )
+        self._masters: dict[str, Tensor] = {}
+        self._overflowed = False
+        self._trained = {home.stored for home in program.homes if home.trained}
+        self._ports = Ports(self.mine.device, program.rank_of, program.tags, comm)
+        self.reset()
+        self._batch: Mapping[str, Tensor] = {}
+        self.reads = _inputs_of(program, self.mine.instructions)
+        self._shards: dict[tuple[str, int], Shards] = {}
+        self._flows = _flows(program.graph)
+        actions = [self._action(each) for each in self.mine.instructions]
+        posting = transfer_actions.posters(program, self._ports)
+        self._actions = transfer_actions.posted(actions, posting)
+        self._issued = transfer_actions.posted(self._together(actions), posting)
+
+    def reset(self) -> None:
+        """Undo all training: parameters as they were given, and an optimizer without a past."""
+        for stored in self.mine.stored:
+            self._keep(stored, self._start[stored.value].clone())
+        training = self.program.plan.training
+        self.optimizer = make_optimizer(training, self.comm.device)
+        self.scale = LossScale() if training.scales_loss else None
+
+    def value(self, stored: Stored) -> Tensor:
+        """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
+        tensor: Tensor = self._masters.get(stored.value, self._memory.values[stored.value])
+        return tensor
+
+    def _keep(self, stored: Stored, part: Tensor) -> None:
+        """Take a new value for a parameter or buffer, and its float32 copy if it has one."""
+        part, dtype = part.to(self.comm.device).contiguous(), torch_dtype(stored.dtype)
+        self._memory.values[stored.value] = part.to(dtype)
+        if part.dtype != dtype and stored in self._trained:
+            self._masters[stored.value] = part
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a gradient of the last step was not finite in float16, on any rank."""
+        return self._overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by; 1 but in float16."""
+        return 1.0 if self.scale is None else self.scale.value
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for a collective that was begun earlier."""
+        return self._memory.waits
+
+    def held(self) -> list[Any]:
+        """All that this rank holds now: tensors and tapes, with what the optimizer remembers."""
+        states = [self.optimizer.state(home.stored.parameter) for home in self.program.homes]
+        remembered = [tensor for state in states for tensor in state.values()]
+        return [*self._memory.everything(), *self._masters.values(), *remembered]
+
+    def restore(self, read: Callable[[Stored, Part], Tensor]) -> None:
+        """Replace every parameter and buffer by what `read` gives of it, which is the part."""
+        for stored in self.mine.stored:
+            part = stored_part(stored, self._seats[stored.stage])
+            self._keep(stored, read(stored, part).reshape(part_shape(stored.layout, part)))
+
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        keep_gradients: bool = False,
+        between: Action | None = None,
+    ) -> StepRecord:
+        """Run one training step on the inputs of the whole batch.
+
+        With `keep_gradients`, `gradients` then has this rank's part of every gradient at home.
+        `between` is run before every instruction, and does not count as part of it.
+        """
+        clock = self.comm.clock
+        mark = clock.mark
+        self._begin(batch)
+        self.gradients = {} if keep_gradients else None
+        marks: list[tuple[Mark, Mark]] = []
+        begun: dict[int, Ending] = {}
+        with torch.no_grad():
+            self.comm.barrier()
+            zero = start = clock.start()
+            for number, action in enumerate(self._actions):
+                self.at = number
+                if between is not None:
+                    between()
+                    start = mark()
+                action()
+                end = mark()
+                marks.append((start, end))
+                start = end
+                if self._memory.begun:
+                    begun[number] = self._memory.begun.pop()
+            self._memory.everything()
+        self.at = len(self._actions)
+        spans = clock.spans(zero, marks, begun)
+        self.at = -1
+        loss = self._memory.values.get(LOSS)
+        duration = max((end for _, end in spans), default=0)
+        return StepRecord(None if loss is None else float(loss), tuple(spans), duration)
+
+    def issue(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Run the instructions of a step without a barrier or a clock; the loss, where it is.
+
+        Parameters that are updated one behind the other are so at once. Where the device works by
+        itself, the host waits for nothing but what it must read to go on.
+        """
+        self._begin(batch)
+        self.gradients = None
+        with torch.no_grad(), self.comm.clock.untimed():
+            for number, action in enumerate(self._issued):
+                self.at = number
+                action()
+            self._memory.everything()
+        self._memory.begun.clear()
+        self.at = -1
+        return self._memory.values.get(LOSS)
+
+    def _begin(self, batch: Mapping[str, Tensor]) -> None:
+        device = self.comm.device
+        self._batch = {
+            name: _on(device, tensor) if name in self.reads else tensor
+            for name, tensor in batch.items()
+        }
+        self._memory.values.pop(LOSS, None)
+        self._memory.seed = 1.0 if self.scale is None else self.scale.value
+
+    def settled(self) -> dict[str, Tensor]:
+        """Values by name, none of them on its way: between steps, parameters, buffers and loss."""
+        self._memory.everything()
+        return self._memory.values
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers of the model on rank 0; every rank calls this."""
+        program = self.program
+        parts = {
+            home.stored.parameter: self.value(home.stored)
+            for home in program.homes
+            if home.stage in self.mine.stages and home.stored.value in self._memory.values
+        }
+        return to_model(program.maps, collect(program, program.homes, parts, self.comm))
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of a step that kept them, on rank 0; every rank calls this."""
+        assert self.gradients is not None
+        trained = tuple(home for home in self.program.homes if home.trained)
+        found = collect(self.program, trained, self.gradients, self.comm)
+        return to_model(self.program.maps, found)
+
+    # -- actions --------------------------------------------------------------------------------
+
+    def _action(self, instruction: Instruction) -> Action:
+        memory, comm = self._memory, self.comm
+        match instruction:
+            case Source():
+                return self._source(instruction)
+            case Forward():
+                return self._forward(instruction)
+            case Backward():
+                operator = self.program.operator(instruction.operator, instruction.microbatch)
+                shards = self._shards_of(operator, instruction.microbatch, instruction.piece)
+                if operator.kind == PREFIX:
+                    slices = self.program.slices
+                    return prefix_actions.backward(instruction, operator, shards, slices, memory)
+                seat = self._seat_of(operator.name)
+                return operator_actions.backward(instruction, operator, shards, seat, memory)
+            case Convert():
+                return transfer_actions.convert(
+                    instruction, self._seats[instruction.stage], comm, memory
+                )
+            case Join():
+                return transfer_actions.join(instruction, memory)
+            case Bundle():
+                seat = self._seats[instruction.parts[0].stage]
+                return transfer_actions.bundle(instruction, seat, comm, memory)
+            case Send():
+                return transfer_actions.send(instruction, self._ports, memory)
+            case Receive():
+                return transfer_actions.receive(instruction, self._ports, memory)
+            case Norm():
+                return self._norm(instruction)
+            case Stash():
+                return transfer_actions.stash(instruction, memory)
+            case Update():
+                return self._update([instruction])
+            case Free():
+                return lambda: memory.free(instruction.values)
+
+    def _together(self, actions: Sequence[Action]) -> list[Action]:
+        """The actions with updates of several operators in the place of the first of them.
+
+        What stands between updates lets go of gradients, or brings new values to their users.
+        """
+        made, run = list(actions), list[int]()
+        instructions = self.mine.instructions
+        for number, each in enumerate([*instructions, None]):
+            if isinstance(each, Update):
+                run.append(number)
+            elif not (isinstance(each, Free) or _publishes(each)) and run:
+                updates = [instructions[n] for n in run]
+                made[run[0]] = self._update([u for u in updates if isinstance(u, Update)])
+                for n in run[1:]:
+                    made[n] = _nothing
+                run = []
+        return made
+
+    def _shards_of(self, operator: Operator, microbatch: int, piece: Piece | None) -> Shards:
+        """This rank's shards of an operator, or of a piece of it."""
+        shards = self._part(operator, microbatch)
+        if piece is None:
+            return shards
+        start, stop = shards.bounds[piece.dim]
+        first, last = shard_bounds(stop - start, [piece.count], [piece.number])
+        mine = start + first, start + last
+        return replace(shards, bounds={**shards.bounds, piece.dim: mine})
+
+    def _part(self, operator: Operator, microbatch: int) -> Shards:
+        part = self.program.slice_of(microbatch)
+        key = operator.name, 0 if part is None else part.number
+        if key not in self._shards:
+            made = operator_shards(
+                operator,
+                self.program.plan.choice(operator.name).config,
+                self._seat_of(operator.name),
+                self.comm,
+                self.random,
+            )
+            places = {} if part is None else part.places(operator.name)
+            self._shards[key] = replace(made, places=places)
+        return self._shards[key]
+
+    def _seat_of(self, operator: str) -> Seat:
+        return self._seats[self.program.plan.stage_of[operator]]
+
+    def _source(self, instruction: Source) -> Action:
+        operator = self.program.whole.operator(instruction.operator)
+        shape = factor_sizes(operator.outputs[0].layout, operator.sizes)
+        values, dtype = self._memory.values, torch_dtype(instruction.dtype)
+
+        def run() -> None:
+            given = {name: each for name, each in self._batch.items() if name in self.reads}
+            whole = run_source(operator, given, device=self.comm.device)
+            values[instruction.value] = whole.to(dtype).reshape(shape)
+
+        return run
+
+    def _forward(self, instruction: Forward) -> Action:
+        microbatch, program = instruction.microbatch, self.program
+        operator = program.operator(instruction.operator, microbatch)
+        seat = self._seat_of(operator.name)
+        if operator.kind == PREFIX:
+            parts = [
+                self._part(part.graph.operator(operator.name), part.number)
+                for part in program.slices[: len(instruction.inputs)]
+            ]
+            return prefix_actions.forward(instruction, operator, parts, seat, self._memory)
+        shards = self._shards_of(operator, microbatch, instruction.piece)
+        flows = self._flows[operator.name]
+        run = operator_actions.forward(instruction, operator, shards, flows, seat, self._memory)
+
+        def at_its_microbatch() -> None:
+            self.random.microbatch = microbatch // max(1, len(program.slices))
+            run()
+
+        return at_its_microbatch
+
+    def _norm(self, instruction: Norm) -> Action:
+        values, comm = self._memory.values, self.comm
+        everyone = tuple(range(comm.world_size))
+        counted = [
+            value
+            for value, stage, placements in instruction.gradients
+            if self._seats[stage].is_first(placements)
+        ]
+
+        def run() -> None:
+            squares = sum_of_squares([values[value] for value in counted], comm.device)
+            norm = comm.all_reduce(squares, everyone).sqrt() / self._memory.seed
+            values[instruction.value] = norm
+            if self.scale is not None:
+                self._overflowed = not bool(norm.isfinite())
+                self.scale.update(overflowed=self._overflowed)
+
+        return run
+
+    def _update(self, instructions: Sequence[Update]) -> Action:
+        """What updates the parameters of some operators, a handful of them at a time."""
+        named = [(each, update) for update in instructions for each in update.parameters]
+
+        def run() -> None:
+            values, masters = self._memory.values, self._masters
+            changes = [
+                Change(each.parameter, master, values[each.gradient], values[each.value])
+                if (master := masters.get(each.value)) is not None
+                else Change(each.parameter, values[each.value], values[each.gradient])
+                for each, _ in named
+            ]
+            shares = {each.parameter: update.share for each, update in named}
+            norm = instructions[0].norm
+            for handful in handfuls(changes):
+                scaled = self._scaled(handful, None if norm is None else values[norm])
+                for change in scaled:
+                    self._keep_gradient(change.name, change.gradient, shares[change.name])
+                if not self._overflowed:
+                    self.optimizer.all_of(scaled)
+
+        return run
+
+    def _scaled(self, changes: Sequence[Change], norm: Tensor | None) -> Sequence[Change]:
+        """Changes whose gradients are without the loss scale, and clipped."""
+        longest = self.program.plan.training.clip_norm
+        gradients = [change.gradient for change in changes]
+        if self.scale is not None:
+            whole = [gradient.float() for gradient in gradients]
+            gradients = list(torch._foreach_div(whole, self._memory.seed))
+        if longest and norm is not None:
+            gradients = clipped(gradients, norm, longest)
+        return [
+            change._replace(gradient=gradient)
+            for change, gradient in zip(changes, gradients, strict=True)
+        ]
+
+    def _keep_gradient(self, parameter: str, gradient: Tensor, share: float) -> None:
+        """Note what a parameter was updated by, if gradients are wanted."""
+        if self.gradients is None:
+            return
+        if share != 1.0:
+            gradient = self.gradients.get(parameter, 0.0) + share * gradient
+        self.gradients[parameter] = gradient
+
+
+def _inputs_of(program: Program, instructions: Sequence[Instruction]) -> set[str]:
+    """The inputs of the batch that a rank reads: in a pipeline few stages read any."""
+    sources = [each.operator for each in instructions if isinstance(each, Source)]
+    steps = [program.whole.operator(source).attributes["steps"] for source in sources]
+    return {name for each in steps for name in inputs_of(each)}
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor on a device; on its way to a GPU, from memory that torch keeps for such copies."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _nothing() -> None:
+    """What is done already."""
+
+
+def _publishes(instruction: Instruction | None) -> bool:
+    """Whether it brings the new value of a parameter to its users in this stage."""
+    return (
+        isinstance(instruction, Convert)
+        and instruction.kind is TaskKind.GRADIENT_SYNC
+        and not instruction.adds
+    )
+
+
+def _flows(graph: OperatorGraph) -> dict[str, list[bool]]:
+    """Per operator, for its inputs and then its weights, whether a gradient is wanted."""
+    flows: dict[str, list[bool]] = {operator.name: [] for operator in graph.operators}
+    for edge in graph.edges:
+        name = graph.operators[edge.consumer].name
+        flows[name].append(graph.edge_needs_gradient(edge))
+    for operator in graph.operators:
+        flows[operator.name] += [
+            graph.parameter_index[weight.parameter].trainable for weight in operator.weights
+        ]
+    return flows

@@ -1,0 +1,87 @@
+"""The named values of one rank while a program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from stratagem.executor.communication.endings import Ending
+
+
+class Values(dict[str, Any]):
+    """Values by name; one that is promised is waited for when it is first read."""
+
+    def __init__(self, settle: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._settle = settle
+
+    def __missing__(self, name: str) -> Any:
+        return self._settle(name)
+
+
+class Memory:
+    """Values by name: tensors, and the tapes that forward passes leave for backward passes.
+
+    A value that several instructions add to is first shared with whoever made it, so the first sum
+    makes a new tensor and only later ones are in place. What a collective that goes on will give
+    is promised, and added when it is read or freed.
+
+    Attributes:
+        begun: when collectives that were begun since somebody last looked will have ended.
+        waits: whether a promised value is waited for just now.
+        seed: the gradient with which backward begins at the loss.
+    """
+
+    def __init__(self) -> None:
+        self.values = Values(self._settle)
+        self.begun: list[Ending] = []
+        self.waits = False
+        self.seed = 1.0
+        self._own: set[str] = set()
+        self._promised: dict[str, list[Callable[[], Tensor]]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor to a value, or make it the value."""
+        if name in self._promised:
+            self._settle(name)
+        there: Tensor | None = self.values.get(name)
+        if there is None:
+            self.values[name] = tensor
+        elif name in self._own:
+            there.add_(tensor)
+        else:
+            self.values[name] = there + tensor
+            self._own.add(name)
+
+    def promise(self, name: str, finish: Callable[[], Tensor]) -> None:
+        """Add what `finish` waits for to a value, later."""
+        there: Tensor | None = self.values.pop(name, None)
+        owed = self._promised.setdefault(name, [])
+        if there is not None:
+            owed.append(lambda: there)
+        owed.append(finish)
+
+    def _settle(self, name: str) -> Tensor:
+        for finish in self._promised.pop(name):
+            self.waits = True
+            made = finish()
+            self.waits = False
+            self.add(name, made)
+        tensor: Tensor = self.values[name]
+        return tensor
+
+    def everything(self) -> list[Any]:
+        """All values, once those that are promised have come."""
+        for name in list(self._promised):
+            self._settle(name)
+        return list(self.values.values())
+
+    def free(self, names: tuple[str, ...]) -> None:
+        """Let go of values."""
+        for name in names:
+            if name in self._promised:
+                self._settle(name)
+            del self.values[name]
+        self._own.difference_update(names)

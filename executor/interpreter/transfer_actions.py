@@ -1,0 +1,226 @@
+"""Running conversions, sends and receives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stratagem.executor.communication.communicator import Communicator, Shape, Untagged
+from stratagem.executor.interpreter.input_views import portion_of
+from stratagem.executor.interpreter.named_values import Memory
+from stratagem.executor.program.instructions import Bundle, Convert, Join, Receive, Send, Stash
+from stratagem.executor.program.programs import Program, part_shape, stored_shape
+from stratagem.executor.program.receive_postings import Posting, common_order
+from stratagem.executor.resharding.conversions import Route, put_together, start_together
+from stratagem.executor.resharding.seats import Seat, TensorSpec, box_shape, cut_part
+from stratagem.simulator.graph.placement import FLAT
+from stratagem.simulator.sharding.mesh_transfers import Move
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
+
+Action = Callable[[], None]
+
+
+def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory) -> Action:
+    """The action of a conversion."""
+    part = _spec(instruction).part(seat)
+    given = None if part is None else part.shape
+    values, source, target = memory.values, instruction.source, instruction.target
+    keep = _keeper(target, instruction.adds, memory)
+    steps, final, portion = instruction.steps, _finisher(instruction), instruction.portion
+    route = _route(instruction, seat, comm)
+
+    def read() -> Tensor | None:
+        if source is None:
+            return None
+        tensor: Tensor = values[source]
+        if portion is not None:
+            tensor = portion_of(tensor, portion)
+        return tensor if given is None else tensor.reshape(given)
+
+    def run() -> None:
+        tensor = read()
+        if steps:
+            tensor = route(tensor)
+        if target is not None:
+            assert tensor is not None
+            keep(final(tensor))
+
+    def begin() -> None:
+        assert target is not None
+        pending = route.start(read())
+        memory.begun.append(pending.ending)
+        if not instruction.adds:
+            memory.values.pop(target, None)
+        memory.promise(target, lambda: final(pending.finish()))
+
+    return begin if instruction.later and steps and target is not None else run
+
+
+def join(instruction: Join, memory: Memory) -> Action:
+    """The action of putting pieces together."""
+    values = memory.values
+
+    def run() -> None:
+        pieces = [values[name] for name in instruction.pieces]
+        values[instruction.value] = torch.cat(pieces, instruction.factor)
+
+    return run
+
+
+def stash(instruction: Stash, memory: Memory) -> Action:
+    """The action of keeping weights as they are now."""
+    values = memory.values
+
+    def run() -> None:
+        for value, copy in instruction.copies:
+            values[copy] = values[value].clone()
+
+    return run
+
+
+def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:
+    """What makes of a result in factors the parameter in the shape in which it is stored."""
+    layout = instruction.layout
+    if layout is None or FLAT in instruction.after:
+        return lambda tensor: tensor
+    return lambda tensor: tensor.reshape(stored_shape(layout, tensor.shape))
+
+
+def _spec(instruction: Convert) -> TensorSpec:
+    return TensorSpec(instruction.sizes, torch_dtype(instruction.dtype), instruction.before)
+
+
+def _route(instruction: Convert, seat: Seat, comm: Communicator) -> Route:
+    return Route(_spec(instruction), instruction.steps, seat, comm)
+
+
+def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) -> Action:
+    """The action of a bucket: its parts go through each step together."""
+    values, parts = memory.values, instruction.parts
+    routes = [_route(part, seat, comm) for part in parts]
+    held = [_spec(part).part(seat) for part in parts]
+    shapes = [each.shape for each in held if each is not None]
+    sources = [part.source for part in parts if part.source is not None]
+    ends = [(part.target, _finisher(part)) for part in parts if part.target is not None]
+
+    def run() -> None:
+        tensors: list[Tensor] = [
+            values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
+        ]
+        pending, finishes = start_together(routes, tensors)
+        memory.begun.append(pending.ending)
+        for (target, final), finish in zip(ends, finishes, strict=True):
+            memory.promise(target, partial(_finished, final, finish))
+
+    return run
+
+
+def _finished(final: Callable[[Tensor], Tensor], finish: Callable[[], Tensor]) -> Tensor:
+    return final(finish())
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where transfers leave and arrive: `kept` has what a rank sends itself, by label."""
+
+    device: int
+    ranks: Mapping[int, int]
+    tags: Mapping[str, int]
+    comm: Communicator
+    kept: dict[str, deque[Tensor]] = field(default_factory=dict)
+
+
+def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
+    """The action of a send, which does not wait."""
+    values, transfer = memory.values, instruction.transfer
+    own = transfer.source_part(ports.device)
+    assert own is not None
+    shape = own.shape
+    moves, tag = transfer.moves_from(ports.device), ports.tags[instruction.label]
+
+    def run() -> None:
+        tensor: Tensor = values[instruction.value].reshape(shape)
+        for move in moves:
+            piece = cut_part(tensor, own, move.box)
+            if move.receiver == ports.device:
+                ports.kept.setdefault(instruction.label, deque()).append(piece)
+            else:
+                ports.comm.send(piece, ports.ranks[move.receiver], tag)
+
+    return run
+
+
+def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
+    """The action of a receive: wait for the pieces and put them together."""
+    dtype, transfer, device = torch_dtype(instruction.dtype), instruction.transfer, ports.device
+    own, tag = transfer.target_part(device), ports.tags[instruction.label]
+    assert own is not None
+    keep, layout = _keeper(instruction.value, instruction.adds, memory), instruction.layout
+    final = own.shape if layout is None else part_shape(layout, own)
+    expected = [(move, box_shape(move.box)) for move in transfer.moves_to(device)]
+
+    def take(move: Move, size: Shape) -> Tensor:
+        if move.sender == device:
+            return ports.kept[instruction.label].popleft()
+        return ports.comm.recv(size, dtype, ports.ranks[move.sender], tag)
+
+    def run() -> None:
+        pieces = [(move.box, take(move, size)) for move, size in expected]
+        keep(put_together(pieces, own, dtype, ports.comm.device).reshape(final))
+
+    return run
+
+
+def posters(program: Program, ports: Ports) -> dict[int, list[Action]]:
+    """By instruction what posts receives in front of it, where messages have no tags."""
+    comm = ports.comm
+    if not isinstance(comm, Untagged):
+        return {}
+    order = common_order(program)
+    comm.open(order.pairs())
+    found: dict[int, list[Action]] = {}
+    for each in order.postings(comm.rank):
+        found.setdefault(each.before, []).append(_poster(program, ports, each))
+    return found
+
+
+def posted(actions: Sequence[Action], posting: Mapping[int, Sequence[Action]]) -> list[Action]:
+    """The actions of a rank's instructions, with what posts receives in front of them."""
+    return [
+        _in_turn([*posting[number], action]) if number in posting else action
+        for number, action in enumerate(actions)
+    ]
+
+
+def _poster(program: Program, ports: Ports, posting: Posting) -> Action:
+    """What posts the pieces that one sender has for a receive."""
+    comm = ports.comm
+    assert isinstance(comm, Untagged)
+    instruction = program.ranks[comm.rank].instructions[posting.needed]
+    assert isinstance(instruction, Receive)
+    moves = instruction.transfer.moves_to(ports.device)
+    shapes = [box_shape(m.box) for m in moves if ports.ranks[m.sender] == posting.sender]
+    dtype, tag = torch_dtype(instruction.dtype), ports.tags[instruction.label]
+    return partial(comm.post, shapes, dtype, posting.sender, tag)
+
+
+def _in_turn(actions: Sequence[Action]) -> Action:
+    def run() -> None:
+        for action in actions:
+            action()
+
+    return run
+
+
+def _keeper(target: str | None, adds: bool, memory: Memory) -> Callable[[Tensor], None]:
+    """How a result becomes a value: it is added to it, or is it."""
+    if target is None:
+        return lambda tensor: None
+    if adds:
+        return lambda tensor: memory.add(target, tensor)
+    return lambda tensor: memory.values.__setitem__(target, tensor)

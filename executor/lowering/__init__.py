@@ -1,0 +1,6 @@
+"""From a plan to a program.
+
+In:      a plan and its graph.
+Out:     instructions for every rank.
+Imports: program; no torch.
+"""

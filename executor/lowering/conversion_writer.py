@@ -1,0 +1,220 @@
+"""Writing instructions of one stage: conversions and transfers, as far as its ranks take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stratagem.executor.lowering.plan_context import Context, Crossing
+from stratagem.executor.program.instructions import (
+    Convert,
+    Instruction,
+    Meeting,
+    Portion,
+    Receive,
+    Send,
+)
+from stratagem.executor.program.numbered_meshes import joint_number
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import Config, Pin, Placements, Shard
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.operators.operator import Layout
+from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.resharding_paths import Step
+
+
+class Writer:
+    """The instructions so far, and the seat from which `device` sees a stage.
+
+    What is written holds for every rank that has the same coordinate on axes with pins.
+    """
+
+    def __init__(
+        self, context: Context, stage: int, device: int, instructions: list[Instruction]
+    ) -> None:
+        self.context = context
+        self.stage = stage
+        self._device = device
+        self.mesh = context.mesh(stage)
+        self.coordinates = self.mesh.coordinates(device)
+        self.instructions = instructions
+        self._summed: dict[str, str | None] = {}
+
+    def write(self, instruction: Instruction) -> None:
+        """Append an instruction."""
+        self.instructions.append(instruction)
+
+    def on_both_homes(self) -> Writer:
+        """The same on the joint mesh of both homes of the stage."""
+        number = joint_number(self.context.plan, self.stage)
+        return Writer(self.context, number, self._device, self.instructions)
+
+    def holds(self, placements: Placements | Config) -> bool:
+        """Whether nothing is pinned elsewhere."""
+        return all(
+            not isinstance(placement, Pin) or placement.index == index
+            for placement, index in zip(placements, self.coordinates, strict=True)
+        )
+
+    def steps(
+        self, sizes: tuple[int, ...], dtype: str, before: Placements, after: Placements
+    ) -> tuple[Step, ...]:
+        """The steps of a conversion, but for axes of one device."""
+        path = self.context.path(self.stage, sizes, dtype, before, after)
+        return tuple(step for step in path if self.mesh.shape[step.axis] > 1)
+
+    def convert(
+        self,
+        task: str,
+        kind: TaskKind,
+        microbatch: int,
+        *,
+        source: str,
+        target: str,
+        sizes: tuple[int, ...],
+        dtype: str,
+        before: Placements,
+        after: Placements,
+        layout: Layout | None = None,
+        adds: bool = False,
+        later: bool = False,
+        alias: bool = True,
+        portion: Portion | None = None,
+        into: list[Instruction] | None = None,
+    ) -> str | None:
+        """Bring `source` from one placement to another on this rank's mesh.
+
+        The instruction is appended, or goes `into` another list. With `alias` no target is made
+        where there is nothing to do.
+
+        Returns:
+            The value that has the result, `source` itself when there is nothing to do, None when
+            this rank holds nothing of it.
+        """
+        if before == after and not adds and portion is None:
+            return source if self.holds(before) else None
+        steps = self.steps(sizes, dtype, before, after)
+        if alias and not steps and not adds and portion is None:
+            return source if self.holds(before) else None
+        given = source if self.holds(before) else None
+        got = target if self.holds(after) else None
+        meetings = self._meetings(f"{task} m{microbatch} of {target}", before, steps)
+        if given is not None or got is not None or meetings:
+            made = Convert(
+                self.stage,
+                task,
+                kind,
+                microbatch,
+                given,
+                got,
+                sizes,
+                dtype,
+                before,
+                steps,
+                layout,
+                adds,
+                later,
+                portion,
+                meetings,
+            )
+            (self.instructions if into is None else into).append(made)
+        return got
+
+    def _meetings(
+        self, what: str, before: Placements, steps: Sequence[Step]
+    ) -> tuple[Meeting, ...]:
+        """The collectives of a path in which this rank takes part."""
+        placed = list(before)
+        met: list[Meeting] = []
+        for number, step in enumerate(steps):
+            others = [
+                placement
+                if axis != step.axis or not isinstance(placement, Pin)
+                else Pin(self.coordinates[axis])
+                for axis, placement in enumerate(placed)
+            ]
+            size = self.mesh.shape[step.axis]
+            if size > 1 and step.collective is not Collective.SLICE and self.holds(tuple(others)):
+                pair = _pair(step)
+                if pair is None or self.coordinates[step.axis] in pair:
+                    what_step = f"{what}, step {number}: {step}"
+                    met.append(Meeting(self.stage, step.axis, what_step, pair))
+            placed[step.axis] = step.target
+        return tuple(met)
+
+    def inner_meetings(self, i: int, what: str) -> tuple[Meeting, ...]:
+        """The collectives inside the kernel of operator `i`."""
+        operator, config = self.context.graph.operators[i], self.context.configs[i]
+        inner = {
+            name
+            for each in rule_of(operator).inner(operator, operator.sizes)
+            for name in each.dims
+        }
+        return tuple(
+            Meeting(self.stage, axis, f"{what}, inside")
+            for axis, placement in enumerate(config)
+            if isinstance(placement, Shard)
+            and placement.dim in inner
+            and self.mesh.shape[axis] > 1
+        )
+
+    # -- between stages -------------------------------------------------------------------------
+
+    def send(self, crossing: Crossing, microbatch: int, source: str) -> None:
+        """Carry out pending sums of `source` and send what other stages need of it."""
+        task, kind = crossing.task(microbatch), TaskKind.COMMUNICATION
+        if source not in self._summed:
+            self._summed[source] = self.convert(
+                task,
+                kind,
+                microbatch,
+                source=source,
+                target=f"{source} summed",
+                sizes=crossing.transfer.sizes,
+                dtype=crossing.dtype,
+                before=crossing.before,
+                after=crossing.transfer.source_placements,
+            )
+        value = self._summed[source]
+        if value is not None:
+            label = f"{crossing.value} m{microbatch}"
+            self.send_pieces(label, task, kind, microbatch, value, crossing.transfer)
+
+    def send_pieces(
+        self,
+        label: str,
+        task: str,
+        kind: TaskKind,
+        microbatch: int,
+        value: str,
+        transfer: Transfer,
+    ) -> None:
+        """Send to every rank what it needs of a transfer; nothing where this rank has none."""
+        if transfer.source_part(self._device) is not None:
+            self.write(Send(label, task, kind, microbatch, value, transfer))
+
+    def receive(
+        self,
+        label: str,
+        task: str,
+        kind: TaskKind,
+        microbatch: int,
+        value: str,
+        transfer: Transfer,
+        dtype: str,
+        *,
+        layout: Layout | None = None,
+        adds: bool = False,
+    ) -> str | None:
+        """Receive this rank's part of a transfer; None when it has none."""
+        if transfer.target_part(self._device) is None:
+            return None
+        self.write(Receive(label, task, kind, microbatch, value, transfer, dtype, layout, adds))
+        return value
+
+
+def _pair(step: Step) -> tuple[int, int] | None:
+    """The two indices between which a step moves a tensor."""
+    if isinstance(step.source, Pin) and isinstance(step.target, Pin):
+        return step.source.index, step.target.index
+    return None

@@ -1,0 +1,196 @@
+"""From a plan to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stratagem.executor.lowering.pass_writer import PassWriter
+from stratagem.executor.lowering.plan_context import Context
+from stratagem.executor.lowering.weight_uses import Weights
+from stratagem.executor.program.instructions import Forward, Free, Instruction, Norm, Source
+from stratagem.executor.program.programs import LOSS, Program, RankProgram, Stored
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.token_slice_plan import sliced_plan
+from stratagem.simulator.plan.weight_stashing import check_stashing
+from stratagem.simulator.pricing.stage_boundaries import crossing_ties
+
+
+def lower(plan: Plan, graph: OperatorGraph) -> Program:
+    """Make the program that runs a plan.
+
+    Example:
+        >>> program = lower(plan, graph)  # doctest: +SKIP
+        >>> print(grid(program))  # doctest: +SKIP
+
+    Args:
+        plan: for this graph.
+        graph: the model at its whole batch; the plan's substitutions are applied to it.
+
+    Raises:
+        ValueError: when the plan is not for `graph` (see `Plan.check`), its schedule or one of
+            its options is not executed, the loss has no gradient, or a parameter is shared
+            in a way that is not executed (see `Weights`).
+    """
+    rewritten = plan.rewrite(graph)
+    graph = rewritten.graph
+    plan.check(graph)
+    _check_schedule(plan)
+    contexts = _contexts(plan, graph)
+    context = contexts[0]
+    if context.stashes:
+        check_stashing(plan, graph, crossing_ties(plan.stage_of, graph))
+    _check_loss(context)
+    if plan.is_mirrored:
+        _check_statistics(context)
+    weights = Weights(context)
+    return Program(
+        plan=context.plan,
+        whole=graph,
+        graph=context.graph,
+        maps=rewritten.maps,
+        homes=weights.homes(),
+        ranks=_ranks(contexts, weights),
+        slices=tuple(each.part for each in contexts if each.part is not None),
+    )
+
+
+def _contexts(plan: Plan, graph: OperatorGraph) -> tuple[Context, ...]:
+    """One for each token slice, or for each direction of two pipelines, or the only one."""
+    small = graph.microbatch(plan.num_microbatches)
+    if plan.is_mirrored:
+        return tuple(Context(plan, graph, small, upward=upward) for upward in (False, True))
+    if plan.make_schedule().num_slices == 1:
+        return (Context(plan, graph, small),)
+    sliced = sliced_plan(plan, small)
+    return tuple(Context(sliced.plan, graph, part.graph, part) for part in sliced.slices)
+
+
+def _check_schedule(plan: Plan) -> None:
+    schedule = plan.make_schedule()
+    one_each = [(rank,) for rank in plan.rank_of]
+    homes = [schedule.ranks_of(stage) for stage in range(len(plan.stages))]
+    if not (plan.is_mirrored or homes == one_each):
+        raise ValueError(
+            f"plan {plan.name!r} has schedule {plan.schedule!r}, which is simulated only; the "
+            "executor runs a stage on one set of devices (chimera on two): choose 1f1b, gpipe, "
+            "interleaved, zb-h1, chimera, terapipe, pipedream or orders of your own"
+        )
+
+
+def _check_loss(context: Context) -> None:
+    loss = context.graph.index[context.graph.loss]
+    if not context.runs_backward[loss]:
+        raise ValueError(
+            f"the loss {context.graph.loss!r} of graph {context.graph.name!r} depends on no "
+            f"trained parameter; there is nothing to train"
+        )
+
+
+def _check_statistics(context: Context) -> None:
+    buffers = {each.name for each in context.graph.parameters if not each.trainable}
+    for operator in context.graph.operators:
+        kept = [weight.parameter for weight in operator.weights if weight.parameter in buffers]
+        if operator.kind == "batch_norm" and kept:
+            raise ValueError(
+                f"plan {context.plan.name!r}: operator {operator.name!r} keeps running statistics "
+                f"({kept[0]!r}), of which each of two homes would see half of the microbatches: "
+                f"choose a schedule with one home for a stage, such as 1f1b"
+            )
+
+
+def _ranks(contexts: Sequence[Context], weights: Weights) -> tuple[RankProgram, ...]:
+    """Every rank's program; those that do the same share their instructions."""
+    context = contexts[0]
+    written: dict[object, tuple[tuple[Stored, ...], tuple[Instruction, ...]]] = {}
+    found: list[RankProgram] = []
+    for device, rank in context.ranks.items():
+        crew = context.crew_of(device)
+        key = crew, context.standing(crew, device)
+        if key not in written:
+            written[key] = _write(contexts, weights, crew, device)
+        stages = sorted({stage for each in contexts for stage in each.stages_of(crew)})
+        found.append(RankProgram(rank, device, tuple(stages), *written[key]))
+    return tuple(found)
+
+
+def _write(
+    contexts: Sequence[Context], weights: Weights, crew: int, device: int
+) -> tuple[tuple[Stored, ...], tuple[Instruction, ...]]:
+    """What a device keeps, and what it does."""
+    context, body = contexts[0], list[Instruction]()
+    later = contexts[1:] if context.part is not None else ()
+    stages = {
+        stage: PassWriter(each, weights, stage, device, body)
+        for each in contexts[: len(contexts) - len(later)]
+        for stage in each.stages_of(crew)
+    }
+    writers = {(stage, 0): first for stage, first in stages.items()}
+    for stage, first in stages.items():
+        for number, part in enumerate(later, 1):
+            writers[stage, number] = PassWriter(part, weights, stage, device, body, first)
+    updates = context.plan.make_schedule().updates
+    for action in context.actions(crew):
+        writers[action.stage, action.slice].write(action)
+        if action in updates:
+            mine = stages[action.stage].parameters
+            mine.sum_homes(tied=False)
+            if context.stashes:
+                mine.update_amid(action.microbatch)
+    parameters = [stages[stage].parameters for stage in sorted(stages)]
+    for each in parameters:
+        each.send_gradients()
+    for each in parameters:
+        each.receive_gradients()
+    for each in parameters:
+        each.sum_homes(tied=True)
+    norm = None
+    training = context.plan.training
+    if training.clip_norm or training.scales_loss:
+        norm = "gradient norm"
+        gradients = [found for each in parameters for found in each.gradients_at_home()]
+        body.append(Norm(tuple(gradients), norm))
+    for each in parameters:
+        each.update(norm)
+    for each in parameters:
+        each.send_values()
+    for each in parameters:
+        each.receive_values()
+    for passes in stages.values():
+        passes.loss.bring_home()
+    stored = {one.value: one for each in parameters for one in each.stored()}
+    whole = [*_sources(body, context), *body]
+    return tuple(stored.values()), _freed(whole, {*stored, LOSS})
+
+
+def _sources(instructions: Sequence[Instruction], context: Context) -> list[Instruction]:
+    """The sources that a rank's operators read, in graph order."""
+    read = {
+        operand.value
+        for instruction in instructions
+        if isinstance(instruction, Forward)
+        for operand in instruction.inputs
+    }
+    return [
+        Source(operator.name, f"{operator.name} whole", context.output_dtype(i, 0))
+        for i, operator in enumerate(context.graph.operators)
+        if context.is_source[i] and f"{operator.name} whole" in read
+    ]
+
+
+def _freed(instructions: Sequence[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
+    """The instructions with every value freed right after the last one that touches it."""
+    last: dict[str, int] = {}
+    for number, instruction in enumerate(instructions):
+        for value in (*instruction.reads, *instruction.writes):
+            last[value] = number
+    dying: dict[int, list[str]] = {}
+    for value, number in last.items():
+        if value not in kept:
+            dying.setdefault(number, []).append(value)
+    body: list[Instruction] = []
+    for number, instruction in enumerate(instructions):
+        body.append(instruction)
+        if number in dying:
+            body.append(Free(tuple(dying[number])))
+    return tuple(body)

@@ -1,0 +1,413 @@
+"""One rank's parameters: gathered, synchronised, updated, published (`sharding.parameter_homes`).
+
+    gradient as made ──sync──▶ home ──update──▶ home ──publish──▶ as operators use it
+    gradient of a tied user ──↔──▲                 ╰──────↔──────▶ as the tied user uses it
+
+Gradients are brought together as soon as an operator's last backward pass is over, or that of the
+last operator of its bucket; backward goes on meanwhile. A weight is gathered while the operator in
+front of its own runs, and a new value published while others are updated. Updates wait for the end
+of the step, when stages first exchange the gradients of the parameters that they share. Where
+weights are stashed, each microbatch ends in updates of its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from stratagem.executor.lowering.conversion_writer import Writer
+from stratagem.executor.lowering.stashed_versions import Stashes
+from stratagem.executor.lowering.weight_uses import Weights, WeightUse
+from stratagem.executor.program.instructions import (
+    Bundle,
+    Convert,
+    Instruction,
+    Stash,
+    Update,
+    Updated,
+)
+from stratagem.executor.program.programs import Stored
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.graph.placement import Pin, Placements
+from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.pricing.stage_boundaries import summed
+from stratagem.simulator.schedules.weight_versions import versions_seen
+from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.parameter_homes import Use, gradient_buckets
+from stratagem.simulator.stage.stage_blocks import PREFETCH
+
+BUNDLED = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.SLICE})
+"""Collectives that several tensors can share."""
+
+
+def _can_share(convert: Convert) -> bool:
+    """Whether a conversion may share its collectives with others: all ranks have parts of it."""
+    ends = [*convert.before, *(step.target for step in convert.steps)]
+    return (
+        bool(convert.steps)
+        and all(step.collective in BUNDLED for step in convert.steps)
+        and not any(isinstance(placement, Pin) for placement in ends)
+    )
+
+
+class ParameterWriter:
+    """Writes what the ranks of one stage do with its parameters.
+
+    `_held` has the syncs of a bucket that is not full, `_passed` where gathers may begin: at the
+    start of the block, and behind each of its passes with weights.
+    """
+
+    def __init__(self, writer: Writer, weights: Weights) -> None:
+        context = writer.context
+        self._writer = writer
+        self._weights = weights
+        self._operators = context.operators[writer.stage]
+        self._updates = context.updates(writer.stage)
+        schedule = context.plan.make_schedule()
+        self._stashes = Stashes(versions_seen(schedule, writer.stage) if context.stashes else {})
+        self._remote = [
+            use for uses in weights.of for use in uses if use.use is Use.TIED_ELSEWHERE
+        ]
+        # Others read the value behind a detach: they have no gradient to send.
+        self._returned = [use for use in self._remote if context.runs_backward[use.user]]
+        self._ready: list[int] = []
+        self._held: list[Convert] = []
+        self._passed: list[int] = []
+        nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
+        buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
+        self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
+        self._has_two_homes = context.plan.is_mirrored
+
+    def stored(self) -> tuple[Stored, ...]:
+        """Every parameter and buffer that this rank keeps for the stage."""
+        found: dict[str, Stored] = {}
+        for i in self._operators:
+            for use in self._weights.of[i]:
+                kept = [] if use.is_gathered else [use.used]
+                if use.use is Use.OWNED or (use.is_gathered and not use.trained):
+                    kept.append(use.home)
+                for placements in filter(self._writer.holds, kept):
+                    stored = use.stored(placements)
+                    found.setdefault(stored.value, stored)
+        return tuple(found.values())
+
+    def begin_block(self) -> None:
+        """Say that what is gathered from now on is so for a new block."""
+        self._passed = [len(self._writer.instructions)] * PREFETCH
+
+    def ran(self, i: int) -> None:
+        """Say that operator `i` has been run, which lets the next but `PREFETCH` gather."""
+        if self._weights.of[i]:
+            self._passed.append(len(self._writer.instructions))
+
+    def bring(self, i: int, label: str, microbatch: int, *, again: bool) -> tuple[str, ...]:
+        """The values of the weights of operator `i`, gathered where they are sharded at home.
+
+        They are so as long before as the simulator has it. In the backward pass, `again`, they are
+        those that the forward pass had.
+        """
+        name = self._name(i)
+        values: list[str] = []
+        gathers: list[Instruction] = []
+        for use in self._weights.of[i]:
+            value: str | None = use.used_value
+            if use.trained:
+                value = self._stashes.read(use.used_value, microbatch, again=again)
+            if use.is_gathered:
+                value = self._writer.convert(
+                    f"{name} gather",
+                    TaskKind.GRADIENT_SYNC,
+                    microbatch,
+                    source=use.home_value,
+                    target=f"{use.used_value} for {name} {label}",
+                    sizes=use.sizes,
+                    dtype=use.dtype,
+                    before=use.home,
+                    after=use.used,
+                    layout=use.weight.layout,
+                    later=True,
+                    into=gathers,
+                )
+            if value is not None:
+                values.append(value)
+        self._write_ahead(gathers)
+        return tuple(values)
+
+    def _write_ahead(self, gathers: Sequence[Instruction]) -> None:
+        """Write gathers behind the pass `PREFETCH` before the one that is to be written next."""
+        at = self._passed[-PREFETCH]
+        self._writer.instructions[at:at] = gathers
+        self._passed = [n + len(gathers) if n >= at else n for n in self._passed]
+
+    def gathered(self, i: int, microbatch: int) -> tuple[int, ...]:
+        """Which weights of operator `i` no tape keeps: backward gathers them, or has a copy."""
+        stashed = self._stashes.is_stashed(microbatch)
+        return tuple(
+            use.slot for use in self._weights.of[i] if use.is_gathered or (stashed and use.trained)
+        )
+
+    def gradient_dtypes(self, i: int) -> tuple[str, ...]:
+        """The dtypes in which gradients of the trained weights of operator `i` are added up."""
+        return tuple(use.gradient_dtype for use in self._weights.of[i] if use.trained)
+
+    def gradients(self, i: int, microbatch: int) -> tuple[str | None, ...]:
+        """The values to which operator `i` adds its weight gradients."""
+        name = self._name(i)
+        return tuple(
+            use.gradient(microbatch, name) if use.trained else None for use in self._weights.of[i]
+        )
+
+    def after_backward(self, i: int, microbatch: int) -> None:
+        """Sync the gradients of operator `i`, once its bucket is full, if it is time to."""
+        is_last = microbatch in self._updates
+        for use in self._weights.of[i]:
+            if use.use is Use.OWNED and (is_last or use.zero >= 2):
+                if use.made != use.home:
+                    self._reduce(use, f"{self._name(i)} sync", microbatch)
+            elif use.use is Use.TIED_HERE and is_last and not use.joins_owner:
+                self._reduce(use, self._tie(use), microbatch)
+        if i in self._closes:
+            self._flush()
+        if is_last:
+            self._ready.append(i)
+
+    def _flush(self) -> None:
+        """Write the syncs of a bucket, those along equal steps as one."""
+        groups: dict[object, list[Convert]] = {}
+        for number, convert in enumerate(self._held):
+            steps = tuple((step.collective, step.axis) for step in convert.steps)
+            shared = (steps, convert.dtype) if _can_share(convert) else number
+            groups.setdefault(shared, []).append(convert)
+        for group in groups.values():
+            self._writer.write(group[0] if len(group) == 1 else Bundle(tuple(group)))
+        self._held.clear()
+
+    # -- the end of a step ----------------------------------------------------------------------
+
+    def send_gradients(self) -> None:
+        """Send those of parameters that belong to another stage."""
+        for use in self._returned:
+            if use.stage == self._writer.stage:
+                self._send_gradient(use)
+
+    def receive_gradients(self) -> None:
+        """Add up those that come from other stages."""
+        for use in self._returned:
+            if use.owner_stage == self._writer.stage:
+                transfer = self._to_home(use)
+                self._receive(use, use.home_gradient(-1), transfer, adds=True)
+
+    def gradients_at_home(self) -> list[tuple[str, int, Placements]]:
+        """The gradients of what this rank updates: value, stage and placements.
+
+        What is there twice belongs to its first home.
+        """
+        if self._writer.context.upward:
+            return []
+        return [
+            (self._total(use), use.owner_stage, use.home)
+            for i in self._ready
+            for use in self._weights.of[i]
+            if use.use is Use.OWNED and self._writer.holds(use.home)
+        ]
+
+    def update(self, norm: str | None) -> None:
+        """Update every parameter that this stage owns, and bring it to its users here."""
+        for i in self._ready:
+            self._update(i, norm, -1)
+
+    def update_amid(self, microbatch: int) -> None:
+        """Update behind a microbatch, and keep the weights that others have seen."""
+        for i in self._ready:
+            self._stash(i, microbatch)
+            self._update(i, None, microbatch)
+        self._ready.clear()
+        self._stashes.advance()
+
+    def send_values(self) -> None:
+        """Send new values to other stages."""
+        for use in self._remote:
+            if use.owner_stage == self._writer.stage and self._writer.holds(use.home):
+                self._send(use, "value", use.home_value, self._to_user(use))
+
+    def receive_values(self) -> None:
+        """Receive new values from the stages that own the parameters."""
+        for use in self._remote:
+            if use.stage == self._writer.stage:
+                self._receive(use, use.used_value, self._to_user(use), adds=False)
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def _reduce(self, use: WeightUse, task: str, microbatch: int) -> None:
+        """Add a gradient to that at the parameter's home on this mesh, with its bucket."""
+        into: list[Instruction] = []
+        self._writer.convert(
+            task,
+            TaskKind.GRADIENT_SYNC,
+            microbatch,
+            source=use.gradient(microbatch, self._name(use.user)),
+            target=use.home_gradient(microbatch),
+            sizes=use.sizes,
+            dtype=use.gradient_dtype,
+            before=use.made,
+            after=use.home,
+            layout=use.weight.layout,
+            adds=True,
+            later=True,
+            into=into,
+        )
+        self._held += [each for each in into if isinstance(each, Convert)]
+
+    def _send_gradient(self, use: WeightUse) -> None:
+        made = use.gradient(-1, self._name(use.user))
+        value = self._writer.convert(
+            f"{self._name(use.user)} sync",
+            TaskKind.GRADIENT_SYNC,
+            -1,
+            source=made,
+            target=f"{made} summed",
+            sizes=use.sizes,
+            dtype=use.gradient_dtype,
+            before=use.made,
+            after=summed(use.made),
+            layout=use.weight.layout,
+        )
+        if value is not None:
+            self._send(use, "gradient", value, self._to_home(use))
+
+    def _send(self, use: WeightUse, what: str, value: str, transfer: Transfer) -> None:
+        task = self._tie(use)
+        label = f"{task}, {what} of {use.parameter}"
+        self._writer.send_pieces(label, task, TaskKind.GRADIENT_SYNC, -1, value, transfer)
+
+    def _receive(self, use: WeightUse, value: str, transfer: Transfer, *, adds: bool) -> None:
+        task, what = self._tie(use), "gradient" if adds else "value"
+        self._writer.receive(
+            f"{task}, {what} of {use.parameter}",
+            task,
+            TaskKind.GRADIENT_SYNC,
+            -1,
+            value,
+            transfer,
+            use.gradient_dtype if adds else use.dtype,
+            layout=use.weight.layout,
+            adds=adds,
+        )
+
+    # -- both homes -----------------------------------------------------------------------------
+
+    def sum_homes(self, *, tied: bool) -> None:
+        """Add up the gradients at both homes of the stage, if it has two, bucket by bucket.
+
+        Those that come from other stages too, the `tied` ones, wait for them.
+        """
+        if not self._has_two_homes:
+            return
+        awaited = {use.parameter for use in self._returned}
+        joint = self._writer.on_both_homes()
+        for i in self._operators[::-1]:
+            for use in self._weights.of[i]:
+                if use.use is Use.OWNED and (use.parameter in awaited) == tied:
+                    self._sum_homes(use, joint)
+            if i in self._closes:
+                self._flush()
+
+    def _sum_homes(self, use: WeightUse, joint: Writer) -> None:
+        into: list[Instruction] = []
+        joint.convert(
+            f"{self._name(use.user)} sync of both homes",
+            TaskKind.GRADIENT_SYNC,
+            -1,
+            source=use.home_gradient(-1),
+            target=self._total(use),
+            sizes=use.sizes,
+            dtype=use.gradient_dtype,
+            before=before_sum(use.home),
+            after=after_sum(use.home),
+            layout=use.weight.layout,
+            later=True,
+            into=into,
+        )
+        self._held += [each for each in into if isinstance(each, Convert)]
+
+    def _total(self, use: WeightUse, microbatch: int = -1) -> str:
+        """The gradient with which a parameter is updated."""
+        own = use.home_gradient(microbatch)
+        return f"{own} of both homes" if self._has_two_homes else own
+
+    # -- values ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _used(self) -> dict[int, dict[str, None]]:
+        """Per owner the trained values that this rank's operators read, in order."""
+        found: dict[int, dict[str, None]] = {}
+        for i in self._operators:
+            for use in self._weights.of[i]:
+                if use.trained and self._writer.holds(use.used):
+                    found.setdefault(use.owner, {})[use.used_value] = None
+        return found
+
+    def _stash(self, owner: int, microbatch: int) -> None:
+        """Copy the weights that operator `owner` updates, as this stage uses them."""
+        copies = [(value, self._stashes.kept(value)) for value in self._used.get(owner, ())]
+        kept = tuple((value, copy) for value, copy in copies if copy is not None)
+        if kept:
+            self._writer.write(Stash(self._name(owner), microbatch, kept))
+
+    def _update(self, i: int, norm: str | None, microbatch: int) -> None:
+        """Update what operator `i` owns, and bring the new values to their users in this stage."""
+        owned = [use for use in self._weights.of[i] if use.use is Use.OWNED]
+        here = [use for use in owned if self._writer.holds(use.home)]
+        if here:
+            parameters = tuple(
+                Updated(use.parameter, use.home_value, self._total(use, microbatch))
+                for use in here
+            )
+            share = 1 / len(self._updates)
+            self._writer.write(Update(self._name(i), parameters, norm, share))
+        done = {use.home_value for use in owned}
+        for use in owned:
+            if not use.is_gathered:
+                self._publish(use, f"{self._name(i)} publish", microbatch, done)
+        for use in self._weights.tied_to(i):
+            if use.stage == self._writer.stage:
+                self._publish(use, self._tie(use), microbatch, done)
+
+    def _publish(self, use: WeightUse, task: str, microbatch: int, done: set[str]) -> None:
+        if use.used_value in done:
+            return
+        done.add(use.used_value)
+        self._writer.convert(
+            task,
+            TaskKind.GRADIENT_SYNC,
+            microbatch,
+            source=use.home_value,
+            target=use.used_value,
+            sizes=use.sizes,
+            dtype=use.dtype,
+            before=use.home,
+            after=use.used,
+            layout=use.weight.layout,
+            alias=False,
+            later=True,
+        )
+
+    # -- between stages -------------------------------------------------------------------------
+
+    def _to_home(self, use: WeightUse) -> Transfer:
+        context = self._writer.context
+        user, owner = context.mesh(use.stage), context.mesh(use.owner_stage)
+        return Transfer(use.sizes, user, summed(use.made), owner, use.home)
+
+    def _to_user(self, use: WeightUse) -> Transfer:
+        context = self._writer.context
+        user, owner = context.mesh(use.stage), context.mesh(use.owner_stage)
+        return Transfer(use.sizes, owner, use.home, user, use.used)
+
+    def _name(self, i: int) -> str:
+        return self._writer.context.graph.operators[i].name
+
+    def _tie(self, use: WeightUse) -> str:
+        """Name of a tie in the timeline: owner and user."""
+        return f"{self._name(use.owner)} ↔ {self._name(use.user)}"

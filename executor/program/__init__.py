@@ -1,0 +1,6 @@
+"""Programs: what every rank does, as data.
+
+In:      instructions.
+Out:     programs, proved to end; what they hold and take.
+Imports: the simulator; no torch.
+"""

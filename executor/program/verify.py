@@ -1,0 +1,82 @@
+"""Proving a program before it runs."""
+
+from __future__ import annotations
+
+from stratagem.executor.program.instructions import (
+    Backward,
+    Bundle,
+    Convert,
+    Free,
+    Instruction,
+    Receive,
+)
+from stratagem.executor.program.programs import LOSS, Program, RankProgram
+from stratagem.executor.program.replay import play, players
+
+
+def verify(program: Program) -> None:
+    """Prove that a program ends and never reads what is not there.
+
+    Example:
+        >>> verify(lower(plan, graph))  # doctest: +SKIP
+
+    All ranks are played symbolically (`replay`): sends match receives, the members of every
+    collective enter the same one in the same order, and on each rank every value is made before
+    it is read, read before it is freed, and gone at the end of the step.
+
+    Raises:
+        ValueError: names the rank, the instruction, and the value or what it waits for.
+    """
+    groups = players(program)
+    for ranks in groups:
+        _check_values(program.ranks[ranks[0]])
+    for _ in play(program, groups):
+        pass
+
+
+def _check_values(program: RankProgram) -> None:
+    kept = {stored.value for stored in program.stored}
+    alive = set(kept)
+    freed: set[str] = set()
+    for number, instruction in enumerate(program.instructions):
+        problem = _problem(instruction, alive, kept, freed)
+        if problem:
+            where = f"rank {program.rank}, instruction {number} ({str(instruction)!r})"
+            raise ValueError(f"{where} {problem}")
+        alive.update(instruction.writes)
+        if isinstance(instruction, Free):
+            alive.difference_update(instruction.values)
+            freed.update(instruction.values)
+    left = sorted(alive - kept - {LOSS})
+    if left:
+        raise ValueError(f"rank {program.rank} never frees {left[0]!r}")
+
+
+def _problem(
+    instruction: Instruction, alive: set[str], kept: set[str], freed: set[str]
+) -> str | None:
+    """What is wrong with an instruction where these values are alive; None for nothing."""
+    for value in instruction.reads:
+        if value not in alive:
+            state = "after it was freed" if value in freed else "before it is made"
+            return f"reads {value!r} {state}"
+    for value in instruction.writes:
+        if value in alive and value not in kept and value not in _added(instruction):
+            return f"makes {value!r}, which is there already"
+    if isinstance(instruction, Free):
+        for value in instruction.values:
+            if value not in alive or value in kept:
+                return f"frees {value!r}, which is not there or is kept"
+    return None
+
+
+def _added(instruction: object) -> tuple[str, ...]:
+    """Values that an instruction adds to, rather than makes."""
+    if isinstance(instruction, Backward):
+        weights = tuple(value for value in instruction.weights if value is not None)
+        return (*weights, *instruction.added)
+    if isinstance(instruction, (Convert, Receive)) and instruction.adds:
+        return instruction.writes
+    if isinstance(instruction, Bundle):
+        return tuple(value for part in instruction.parts for value in _added(part))
+    return ()

@@ -1,0 +1,6 @@
+"""Conversions, carried out.
+
+In:      local shards and steps.
+Out:     local shards.
+Imports: communication.
+"""

@@ -1,0 +1,6 @@
+"""What a run came to.
+
+In:      clock readings.
+Out:     timelines, results and their files.
+Imports: program, communication.
+"""

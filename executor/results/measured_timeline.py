@@ -1,0 +1,131 @@
+"""From the clock readings of all ranks to one measured timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from stratagem.executor.program.instructions import (
+    Backward,
+    Bundle,
+    Convert,
+    Free,
+    Instruction,
+    Join,
+    Part,
+    Receive,
+    Send,
+    meetings_of,
+)
+from stratagem.executor.program.programs import Program
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
+
+Spans = Sequence[tuple[int, int]]
+"""Start and end of every instruction of one rank, in ns."""
+
+GAP_NS = 100_000
+"""The longest pause that does not part the instructions of a task."""
+
+
+def timeline(program: Program, spans: Mapping[int, Spans]) -> Timeline:
+    """The measured timeline of one step: two lanes a rank, task names as in the simulator.
+
+    A communication starts when its last partner is there: until then a rank only waits, which is a
+    gap in its lane and not a task. Of communications under way at a time, the later one starts
+    behind the earlier, and takes no time if it is over before that. Instructions of one task that
+    follow one another at once are one row. Conversions that only slice are left out, as they are
+    of the simulator's timeline.
+
+    Args:
+        program: what ran.
+        spans: per rank, for as many ranks as are known.
+    """
+    begins = _begins(program, spans)
+    rows: list[Row] = []
+    for rank in sorted(spans):
+        rows += _rank_rows(program, rank, spans[rank], begins)
+    lanes = [lane_name(f"rank {rank}", what) for rank in sorted(spans) for what in _LANES]
+    used = {row.lane for row in rows}
+    return from_rows(rows, label="measured", lanes=[lane for lane in lanes if lane in used])
+
+
+_LANES = ("compute", "communication")
+
+
+@dataclass
+class _Begins:
+    """When collectives have all their members, and when messages leave, by sender and label."""
+
+    meetings: dict[tuple[tuple[int, ...], str], int]
+    messages: dict[tuple[int, str], int]
+
+
+def _begins(program: Program, spans: Mapping[int, Spans]) -> _Begins:
+    meetings: dict[tuple[tuple[int, ...], str], int] = {}
+    messages: dict[tuple[int, str], int] = {}
+    for rank, times in spans.items():
+        for instruction, (start, _) in zip(program.ranks[rank].instructions, times, strict=True):
+            for meeting in meetings_of(instruction)[:1]:
+                key = program.group(meeting, rank), meeting.what
+                meetings[key] = max(meetings.get(key, 0), start)
+            if isinstance(instruction, Send):
+                messages[rank, instruction.label] = start
+    return _Begins(meetings, messages)
+
+
+def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> list[Row]:
+    rows: list[Row] = []
+    before: tuple[str, int] | None = None
+    over: dict[str, int] = {}
+    for instruction, (start, end) in zip(program.ranks[rank].instructions, spans, strict=True):
+        if isinstance(instruction, (Free, Join)) or _is_no_task(instruction):
+            continue
+        lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
+        start = max(start, _begin(program, instruction, rank, begins), over.get(lane, 0))
+        start = min(start, end)
+        over[lane] = max(end, over.get(lane, 0))
+        if isinstance(instruction, Bundle):
+            rows += _bundle_rows(instruction, lane, start, end)
+            before = None
+            continue
+        task = instruction.task, instruction.microbatch
+        if task == before and rows[-1].lane == lane and start - rows[-1].end <= GAP_NS:
+            rows[-1] = rows[-1]._replace(end=max(end, rows[-1].end))
+        else:
+            rows.append(Row(instruction.task, instruction.kind, lane, start, end))
+        before = task
+    return rows
+
+
+def _bundle_rows(bundle: Bundle, lane: str, start: int, end: int) -> list[Row]:
+    """A row for each task of a bundle, as long as its share of the elements."""
+    elements = [math.prod(part.sizes) for part in bundle.parts]
+    marks = [start + (end - start) * n // sum(elements) for n in accumulate(elements, initial=0)]
+    return [
+        Row(part.task, part.kind, lane, first, last)
+        for part, (first, last) in zip(bundle.parts, pairwise(marks), strict=True)
+    ]
+
+
+def _is_no_task(instruction: Instruction) -> bool:
+    """Whether a conversion joins no other rank, or a pass has nothing to make."""
+    if isinstance(instruction, Backward) and instruction.part is Part.INPUTS:
+        return not any(instruction.inputs)
+    if not isinstance(instruction, (Bundle, Convert)) or instruction.meetings:
+        return False
+    return instruction.kind.is_communication
+
+
+def _begin(program: Program, instruction: Instruction, rank: int, begins: _Begins) -> int:
+    """When the partners of a communication are there; 0 for what has none."""
+    if isinstance(instruction, Receive):
+        moves = instruction.transfer.moves_to(program.ranks[rank].device)
+        senders = {program.rank_of[move.sender] for move in moves}
+        arrived = (begins.messages.get((each, instruction.label), 0) for each in senders)
+        return max(arrived, default=0)  # A part may be empty: nobody sends it.
+    if instruction.kind.is_communication:
+        met = [(program.group(m, rank), m.what) for m in meetings_of(instruction)[:1]]
+        return max((begins.meetings[each] for each in met), default=0)
+    return 0

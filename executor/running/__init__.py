@@ -1,0 +1,6 @@
+"""Whole runs, wherever their ranks are.
+
+In:      a plan, a model, data.
+Out:     what it came to, checked if wished.
+Imports: everything of the executor.
+"""

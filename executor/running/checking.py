@@ -1,0 +1,128 @@
+"""Whether a plan's first step is that of one process of torch, judged by what rounding explains.
+
+errors      of the loss, every gradient and every buffer that a step changes
+   │ all within the tolerance of the precision? ── yes ──▶ it agrees
+   no
+   ▼
+once more against float64, beside what one process of torch makes of it in the plan's own
+precision: a value may be off a few times as far as torch's own is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.results.verdict import Verdict
+from stratagem.executor.running.execute import LOCAL_SECONDS, prepare
+from stratagem.executor.running.torch_reference import Outcome, reference_of
+from stratagem.executor.state.parameter_parts import check_state, model_state
+from stratagem.executor.training.batches import Batches
+from stratagem.executor.training.training_loop import first_step
+from stratagem.executor.watching.rank_place import Place
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.capture.capture import capture
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
+"""Relative errors that small models have in a precision, with some room."""
+
+ROUNDING = 8.0
+"""How many times as far from float64 as torch's own value one may be: orders of sums differ."""
+
+
+def check(
+    plan: Plan,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    graph: OperatorGraph | None = None,
+) -> Verdict:
+    """Make a step by a plan, with its ranks as threads of this process, and judge it.
+
+    Example:
+        >>> verdict = sg.check(plan, model, batch)  # doctest: +SKIP
+        >>> print(verdict.sentence())  # doctest: +SKIP
+        agrees with one process of torch: loss and 12 gradients to 3.1e-07 (worst: head.weight, …)
+
+    Args:
+        plan: for this model and batch.
+        model: its parameters and buffers are read, not changed.
+        batch: the keyword arguments of the model's `forward`.
+        graph: what `capture` gave; the model is captured anew when left out.
+
+    Raises:
+        ValueError: when the plan is not for this model and batch or cannot be executed; when one
+            device cannot repeat its step, see `judge`.
+    """
+    used = graph or capture(model, kwargs=batch)
+    reference_of(plan, plan.rewrite(used).graph)  # Refused here where there is none.
+    program, state = prepare(plan, used), model_state(model)
+    check_state(program, state)
+    batches = Batches(batch, used, seed=plan.seed, buffers=state)
+
+    def run(comm: Communicator) -> ExecutionResult:
+        return first_step(Interpreter(program, comm, state), batches, Place())
+
+    result = run_local(program.world_size, run, timeout=LOCAL_SECONDS)[0]
+    return judge(model, batch, result, plan, used)
+
+
+def judge(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    result: ExecutionResult,
+    plan: Plan,
+    graph: OperatorGraph,
+) -> Verdict:
+    """Compare the first step of a plan with that of one device.
+
+    Example:
+        >>> verdict = judge(model, batch, result, plan, graph)  # doctest: +SKIP
+        >>> verdict.agrees, verdict.worst  # doctest: +SKIP
+        (True, 'head.weight')
+
+    One process of torch runs the whole batch. Batch norms see it by the microbatches of the plan
+    (and by the samples of each device where their statistics are local). Where the model drops
+    out, a plan of one device runs instead, which draws the same masks. Gradients are clipped as
+    the plan's are.
+
+    Args:
+        model: as it was before the step.
+        batch: that of the step, which the model takes as keyword arguments.
+        result: of a plan's first step, with its gradients.
+        plan: that was run.
+        graph: of the model, as it was captured.
+
+    Raises:
+        ValueError: when the result has no gradients or lacks one that the model has; when one
+            device cannot repeat the step (see `reference_of`).
+    """
+    if result.gradients is None:
+        raise ValueError("the result has no gradients; run it with gradients=True")
+    reference = reference_of(plan, plan.rewrite(graph).graph)
+    precision = _precision(model, plan)
+    tolerance = TOLERANCES[precision]
+    found = Outcome(result.losses[0], result.gradients, result.parameters)
+    errors = found.errors_against(reference.step(model, batch))
+    verdict = Verdict(errors, dict.fromkeys(errors, tolerance), reference.words)
+    if verdict.agrees or precision == "float64":
+        return verdict
+    truth = reference.step(model, batch, "float64")
+    own = reference.step(model, batch, precision).errors_against(truth)
+    errors = found.errors_against(truth)
+    allowed = {name: max(tolerance, ROUNDING * own.get(name, 0.0)) for name in errors}
+    return Verdict(errors, allowed, f"{reference.words} in float64")
+
+
+def _precision(model: nn.Module, plan: Plan) -> str:
+    """The lowest precision that the plan computes in."""
+    training = plan.training
+    below = {training.precision, training.gradient_precision or training.precision} - {"float32"}
+    kept = {str(each.dtype).removeprefix("torch.") for each in model.parameters()}
+    return max(below or (kept & TOLERANCES.keys()), key=TOLERANCES.__getitem__)

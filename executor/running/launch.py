@@ -1,0 +1,277 @@
+"""Starting a run under torchrun from another program, such as a notebook."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stratagem.executor.backends.rank_stores import STORE_FOLDER
+from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
+from stratagem.executor.cuda.own_gpu import check_gpus
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.running.world import default_backend
+from stratagem.executor.training.training_loop import warn_not_finite
+from stratagem.executor.watching.failures import failure_of, keep_logs
+from stratagem.executor.watching.judges import Limits
+from stratagem.executor.watching.process_activity import ranks_here
+from stratagem.executor.watching.run_folder import Scratch
+from stratagem.progress import Show, show_status
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.provenance import ProcessBackend
+
+GRACE_SECONDS = 5
+"""How long torchrun waits for a rank to stop before it kills it."""
+
+LAST_SECONDS = 15.0
+"""How long ranks may take to end once the result of their run is there."""
+
+
+def launch(
+    plan_path: str | Path,
+    model: str,
+    *,
+    steps: int = 1,
+    warmup: int = 0,
+    check: bool = False,
+    data: str | None = None,
+    rate: str = "constant",
+    rate_warmup: int = 0,
+    checkpoint: str | Path | None = None,
+    every: int = 0,
+    resume: str | Path | None = None,
+    keep: int = KEEP,
+    finite: bool = False,
+    memory: bool = False,
+    cuda_graph: bool = False,
+    backend: ProcessBackend | None = None,
+    limits: Limits | None = None,
+    timeout: float | None = 600.0,
+    folder: str | Path | None = None,
+    show: Show | None = None,
+) -> Report:
+    """Run a plan as processes on this machine, one a device, and return what was measured.
+
+    Example:
+        >>> report = launch("plan.json", "mymodels:gpt", steps=10, check=True)  # doctest: +SKIP
+        >>> report.verdict.agrees, report.verdict.max_error  # doctest: +SKIP
+        (True, 4.1e-07)
+
+    Args:
+        plan_path: plan file.
+        model: ``module:function``; the function returns (model, dict of example inputs).
+        steps: training steps, those before a checkpoint to go on from counted.
+        warmup: steps to run and undo first.
+        check: whether to compare a first step with that of one device, see `judge`.
+        data: ``module:function``; the function returns an iterable of batches, the same on every
+            rank. The example inputs are the batch of every step when left out.
+        rate: ``constant``, ``linear`` or ``cosine``, or ``module:function`` of the step from 0,
+            whose results the plan's learning rate is multiplied by.
+        rate_warmup: steps in which the learning rate rises.
+        checkpoint: folder for checkpoints.
+        every: steps between two checkpoints; 0 writes one after the last step only.
+        resume: a checkpoint, or a folder of checkpoints with the last finite one, to go on from.
+        keep: how many checkpoints stay; the last finite one stays in any case.
+        finite: whether a loss that is not finite is an error; it is a warning otherwise.
+        memory: whether to find the most bytes that each rank holds, in a step that is undone.
+        cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph.
+        backend: ``gloo`` or ``nccl``; that of `default_backend` when left out.
+        limits: how long ranks wait for one another.
+        timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
+        folder: where the modules are found; the current directory by default.
+        show: shows progress.
+
+    Raises:
+        ValueError: when the plan file cannot be read, or there is no checkpoint to go on from.
+        RuntimeError: when there are GPUs here, and CuPy or NCCL is missing or there are too few
+            of them; when a rank fails, says which, where it was, and its last lines.
+        TimeoutError: when the run takes longer than `timeout`.
+    """
+    plan, limits = Plan.load(plan_path), limits or Limits()
+    backend = backend or default_backend(plan)
+    if backend == "nccl":
+        check_gpus(plan.num_devices)
+    with Scratch() as scratch:
+        out, status = scratch.folder / "result.json", scratch.folder / "status.json"
+        arguments = [
+            *("stratagem.executor", str(Path(plan_path).resolve()), "--model", model),
+            *("--steps", str(steps), "--warmup", str(warmup), "--out", str(out)),
+            *("--timeout", str(limits.stalled), "--patience", str(limits.patience)),
+            *("--preparing", str(limits.preparing), "--status", str(status)),
+            *("--backend", backend),
+            *("--rate", rate, "--rate-warmup", str(rate_warmup), "--every", str(every)),
+            *(["--check"] if check else []),
+            *(["--memory"] if memory else []),
+            *(["--cuda-graph"] if cuda_graph else []),
+            *(["--data", data] if data else []),
+            *(["--checkpoint", str(Path(checkpoint).resolve())] if checkpoint else []),
+            *(["--resume", str(find_checkpoint(resume).resolve())] if resume else []),
+            *(["--keep", str(keep)] if keep != KEEP else []),
+            *(["--finite"] if finite else []),
+        ]
+
+        def look() -> None:
+            if show is not None:
+                show_status(status, show)
+
+        run_ranks(
+            arguments,
+            plan.num_devices,
+            folder=folder,
+            timeout=timeout,
+            look=look,
+            scratch=scratch,
+            result=out,
+        )
+        report = Report.load(out)
+    warn_not_finite(report.losses, steps - len(report.losses))
+    return report
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    num_ranks: int,
+    *,
+    folder: str | Path | None = None,
+    timeout: float | None = 600.0,
+    look: Callable[[], None] | None = None,
+    scratch: Scratch | None = None,
+    result: Path | None = None,
+) -> None:
+    """Run a module as ranks under torchrun, to its end.
+
+    They find one another in a folder that only this user may enter, and listen to this machine
+    alone. When this process ends, however it does, they end too.
+
+    Args:
+        arguments: the module's name and its arguments.
+        num_ranks: how many processes.
+        folder: where they run; the current directory by default.
+        timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
+        look: is called now and then while they run.
+        scratch: the run's folder; one for this call when left out.
+        result: the file that rank 0 writes, whole, when all is done: with it the run has not
+            failed any more, and ranks that then take long to end are stopped, with a warning.
+
+    Raises:
+        RuntimeError: when a rank fails, with its last lines, and where the logs of all are kept.
+        TimeoutError: when the run takes longer than `timeout`.
+    """
+    if scratch is None:
+        with Scratch() as own:
+            return run_ranks(
+                arguments,
+                num_ranks,
+                folder=folder,
+                timeout=timeout,
+                look=look,
+                scratch=own,
+                result=result,
+            )
+    logs, store = scratch.folder / "logs", scratch.folder / "store"
+    logs.mkdir()
+    store.mkdir()
+    ending = _Ending(result, store)
+
+    def over() -> bool:
+        if look is not None:
+            look()
+        return ending.is_over()
+
+    code = scratch.run(
+        [*_torchrun(num_ranks, logs, store), "-m", *arguments],
+        log=logs / "torchrun.log",
+        folder=folder,
+        environment=_environment(num_ranks, store, ours=arguments[0].startswith("stratagem.")),
+        timeout=timeout,
+        look=over,
+    )
+    if ending.has_result():
+        ending.warn(code)
+    elif code is None:
+        raise TimeoutError(
+            f"the run of {num_ranks} ranks took longer than {timeout:g} s and was stopped; give "
+            f"it a longer timeout if it was not stuck"
+        )
+    elif code != 0:
+        failure = failure_of(logs)
+        raise RuntimeError(f"a run of {num_ranks} ranks failed: {failure}\n{keep_logs(logs)}")
+    return None
+
+
+class _Ending:
+    """The end of a run whose result is there: ranks get a while to end by themselves."""
+
+    def __init__(self, result: Path | None, store: Path) -> None:
+        self._result, self._store = result, store
+        self._since: float | None = None
+        self._late: list[int] = []
+
+    def has_result(self) -> bool:
+        """Whether rank 0 has written the result."""
+        return self._result is not None and self._result.exists()
+
+    def is_over(self) -> bool:
+        """Whether ranks have had their time to end."""
+        if not self.has_result():
+            return False
+        if self._since is None:
+            self._since = time.monotonic()
+        if time.monotonic() - self._since < LAST_SECONDS:
+            return False
+        self._late = sorted(ranks_here(f"{STORE_FOLDER}={self._store}"))
+        return bool(self._late)  # What torchrun itself still has to do is its own.
+
+    def warn(self, code: int | None) -> None:
+        """Say of a run that has its result what was wrong at its end."""
+        if self._late:
+            named = ", ".join(map(str, self._late))
+            warnings.warn(
+                f"rank {named} did not end within {LAST_SECONDS:g} s of the run's result, which "
+                f"is kept, and was stopped: something hangs at its exit (a hook, a thread)",
+                stacklevel=4,
+            )
+        elif code != 0:
+            warnings.warn(
+                f"a rank failed at its exit (torchrun's exit code {code}), after the run's result "
+                f"was written, which is kept",
+                stacklevel=4,
+            )
+
+
+def _torchrun(num_ranks: int, logs: Path, store: Path) -> list[str]:
+    """torchrun, whose own rendezvous is a file, and which then listens nowhere."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={store / 'torchrun'}"),
+        # One node is alone there: nobody needs to hear often that it lives, and the file grows.
+        "--rdzv-conf=store_type=file,keep_alive_interval=86400",
+        *(f"--rdzv-id={secrets.token_hex(16)}", "--local-addr=127.0.0.1"),
+        *("--log-dir", str(logs), "--redirects", "3"),
+    ]
+
+
+def _environment(num_ranks: int, store: Path, *, ours: bool) -> dict[str, str]:
+    """What torchrun and its ranks are told: to meet in a folder, and to stay on this machine.
+
+    A module of `ours` looks for models in the current folder itself, after all else.
+    """
+    environment = dict(os.environ)
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("NCCL_DEBUG", "WARN")  # Else its errors say only that it has more.
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    return environment | {
+        STORE_FOLDER: str(store),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        **({"PYTHONSAFEPATH": "1"} if ours else {}),
+    }

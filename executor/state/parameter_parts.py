@@ -1,0 +1,97 @@
+"""Parameters on their way in and out: whole tensors by name, and every rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from stratagem.executor.communication.communicator import Communicator, num_bytes
+from stratagem.executor.program.programs import Home, Program, Stored, part_shape
+from stratagem.executor.resharding.conversions import run_transfer
+from stratagem.executor.resharding.seats import Seat, cut
+from stratagem.simulator.graph.placement import REPLICATE
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.sharding.mesh_transfers import Transfer
+from stratagem.simulator.sharding.tensor_parts import Part, part_at
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
+
+
+def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
+    """Refuse a model's state that lacks a parameter of the program or has it in another shape.
+
+    Raises:
+        ValueError: names the parameter and both shapes or dtypes.
+    """
+    for parameter in program.model_parameters:
+        if parameter.name not in state:
+            raise ValueError(
+                f"the model's state has no {parameter.name!r}, which graph "
+                f"{program.graph.name!r} uses; pass model_state(model) of the captured model"
+            )
+        given = state[parameter.name]
+        if (tuple(given.shape), given.dtype) != (parameter.shape, torch_dtype(parameter.dtype)):
+            raise ValueError(
+                f"parameter {parameter.name!r} is {tuple(given.shape)} {given.dtype} in the "
+                f"model's state, but {parameter.shape} {parameter.dtype} in graph "
+                f"{program.graph.name!r}; pass the state of the captured model"
+            )
+
+
+def stored_part(stored: Stored, seat: Seat) -> Part:
+    """The part of a parameter that this rank keeps."""
+    part = part_at(stored.sizes, stored.placements, seat.mesh.shape, seat.coordinates)
+    assert part is not None, "a rank stores nothing that is pinned elsewhere"
+    return part
+
+
+def local_part(stored: Stored, whole: Tensor, seat: Seat) -> Tensor:
+    """This rank's part of a parameter: all of it, or a copy, which holds no more than the part."""
+    part = stored_part(stored, seat)
+    everything = tuple((0, size) for size in stored.sizes)
+    box = cut(whole.detach().reshape(stored.sizes), everything, part.box)
+    kept = box if part.span is None else box.reshape(-1)[slice(*part.span)]
+    mine = kept.reshape(part_shape(stored.layout, part)).contiguous()
+    return mine if mine.untyped_storage().nbytes() == num_bytes(mine) else mine.clone()
+
+
+def collect(
+    program: Program, homes: tuple[Home, ...], parts: Mapping[str, Tensor], comm: Communicator
+) -> dict[str, Tensor]:
+    """Bring parameters (or their gradients) together on rank 0, by name.
+
+    Every rank calls this. `parts` has, by parameter name, what this rank holds of each at home.
+
+    Returns:
+        Whole tensors in the shapes of the parameters on rank 0, on the CPU; nothing on other
+        ranks.
+    """
+    device = program.ranks[comm.rank].device
+    first = DeviceMesh((MeshAxis("one", 1),), (program.ranks[0].device,))
+    whole: dict[str, Tensor] = {}
+    for home in homes:
+        stored = home.stored
+        mesh = program.plan.stages[home.stage].mesh
+        transfer = Transfer(stored.sizes, mesh, stored.placements, first, (REPLICATE,))
+        parameter = program.graph.parameter_index[stored.parameter]
+        part = parts.get(stored.parameter)
+        held, dtype = transfer.source_part(device), torch_dtype(parameter.dtype)
+        if part is not None and held is not None:
+            part = part.reshape(held.shape).to(dtype)
+        tensor = run_transfer(part, transfer, dtype, device, program.rank_of, comm)
+        if tensor is not None:
+            whole[stored.parameter] = tensor.reshape(parameter.shape).to("cpu", copy=True)
+    return whole
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a model by name, also buffers that `state_dict` leaves out.
+
+    They are on the CPU, wherever the model is: each rank takes its part to its own device.
+
+    Example:
+        >>> sorted(model_state(nn.Linear(2, 1)))
+        ['bias', 'weight']
+    """
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {name: tensor.detach().cpu() for name, tensor in named.items()}

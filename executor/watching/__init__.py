@@ -1,0 +1,6 @@
+"""Ranks that watch each other, and processes that are ended with their caller.
+
+In:      signs of life.
+Out:     who is to blame.
+Imports: backends, program, interpreter.
+"""

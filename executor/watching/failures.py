@@ -1,0 +1,86 @@
+"""What a run that failed has left: which rank failed first and why, and the logs of all."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import platformdirs
+
+from stratagem.executor.watching.watch import RankError
+from stratagem.places import LOGS_OF, place_in
+
+TAIL_LINES = 20
+"""Lines of the failing rank that an error shows."""
+
+KEPT_LOGS = 10
+"""Failed runs whose logs are kept."""
+
+
+def failure_of(logs: Path) -> str:
+    """What the rank that failed first said last; else what any rank said, or torchrun.
+
+    A rank that only stopped because of another one counts where no other has told anything.
+    """
+    failed: list[tuple[bool, float, Path, str, str]] = []
+    for path in logs.rglob("error.json"):
+        try:
+            message = json.loads(path.read_text())["message"]
+            text = str(message["message"])
+            follows = text.startswith(RankError.__name__)
+            when = float(message["extraInfo"]["timestamp"])
+            code = place_in(str(message["extraInfo"].get("py_callstack", "")))
+            failed.append((follows, when, path.parent, text, code))
+        except (ValueError, KeyError, TypeError):
+            continue
+    if failed:
+        follows, _, folder, text, code = min(failed)
+        if follows:
+            return text.partition(": ")[2]
+        lines = _tail(folder / "stderr.log")
+        place = [line for line in lines if line.startswith(f"rank {folder.name} was at ")]
+        ended = f"rank {folder.name} ended with {text}{f' ({code})' if code else ''}"
+        first = "; ".join([ended, *place[-1:]])
+        return "\n".join([first, *lines])
+    written = [path for path in sorted(logs.rglob("stderr.log")) if path.stat().st_size]
+    if written:
+        return "\n".join([f"rank {written[0].parent.name} wrote", *_tail(written[0])])
+    return "\n".join([_first_lost(logs), "torchrun wrote", *_tail(logs / "torchrun.log")])
+
+
+def _first_lost(logs: Path) -> str:
+    """Which rank ended first, in torchrun's words: it did so before it could say anything."""
+    text = (logs / "torchrun.log").read_text(errors="replace")
+    cause = re.search(r"Root Cause.*?rank *: (\d+).*?exitcode *: (\S+)", text, re.DOTALL)
+    if cause is None:
+        return "no rank started"
+    return f"rank {cause[1]} ended with exit code {cause[2]} before it joined the run"
+
+
+def _tail(path: Path) -> list[str]:
+    """The last lines of a file, without the names of ranks before them."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines[-TAIL_LINES:]]
+
+
+def keep_logs(logs: Path) -> str:
+    """Move the logs of a failed run to where they stay, and say where that is.
+
+    Only the last few are kept. Nothing is lost where they cannot be: that too is said.
+    """
+    folder = platformdirs.user_log_path("stratagem") / "failed"
+    kept = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{logs.parent.name}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.copytree(logs, kept)
+        kept.chmod(0o700)
+    except (OSError, shutil.Error) as error:
+        return f"{LOGS_OF}the ranks could not be kept in {folder}: {error}"
+    for old in sorted(folder.iterdir())[:-KEPT_LOGS]:
+        with suppress(OSError):
+            shutil.rmtree(old)
+    return f"{LOGS_OF}all ranks: {kept}"
