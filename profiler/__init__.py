@@ -1,18 +1,18 @@
 """Measured costs: times of operators, updates and links, taken once and kept."""
 
-from stratagem.profiler.cache import CACHE_VARIABLE, TimingCache, cache_path
-from stratagem.profiler.clock import describe_environment
-from stratagem.profiler.costs import MeasuredCosts
-from stratagem.profiler.dispatch import profile_dispatch
-from stratagem.profiler.feedback import learn
-from stratagem.profiler.keys import (
+from stratagem.profiler.cache.merge_order import MergeReport
+from stratagem.profiler.cache.timing_cache import CACHE_VARIABLE, TimingCache, cache_path
+from stratagem.profiler.cache.timing_keys import (
     CollectiveEntry,
     CollectiveKey,
     Measurement,
     TimingEntry,
     TimingKey,
 )
-from stratagem.profiler.links import (
+from stratagem.profiler.costs.learn_from_runs import learn
+from stratagem.profiler.costs.measured_costs import MeasuredCosts
+from stratagem.profiler.machine.device_clocks import describe_environment
+from stratagem.profiler.timing.collective_timing import (
     CollectiveFit,
     CollectiveTiming,
     fit_collectives,
@@ -20,11 +20,15 @@ from stratagem.profiler.links import (
     keep_collectives,
     time_collectives,
 )
-from stratagem.profiler.merging import MergeReport
-from stratagem.profiler.profile import local_operators, plan_operators, profile_operators
-from stratagem.profiler.session import ProfileReport, Progress
-from stratagem.profiler.timing import Effort, Timing, time_operator
-from stratagem.profiler.update import profile_updates
+from stratagem.profiler.timing.dispatch_timing import profile_dispatch
+from stratagem.profiler.timing.operator_timing import Effort, Timing, time_operator
+from stratagem.profiler.timing.profile_operators import (
+    local_operators,
+    plan_operators,
+    profile_operators,
+)
+from stratagem.profiler.timing.session import ProfileReport, Progress
+from stratagem.profiler.timing.update_timing import profile_updates
 from stratagem.simulator.plan.provenance import Environment
 
 __all__ = [

@@ -23,9 +23,9 @@ from stratagem.profiler import (
     TimingKey,
     describe_environment,
 )
-from stratagem.profiler.importing import FileFormat, import_file
-from stratagem.profiler.keys import CollectiveEntry, Entry
-from stratagem.profiler.rows import row_of
+from stratagem.profiler.cache.rows import row_of
+from stratagem.profiler.cache.timing_keys import CollectiveEntry, Entry
+from stratagem.profiler.imports.importing import FileFormat, import_file
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
@@ -228,7 +228,7 @@ class TestFiles:
     def test_many_reasons_are_counted(self, cache, tmp_path, monkeypatch):
         from collections import Counter
 
-        from stratagem.profiler import importing
+        from stratagem.profiler.imports import importing
 
         left_out = Counter({f"aten::op{i}: why": 30 - i for i in range(15)})
         found = importing.Imported(FileFormat.KINETO, [], left_out)

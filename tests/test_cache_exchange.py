@@ -19,9 +19,9 @@ from stratagem.profiler import (
     TimingEntry,
     TimingKey,
 )
-from stratagem.profiler.exchange import CSV_COLUMNS, from_csv, from_json, to_csv, to_json
-from stratagem.profiler.keys import Entry
-from stratagem.profiler.rows import row_of
+from stratagem.profiler.cache.csv_and_json import CSV_COLUMNS, from_csv, from_json, to_csv, to_json
+from stratagem.profiler.cache.rows import row_of
+from stratagem.profiler.cache.timing_keys import Entry
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction

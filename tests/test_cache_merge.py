@@ -19,8 +19,8 @@ from stratagem.profiler import (
     TimingEntry,
     TimingKey,
 )
-from stratagem.profiler.keys import Entry
-from stratagem.profiler.rows import row_of
+from stratagem.profiler.cache.rows import row_of
+from stratagem.profiler.cache.timing_keys import Entry
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.operators.operator import Dim, DimKind, Operator

@@ -10,7 +10,7 @@ from pathlib import Path
 COMMON = """
 import json, os, random, signal, sqlite3, sys, time
 from stratagem.profiler import CollectiveKey, Environment, Measurement, TimingCache, TimingKey
-from stratagem.profiler.keys import TimingEntry
+from stratagem.profiler.cache.timing_keys import TimingEntry
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.graph.operator_graph import Dim, DimKind, Input, Operator, Output

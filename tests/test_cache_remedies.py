@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.profiler import store
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.keys import Environment, Measurement, TimingKey
+from stratagem.profiler.cache import sqlite_store
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import Environment, Measurement, TimingKey
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.kernel_times.cost_model import Direction
 
@@ -52,7 +52,7 @@ def test_a_full_disk_is_made_room_on(path: Path) -> None:
 
 
 def test_a_lock_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(sqlite_store, "BUSY_SECONDS", 0.1)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     told = r"locked by another process .* wait until that has ended"
@@ -62,7 +62,7 @@ def test_a_lock_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_remedy_is_to_delete_what_was_measured() -> None:
-    for remedy in (*store.REMEDIES.values(), store.ELSEWHERE):
+    for remedy in (*sqlite_store.REMEDIES.values(), sqlite_store.ELSEWHERE):
         assert "delete" not in remedy
         assert "remove" not in remedy
 
@@ -118,7 +118,7 @@ def test_what_can_only_be_read_and_is_old_is_to_be_copied(path: Path) -> None:
                 TimingCache(path)
         else:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(store, "_may_write", lambda path: False)
+                patch.setattr(sqlite_store, "_may_write", lambda path: False)
                 with pytest.raises(ValueError, match="can only be read, and has version 1"):
                     TimingCache(path)
     finally:

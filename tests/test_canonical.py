@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.profiler.canonical import canonical_operator
-from stratagem.profiler.keys import operator_digest
-from stratagem.profiler.tensors import viewed
+from stratagem.profiler.cache.canonical_operators import canonical_operator
+from stratagem.profiler.cache.timing_keys import operator_digest
+from stratagem.profiler.timing.random_operands import viewed
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
     part,
@@ -121,7 +121,7 @@ class TestKeptApart:
 
     def test_updates_of_other_sizes(self):
         from stratagem.profiler import Environment
-        from stratagem.profiler.keys import update_key
+        from stratagem.profiler.cache.timing_keys import update_key
 
         where = Environment("cpu", "2.13")
         digests = {update_key(n, Training(), where).digest for n in (1, 10, 100)}

@@ -15,9 +15,9 @@ import stratagem as sg
 from stratagem import linking, profile_cli, profiling
 from stratagem.cli import app
 from stratagem.profiler import CollectiveTiming, TimingCache, time_collectives
-from stratagem.profiler.cluster_links import fitted_links, price
-from stratagem.profiler.keys import CollectiveEntry, CollectiveKey, Measurement
-from stratagem.profiler.links import KINDS
+from stratagem.profiler.cache.timing_keys import CollectiveEntry, CollectiveKey, Measurement
+from stratagem.profiler.timing.collective_timing import KINDS
+from stratagem.profiler.timing.link_fits import fitted_links, price
 from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Cluster, Link

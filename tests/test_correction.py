@@ -20,9 +20,9 @@ from stratagem.profiler import (
     TimingKey,
     describe_environment,
     profile_operators,
-    timing,
 )
-from stratagem.profiler.correction import RIDGES, SCALE, Sample, _fit, learn
+from stratagem.profiler.costs.correction import RIDGES, SCALE, Sample, _fit, learn
+from stratagem.profiler.timing import operator_timing
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source
@@ -190,7 +190,7 @@ class CpuTime:
 
 def test_half_of_the_shapes_predict_the_other_half(cache, tmp_path, monkeypatch) -> None:
     """Of a GPT's products on this CPU, much better than the roofline does."""
-    monkeypatch.setattr(timing, "clock_of", lambda device: CpuTime())
+    monkeypatch.setattr(operator_timing, "clock_of", lambda device: CpuTime())
     operators = [
         operator
         for hidden in (64, 96, 128, 192, 256, 320)

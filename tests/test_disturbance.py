@@ -19,10 +19,10 @@ from stratagem.profiler import (
     Timing,
     TimingCache,
     profile_operators,
-    session,
 )
-from stratagem.profiler.reference import ReferenceKernel, Watch, throttle_reasons
-from stratagem.profiler.timing import count_outliers
+from stratagem.profiler.machine.reference_kernel import ReferenceKernel, Watch, throttle_reasons
+from stratagem.profiler.timing import session
+from stratagem.profiler.timing.operator_timing import count_outliers
 from stratagem.profiling import Profiled
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster

@@ -25,8 +25,8 @@ from stratagem.profiler import (
     plan_operators,
     profile_operators,
 )
-from stratagem.profiler.keys import LEARNED, Trust, passes_of
-from stratagem.profiler.timing import Trial
+from stratagem.profiler.cache.timing_keys import LEARNED, Trust, passes_of
+from stratagem.profiler.timing.operator_timing import Trial
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import gpt, mlp

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 import stratagem as sg
 from stratagem.profiler import Environment, MeasuredCosts, TimingCache
-from stratagem.profiler.keys import TimingEntry, operator_digest
-from stratagem.profiler.kineto import read_kineto
-from stratagem.profiler.trace_events import looks_like_trace, read_trace
+from stratagem.profiler.cache.timing_keys import TimingEntry, operator_digest
+from stratagem.profiler.imports.torch_profiler import read_kineto
+from stratagem.profiler.imports.trace_events import looks_like_trace, read_trace
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source

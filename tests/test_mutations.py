@@ -25,16 +25,10 @@ from stratagem.executor.results.result_file import Report, report_of
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.execute import execute
 from stratagem.executor.state.parameter_parts import model_state
-from stratagem.profiler import (
-    CollectiveKey,
-    Environment,
-    Measurement,
-    TimingCache,
-    TimingKey,
-    importing,
-)
-from stratagem.profiler.exchange import to_csv, to_json
-from stratagem.profiler.importing import import_file
+from stratagem.profiler import CollectiveKey, Environment, Measurement, TimingCache, TimingKey
+from stratagem.profiler.cache.csv_and_json import to_csv, to_json
+from stratagem.profiler.imports import importing
+from stratagem.profiler.imports.importing import import_file
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import files
 from stratagem.simulator.base.files import encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stratagem.profiler import Environment, Measurement
-from stratagem.profiler.nccl_tests import looks_like_nccl_tests, read_nccl_tests
+from stratagem.profiler.imports.nccl_tests import looks_like_nccl_tests, read_nccl_tests
 from stratagem.simulator.hardware.collective_times import Collective
 
 _HALF = "   time   algbw   busbw #wrong"

@@ -24,7 +24,6 @@ from stratagem.profiler import (
     describe_environment,
     fit_collectives,
     fit_link,
-    links,
     local_operators,
     plan_operators,
     profile_operators,
@@ -32,12 +31,13 @@ from stratagem.profiler import (
     time_collectives,
     time_operator,
 )
-from stratagem.profiler.background import BackgroundLoad
-from stratagem.profiler.clock import CudaClock
-from stratagem.profiler.keys import summarise, update_key
-from stratagem.profiler.links import KINDS, ROUNDS
-from stratagem.profiler.tensors import random_operands, viewed
-from stratagem.profiler.timing import Trial, operator_work, timed
+from stratagem.profiler.cache.timing_keys import summarise, update_key
+from stratagem.profiler.machine.background_load import BackgroundLoad
+from stratagem.profiler.machine.device_clocks import CudaClock
+from stratagem.profiler.timing import collective_timing
+from stratagem.profiler.timing.collective_timing import KINDS, ROUNDS
+from stratagem.profiler.timing.operator_timing import Trial, operator_work, timed
+from stratagem.profiler.timing.random_operands import random_operands, viewed
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import permute, reshape, select
 from stratagem.simulator.graph.models import gpt
@@ -587,8 +587,8 @@ class TestLinks:
 
             return run
 
-        monkeypatch.setattr(links, "_computation", computing)
-        monkeypatch.setattr(links, "_collective", slow)
+        monkeypatch.setattr(collective_timing, "_computation", computing)
+        monkeypatch.setattr(collective_timing, "_collective", slow)
         (found,) = run_local(
             2, lambda comm: time_collectives(comm, [64], kinds=[Collective.ALL_REDUCE], repeats=6)
         )[0]
@@ -596,11 +596,11 @@ class TestLinks:
 
     def test_ranks_wait_for_whichever_is_slow(self, monkeypatch):
         """Two ranks that take turns to take twice as long: the last takes 4 ms, the mean 3."""
-        monkeypatch.setattr(links, "WORK_SECONDS", 0.003)
+        monkeypatch.setattr(collective_timing, "WORK_SECONDS", 0.003)
 
         def waits(comm):
             turns = itertools.cycle((0.004, 0.002) if comm.rank else (0.002, 0.004))
-            return links._wait(comm, 2, lambda: time.sleep(next(turns)))
+            return collective_timing._wait(comm, 2, lambda: time.sleep(next(turns)))
 
         one, other = run_local(2, waits)
         assert one == other

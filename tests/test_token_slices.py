@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stratagem.exports import export
-from stratagem.profiler.profile import plan_operators
+from stratagem.profiler.timing.profile_operators import plan_operators
 from stratagem.searcher.problem.what_if import WhatIf
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder

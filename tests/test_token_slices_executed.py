@@ -19,10 +19,10 @@ from stratagem.executor.program import verify
 from stratagem.executor.program.instructions import Forward
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.running import launch
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import describe_environment
-from stratagem.profiler.feedback import learn
-from stratagem.profiler.keys import TimingKey
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import TimingKey
+from stratagem.profiler.costs.learn_from_runs import learn
+from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Pin, Placement, Shard, check_config
 from stratagem.simulator.graph.token_slices import Slices, token_dims

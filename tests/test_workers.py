@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import describe_environment
-from stratagem.profiler.costs import MeasuredCosts
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.costs.measured_costs import MeasuredCosts
+from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search

@@ -26,8 +26,8 @@ from stratagem.simulator.base.units import format_bytes
 from stratagem.tables import simple_table
 
 if TYPE_CHECKING:
-    from stratagem.profiler.cache import TimingCache
-    from stratagem.profiler.keys import Entry
+    from stratagem.profiler.cache.timing_cache import TimingCache
+    from stratagem.profiler.cache.timing_keys import Entry
     from stratagem.simulator.plan.provenance import Environment
 
 cache_app = typer.Typer(
@@ -135,7 +135,7 @@ def export_entries(
 
     Example: stratagem cache export timings.csv --environment h200
     """
-    from stratagem.profiler.exchange import to_csv, to_json
+    from stratagem.profiler.cache.csv_and_json import to_csv, to_json
 
     writers: dict[str, Callable[[Iterable[Entry]], str]] = {".csv": to_csv, ".json": to_json}
     if file.suffix not in writers:
@@ -180,7 +180,7 @@ def import_entries(
 
     Example: stratagem cache import trace.json.gz --here cuda
     """
-    from stratagem.profiler.importing import FileFormat, import_file
+    from stratagem.profiler.imports.importing import FileFormat, import_file
     from stratagem.simulator.plan.provenance import Environment
 
     form = None
@@ -280,7 +280,7 @@ class _Choice:
 
 
 def _open(path: Path | None) -> TimingCache:
-    from stratagem.profiler.cache import TimingCache
+    from stratagem.profiler.cache.timing_cache import TimingCache
 
     return TimingCache(path)
 
@@ -315,20 +315,20 @@ def _duration(text: str) -> float:
 
 
 def _kind_of(entry: Entry) -> str:
-    from stratagem.profiler.keys import TimingEntry
+    from stratagem.profiler.cache.timing_keys import TimingEntry
 
     return entry.key.operator.kind if isinstance(entry, TimingEntry) else entry.key.kind.value
 
 
 def _is_collective(entry: Entry) -> bool:
-    from stratagem.profiler.keys import CollectiveEntry
+    from stratagem.profiler.cache.timing_keys import CollectiveEntry
 
     return isinstance(entry, CollectiveEntry)
 
 
 def _environment_here(here: str, told: Environment) -> Environment:
     """This machine's environment, with what was told in its place."""
-    from stratagem.profiler.clock import describe_environment
+    from stratagem.profiler.machine.device_clocks import describe_environment
     from stratagem.simulator.plan.provenance import Environment
 
     device = _checked(here, ["cpu", "cuda"], "device for --here")
@@ -346,7 +346,7 @@ def _by_environment(entries: Iterable[Entry]) -> list[tuple[Environment, list[En
 
 
 def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
-    from stratagem.profiler.rows import row_of
+    from stratagem.profiler.cache.rows import row_of
 
     times = [entry.timestamp for entry in found]
     return {
@@ -365,7 +365,7 @@ def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
 
 def _by_trust(found: Sequence[Entry]) -> dict[str, int]:
     """How many times were measured by the profiler, learned from runs, imported."""
-    from stratagem.profiler.keys import Trust
+    from stratagem.profiler.cache.timing_keys import Trust
 
     counts = Counter(entry.measurement.trust for entry in found)
     return {trust.name.lower(): counts[trust] for trust in sorted(Trust, reverse=True)}

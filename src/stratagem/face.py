@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from stratagem.executor.results.execution_result import ExecutionResult
     from stratagem.executor.training.batches import Data
     from stratagem.executor.training.learning_rates import Rate
-    from stratagem.profiler.costs import MeasuredCosts
-    from stratagem.profiler.timing import Effort
+    from stratagem.profiler.costs.measured_costs import MeasuredCosts
+    from stratagem.profiler.timing.operator_timing import Effort
 
 Backend = Literal["local", "gloo", "nccl"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stratagem.executor.results.result_file import Report
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.feedback import learn
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.costs.learn_from_runs import learn
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import Provenance

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from stratagem.executor.running.world import join
-from stratagem.profiler.links import CUDA_SIZES, SIZES, time_collectives
+from stratagem.profiler.timing.collective_timing import CUDA_SIZES, SIZES, time_collectives
 from stratagem.simulator.base.files import encode, write_text
 from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 

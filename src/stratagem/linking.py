@@ -9,10 +9,15 @@ import torch
 
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.measuring import LOOPBACK, measure_collectives
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import describe_environment
-from stratagem.profiler.cluster_links import FittedLinks, fitted_links
-from stratagem.profiler.links import CollectiveFit, fit_collectives, fit_link, keep_collectives
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.machine.device_clocks import describe_environment
+from stratagem.profiler.timing.collective_timing import (
+    CollectiveFit,
+    fit_collectives,
+    fit_link,
+    keep_collectives,
+)
+from stratagem.profiler.timing.link_fits import FittedLinks, fitted_links
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_type import DeviceType, device_names

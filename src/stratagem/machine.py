@@ -184,7 +184,7 @@ def _extras() -> list[Finding]:
 
 
 def _cache() -> Finding:
-    from stratagem.profiler.cache import TimingCache, cache_path
+    from stratagem.profiler.cache.timing_cache import TimingCache, cache_path
 
     path = cache_path()
     remedy = "name another file in STRATAGEM_CACHE"

@@ -18,9 +18,9 @@ from stratagem.executor.running.execute import prepare
 from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.watching.run_folder import Scratch
-from stratagem.profiler.keys import Measurement, summarise
-from stratagem.profiler.links import CollectiveTiming, fit_link
-from stratagem.profiler.timing import Effort, evictor, time_operator
+from stratagem.profiler.cache.timing_keys import Measurement, summarise
+from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_link
+from stratagem.profiler.timing.operator_timing import Effort, evictor, time_operator
 from stratagem.simulator.base.files import decode, read_text
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph

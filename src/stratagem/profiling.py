@@ -10,15 +10,15 @@ from pathlib import Path
 
 from stratagem.linking import device_here
 from stratagem.measuring import executor_dispatch, executor_update
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import describe_environment
-from stratagem.profiler.costs import MeasuredCosts
-from stratagem.profiler.dispatch import profile_dispatch
-from stratagem.profiler.keys import operator_digest
-from stratagem.profiler.profile import LocalSizes, profile_operators
-from stratagem.profiler.session import ProfileReport, Progress
-from stratagem.profiler.timing import Effort
-from stratagem.profiler.update import profile_updates
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import operator_digest
+from stratagem.profiler.costs.measured_costs import MeasuredCosts
+from stratagem.profiler.machine.device_clocks import describe_environment
+from stratagem.profiler.timing.dispatch_timing import profile_dispatch
+from stratagem.profiler.timing.operator_timing import Effort
+from stratagem.profiler.timing.profile_operators import LocalSizes, profile_operators
+from stratagem.profiler.timing.session import ProfileReport, Progress
+from stratagem.profiler.timing.update_timing import profile_updates
 from stratagem.progress import progress_bar
 from stratagem.searcher.space.skeletons import operator_choices, skeletons
 from stratagem.simulator.base.units import format_duration

@@ -178,7 +178,7 @@ def compare(
 def _learn(report: Report, graph: OperatorGraph, plan: Plan) -> int:
     """Keep what a result file shows, as times of the device that it names."""
     from stratagem.learning import learn_from
-    from stratagem.profiler.cache import TimingCache
+    from stratagem.profiler.cache.timing_cache import TimingCache
 
     with TimingCache() as cache:
         return learn_from(report, graph, plan, cache)

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from stratagem.profiler.keys import (
+from stratagem.profiler.cache.timing_keys import (
     BETWEEN_NODES,
     IN_A_NODE,
     CollectiveEntry,

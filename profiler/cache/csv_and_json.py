@@ -20,8 +20,16 @@ from typing import Any
 
 import msgspec
 
-from stratagem.profiler.keys import Entry
-from stratagem.profiler.rows import FORMS, Row, checksum, columns_of, entry_of, row_of, table_of
+from stratagem.profiler.cache.rows import (
+    FORMS,
+    Row,
+    checksum,
+    columns_of,
+    entry_of,
+    row_of,
+    table_of,
+)
+from stratagem.profiler.cache.timing_keys import Entry
 from stratagem.simulator.base.files import reading
 
 FORMAT = "stratagem timings"

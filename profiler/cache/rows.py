@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from stratagem.profiler.keys import (
+from stratagem.profiler.cache.timing_keys import (
     CollectiveEntry,
     CollectiveKey,
     Entry,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import describe_environment, num_threads
-from stratagem.profiler.keys import Measurement, dispatch_key
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import Measurement, dispatch_key
+from stratagem.profiler.machine.device_clocks import describe_environment, num_threads
 from stratagem.simulator.kernel_times.cost_model import Direction
 
 MeasureDispatch = Callable[[], dict[Direction, Measurement]]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.profiler.trace_events import Call
+from stratagem.profiler.imports.trace_events import Call
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import Tensor, permute, reshape, select
 from stratagem.simulator.kernel_times.training import PRECISIONS

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from stratagem.profiler.keys import (
+from stratagem.profiler.cache.merge_order import MergeReport, better, is_same_measurement, standing
+from stratagem.profiler.cache.rows import FORMS, Row, entry_of, measurement_of, row_of, table_of
+from stratagem.profiler.cache.sqlite_store import CACHE_VARIABLE, ELSEWHERE, Store, cache_path
+from stratagem.profiler.cache.timing_keys import (
     CollectiveEntry,
     CollectiveKey,
     Entry,
@@ -16,9 +19,6 @@ from stratagem.profiler.keys import (
     TimingKey,
     Trust,
 )
-from stratagem.profiler.merging import MergeReport, better, is_same_measurement, standing
-from stratagem.profiler.rows import FORMS, Row, entry_of, measurement_of, row_of, table_of
-from stratagem.profiler.store import CACHE_VARIABLE, ELSEWHERE, Store, cache_path
 from stratagem.simulator.plan.provenance import Environment
 
 __all__ = ["CACHE_VARIABLE", "TimingCache", "cache_path"]

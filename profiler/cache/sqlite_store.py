@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import platformdirs
 
-from stratagem.profiler.rows import (
+from stratagem.profiler.cache.rows import (
     CHECK,
     FORMS,
     Row,

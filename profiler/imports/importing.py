@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratagem.profiler.exchange import FORMAT, from_csv, from_json
-from stratagem.profiler.keys import Entry
-from stratagem.profiler.kineto import read_kineto
-from stratagem.profiler.nccl_tests import looks_like_nccl_tests, read_nccl_tests
-from stratagem.profiler.trace_events import looks_like_trace
+from stratagem.profiler.cache.csv_and_json import FORMAT, from_csv, from_json
+from stratagem.profiler.cache.timing_keys import Entry
+from stratagem.profiler.imports.nccl_tests import looks_like_nccl_tests, read_nccl_tests
+from stratagem.profiler.imports.torch_profiler import read_kineto
+from stratagem.profiler.imports.trace_events import looks_like_trace
 from stratagem.simulator.base.files import read_bytes
 from stratagem.simulator.plan.provenance import Environment
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stratagem.profiler.clock import Clock, clock_of
+from stratagem.profiler.machine.device_clocks import Clock, clock_of
 
 CPU_SIZE, CUDA_SIZE = 128, 2048
 RUNS = 21

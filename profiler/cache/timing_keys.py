@@ -12,7 +12,7 @@ from functools import cached_property
 
 import msgspec
 
-from stratagem.profiler.canonical import canonical_operator
+from stratagem.profiler.cache.canonical_operators import canonical_operator
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.kernel_times.training import Training

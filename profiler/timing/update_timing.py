@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from stratagem.profiler.background import BackgroundLoad
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import clock_of, describe_environment, num_threads
-from stratagem.profiler.keys import Measurement, summarise, update_key
-from stratagem.profiler.timing import Effort, evictor, repeat, timed
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import Measurement, summarise, update_key
+from stratagem.profiler.machine.background_load import BackgroundLoad
+from stratagem.profiler.machine.device_clocks import clock_of, describe_environment, num_threads
+from stratagem.profiler.timing.operator_timing import Effort, evictor, repeat, timed
 from stratagem.simulator.kernel_times.training import Training
 
 UPDATE_SIZES = (10**4, 10**6, 10**7)

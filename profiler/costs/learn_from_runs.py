@@ -8,8 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.keys import LEARNED, Measurement, TimingKey, dispatch_key, operator_digest
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import (
+    LEARNED,
+    Measurement,
+    TimingKey,
+    dispatch_key,
+    operator_digest,
+)
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Shard, local_sizes
 from stratagem.simulator.kernel_times.cost_model import Direction, local_operator

@@ -24,7 +24,7 @@ MakeWork = Callable[[], Work]
 
 START_SECONDS = 120.0
 """How long a process may take to start and to do its work once."""
-_PROGRAM = "from stratagem.profiler.background import run_worker; run_worker()"
+_PROGRAM = "from stratagem.profiler.machine.background_load import run_worker; run_worker()"
 
 
 class BackgroundLoad:

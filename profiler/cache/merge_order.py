@@ -13,8 +13,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.profiler.keys import Measurement, Trust, trust_of
-from stratagem.profiler.rows import Row
+from stratagem.profiler.cache.rows import Row
+from stratagem.profiler.cache.timing_keys import Measurement, Trust, trust_of
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.keys import IN_A_NODE, CollectiveKey, Measurement
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import IN_A_NODE, CollectiveKey, Measurement
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.hardware.cluster import GroupFigures, Link
 from stratagem.simulator.hardware.collective_times import Collective, collective_time

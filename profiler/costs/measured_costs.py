@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import nnls
 
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.correction import Correction, Sample, learn
-from stratagem.profiler.keys import (
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import (
     DISPATCH_KIND,
     UPDATE_KIND,
     Measurement,
@@ -19,6 +18,7 @@ from stratagem.profiler.keys import (
     dispatch_key,
     update_key,
 )
+from stratagem.profiler.costs.correction import Correction, Sample, learn
 from stratagem.simulator.base.tables import Table, Unit, Value
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import (

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from stratagem.profiler.keys import BETWEEN_NODES, IN_A_NODE, CollectiveEntry
-from stratagem.profiler.links import CollectiveTiming, fit_link
+from stratagem.profiler.cache.timing_keys import BETWEEN_NODES, IN_A_NODE, CollectiveEntry
+from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_link
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.hardware.cluster import Cluster, GroupFigures, Link

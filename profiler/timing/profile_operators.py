@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import describe_environment
-from stratagem.profiler.keys import operator_digest
-from stratagem.profiler.session import ProfileReport, Progress, Setting, run_session
-from stratagem.profiler.timing import Effort
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import operator_digest
+from stratagem.profiler.machine.device_clocks import describe_environment
+from stratagem.profiler.timing.operator_timing import Effort
+from stratagem.profiler.timing.session import ProfileReport, Progress, Setting, run_session
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, local_sizes
 from stratagem.simulator.kernel_times.cost_model import local_operator

@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
-from stratagem.profiler.background import BackgroundLoad
-from stratagem.profiler.cache import TimingCache
-from stratagem.profiler.clock import num_threads
-from stratagem.profiler.keys import Measurement, TimingKey, describe, passes_of
-from stratagem.profiler.reference import ReferenceKernel, Watch, throttle_reasons
-from stratagem.profiler.timing import (
+from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.timing_keys import Measurement, TimingKey, describe, passes_of
+from stratagem.profiler.machine.background_load import BackgroundLoad
+from stratagem.profiler.machine.device_clocks import num_threads
+from stratagem.profiler.machine.reference_kernel import ReferenceKernel, Watch, throttle_reasons
+from stratagem.profiler.timing.operator_timing import (
     Effort,
     Timing,
     failed_timing,

@@ -12,9 +12,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from stratagem.profiler.clock import Clock, clock_of, num_threads
-from stratagem.profiler.keys import Measurement, summarise
-from stratagem.profiler.tensors import Operands, check_memory, random_operands, viewed
+from stratagem.profiler.cache.timing_keys import Measurement, summarise
+from stratagem.profiler.machine.device_clocks import Clock, clock_of, num_threads
+from stratagem.profiler.timing.random_operands import (
+    Operands,
+    check_memory,
+    random_operands,
+    viewed,
+)
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel

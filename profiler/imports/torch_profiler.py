@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from stratagem.profiler.keys import Measurement, TimingEntry, TimingKey, summarise
-from stratagem.profiler.trace_events import Call, Thread, Trace, owners, read_trace
-from stratagem.profiler.trace_operators import (
+from stratagem.profiler.cache.timing_keys import Measurement, TimingEntry, TimingKey, summarise
+from stratagem.profiler.imports.trace_events import Call, Thread, Trace, owners, read_trace
+from stratagem.profiler.imports.traced_operators import (
     READERS,
     Reading,
     UnreadableError,

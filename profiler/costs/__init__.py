@@ -1,0 +1,6 @@
+"""Prices from times.
+
+In:      the cache.
+Out:     a cost model, corrected where nothing was measured.
+Imports: cache; no torch.
+"""

@@ -1,0 +1,6 @@
+"""Times that others took.
+
+In:      their files.
+Out:     entries of the cache.
+Imports: machine, cache.
+"""

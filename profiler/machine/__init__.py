@@ -1,0 +1,6 @@
+"""The machine that times are taken on.
+
+In:      a device.
+Out:     its clocks, versions, load and drift.
+Imports: cache.
+"""

@@ -1,0 +1,6 @@
+"""Taking times.
+
+In:      operators, updates, collectives.
+Out:     entries of the cache.
+Imports: machine, cache.
+"""
