@@ -127,7 +127,14 @@ class Site:
 
     def start(self, fault: Fault, *more: str) -> None:
         """Begin to train, or go on."""
-        command = [sys.executable, "-m", "stratagem.cli", "run", "plan.json", f"hit:{fault.model}"]
+        command = [
+            sys.executable,
+            "-m",
+            "stratagem.cli.app",
+            "run",
+            "plan.json",
+            f"hit:{fault.model}",
+        ]
         given = ["--data", f"hit:{fault.data}", "--steps", str(STEPS), "--warmup", "0"]
         kept = ["--checkpoint", "kept", "--every", str(EVERY)]
         settings = {

@@ -34,7 +34,11 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from stratagem.comparison import compare
+from stratagem.calibration.executor_measurements import (
+    LOOPBACK,
+    executor_dispatch,
+    executor_update,
+)
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
@@ -44,7 +48,6 @@ from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place
-from stratagem.measuring import LOOPBACK, executor_dispatch, executor_update
 from stratagem.profiler import (
     CollectiveTiming,
     Effort,
@@ -59,6 +62,7 @@ from stratagem.profiler import (
     profile_updates,
     time_collectives,
 )
+from stratagem.runs.predicted_and_measured import compare
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.stage_cuts import balanced_stages
 from stratagem.searcher.space.strategies import data_parallel, tensor_parallel

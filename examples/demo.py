@@ -10,10 +10,10 @@ from rich.padding import Padding
 
 import stratagem as sg
 from examples import gpt2, small_gpt
+from stratagem.cli.shared.rich_tables import comparison_table, strategy_table
 from stratagem.executor.results.result_file import Report
 from stratagem.executor.running.launch import launch
 from stratagem.simulator.base.units import format_duration
-from stratagem.tables import comparison_table, strategy_table
 
 OUT = Path("out")
 STEPS, WARMUP = 20, 3

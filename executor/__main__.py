@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from stratagem.basics.progress import Show, progress_bar, status_file
 from stratagem.executor.checkpoints.folder import KEEP
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
@@ -38,7 +39,6 @@ from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.training_loop import RunOptions, check_equal, first_step, train
 from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.watch import Watch
-from stratagem.progress import Show, progress_bar, status_file
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 from stratagem.simulator.torch_ops.capture.capture import capture

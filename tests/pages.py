@@ -22,7 +22,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from stratagem.cli import app
+from stratagem.cli.app import app
 
 FENCE = re.compile(
     r"^(?P<mark><!-- not run: (?P<reason>[^\n]*?) -->\n+)?"

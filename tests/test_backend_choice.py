@@ -16,8 +16,7 @@ from torch.distributed import HashStore
 from typer.testing import CliRunner
 
 import stratagem as sg
-from stratagem import machine, ranks
-from stratagem.cli import app
+from stratagem.cli.app import app
 from stratagem.executor import model_state
 from stratagem.executor.backends.nccl import join_nccl
 from stratagem.executor.cuda.cupy_kernels import check_gpu
@@ -26,6 +25,8 @@ from stratagem.executor.results.result_file import Report
 from stratagem.executor.running import launch
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.world import default_backend
+from stratagem.face import diagnosis
+from stratagem.runs import process_ranks
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import Environment, Provenance
 
@@ -230,7 +231,7 @@ class TestCupy:
         fake_cupy(monkeypatch, **given)
         with pytest.raises(RuntimeError, match=words):
             join_nccl()
-        rows = {row[0]: row for row in machine.doctor().rows}
+        rows = {row[0]: row for row in diagnosis.doctor().rows}
         assert rows["CuPy"][1] == "broken"
         assert words in str(rows["CuPy"][2])
         assert "stratagem[gpu" in str(rows["CuPy"][3])
@@ -243,7 +244,7 @@ class TestCupy:
     def test_the_doctor_compiles_the_kernels(self, gpus: Any, monkeypatch: Any) -> None:
         gpus(1)
         compiled = fake_cupy(monkeypatch)
-        found = machine.doctor()
+        found = diagnosis.doctor()
         rows = {row[0]: row for row in found.rows}
         assert rows["CuPy"][1:3] == ("good", "14.0.1, CUDA 12.9")
         assert rows["NCCL"][1:3] == ("good", "2.27.3, through CuPy")
@@ -251,7 +252,7 @@ class TestCupy:
         assert "adam" in compiled
         assert "run here" in found.note
         fake_cupy(monkeypatch, compiles=False)
-        found = machine.doctor()
+        found = diagnosis.doctor()
         rows = {row[0]: row for row in found.rows}
         assert rows["kernels"][1] == "broken"
         assert "libnvrtc.so.12 is not there" in str(rows["kernels"][2])
@@ -346,15 +347,15 @@ class TestModelOnGpu:
         def run_here(arguments: list[str], *more: Any, **options: Any) -> None:
             monkeypatch.setattr(sys, "argv", ["ranks", arguments[1]])
             monkeypatch.setenv("RANK", "0")
-            whole = ranks.execute
+            whole = process_ranks.execute
             monkeypatch.setattr(
-                ranks, "execute", lambda *a, **k: whole(*a, **{**k, "backend": "local"})
+                process_ranks, "execute", lambda *a, **k: whole(*a, **{**k, "backend": "local"})
             )
-            ranks.main()
+            process_ranks.main()
 
-        monkeypatch.setattr(ranks, "run_ranks", run_here)
+        monkeypatch.setattr(process_ranks, "run_ranks", run_here)
         threads = torch.get_num_threads()
-        found = ranks.run_processes(plan, graph, model_state(model), batch)
+        found = process_ranks.run_processes(plan, graph, model_state(model), batch)
         torch.set_num_threads(threads)
         assert places == ["cpu", "cpu"]
         assert found.backend == "local"

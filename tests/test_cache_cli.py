@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from stratagem.cli import app
+from stratagem.cli.app import app
 from stratagem.profiler import (
     CACHE_VARIABLE,
     CollectiveKey,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import stratagem as sg
 from examples.models import SmallGPT
-from stratagem.cli import app
+from stratagem.cli.app import app
 from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.results.result_file import Report
 from stratagem.executor.results.verdict import Verdict

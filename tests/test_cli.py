@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from stratagem import face
-from stratagem.cli import app
+from stratagem.cli.app import app
 from stratagem.executor.results.result_file import Report
+from stratagem.face import verbs
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.graph_file import graph_to_json
@@ -208,7 +208,7 @@ def test_diff_of_two_plans(place: Path) -> None:
 def test_compare_with_diff(place: Path) -> None:
     write_plan()
     graph = mlp([64, 64, 64], batch=32)
-    timeline = face.simulate(Plan.load("plan.json"), graph).timeline
+    timeline = verbs.simulate(Plan.load("plan.json"), graph).timeline
     slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
     found = Report("plan", (1.0,), (slower.duration,), slower, peak_bytes=(3 << 20, 5 << 20))
     found.save("run.json")
@@ -380,7 +380,7 @@ def test_interrupt_ends_with_130(place: Path) -> None:
         "import pathlib, time\n\ndef build():\n"
         "    pathlib.Path('began').touch()\n    time.sleep(600)\n"
     )
-    command = ["-m", "stratagem.cli", "capture", "sleepy:build", "-o", "g.json"]
+    command = ["-m", "stratagem.cli.app", "capture", "sleepy:build", "-o", "g.json"]
     with interruptible(command) as process:
         while process.poll() is None and not (place / "began").exists():
             time.sleep(0.1)
@@ -408,7 +408,7 @@ def test_profile_search_run_compare(place: Path) -> None:
 
     def shell(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "stratagem.cli", *arguments],
+            [sys.executable, "-m", "stratagem.cli.app", *arguments],
             env=environment,
             capture_output=True,
             text=True,

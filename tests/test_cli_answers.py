@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from stratagem import extras, face, machine, progress
-from stratagem.cli import app
+from stratagem.basics import extras, progress
+from stratagem.cli.app import app
 from stratagem.executor.results.result_file import Report
+from stratagem.face import diagnosis, verbs
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.misspelt_names import nearest, unknown
@@ -74,7 +75,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plans = baseline_plans(Situation(graph, cluster, Training(), RooflineCosts()))
     plans["1F1B pipeline"].plan.save("pipeline.json")
     plans["data parallel"].plan.save("plan.json")
-    timeline = face.simulate(plans["data parallel"].plan, graph).timeline
+    timeline = verbs.simulate(plans["data parallel"].plan, graph).timeline
     slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
     Report("plan", (1.0,), (slower.duration,), slower).save("run.json")
     return tmp_path
@@ -169,7 +170,7 @@ class TestJson:
         assert key in answer("cache", *arguments)
 
     def test_progress_is_on_standard_error(self, place):
-        command = [sys.executable, "-m", "stratagem.cli", "search", "graph.json", *SMALL]
+        command = [sys.executable, "-m", "stratagem.cli.app", "search", "graph.json", *SMALL]
         done = subprocess.run(
             [*command, "-o", "new.json", "--json"],
             capture_output=True,
@@ -200,8 +201,8 @@ class TestExitCodes:
         assert Plan.load("large_plan.json").prediction.fits is False
 
     def test_something_broken_here(self, monkeypatch):
-        whole = machine._version
-        monkeypatch.setattr(machine, "_version", lambda m: "" if m == "numba" else whole(m))
+        whole = diagnosis._version
+        monkeypatch.setattr(diagnosis, "_version", lambda m: "" if m == "numba" else whole(m))
         shown = call("doctor")
         assert shown.exit_code == 1
         assert "pip install stratagem" in shown.stdout
@@ -228,7 +229,7 @@ class TestHelp:
                 "COMP_CWORD": str(len(line.split(" ")) - 1),
             }
             done = subprocess.run(
-                [sys.executable, "-m", "stratagem.cli"],
+                [sys.executable, "-m", "stratagem.cli.app"],
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -256,8 +257,8 @@ class TestHints:
 
     def test_brackets_survive_in_tables(self, monkeypatch):
         """Rich takes words in brackets for styles unless told otherwise."""
-        whole = machine._version
-        monkeypatch.setattr(machine, "_version", lambda m: "" if m == "cupy" else whole(m))
+        whole = diagnosis._version
+        monkeypatch.setattr(diagnosis, "_version", lambda m: "" if m == "cupy" else whole(m))
         assert "stratagem[gpu]" in call("doctor").stdout
 
     def test_an_operator_that_cannot_be_captured_is_found(self, place):

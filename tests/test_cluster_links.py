@@ -12,8 +12,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import stratagem as sg
-from stratagem import linking, profile_cli, profiling
-from stratagem.cli import app
+from stratagem.calibration import measured_links, profile_space
+from stratagem.cli import profile
+from stratagem.cli.app import app
 from stratagem.profiler import CollectiveTiming, TimingCache, time_collectives
 from stratagem.profiler.cache.timing_keys import CollectiveEntry, CollectiveKey, Measurement
 from stratagem.profiler.timing.collective_timing import KINDS
@@ -182,7 +183,7 @@ class TestDeviceHere:
     )
     def test_the_gpu_of_the_cluster_is_taken(self, gpu: Any, preset: str, name: str) -> None:
         gpu(name)
-        assert linking.device_here(Cluster.preset(preset))[1] == "cuda"
+        assert measured_links.device_here(Cluster.preset(preset))[1] == "cuda"
 
     @pytest.mark.parametrize("preset", ["dgx-a100", "p3.16xlarge", "dgx-h100"])
     def test_another_gpu_is_refused(self, gpu: Any, place: Path, preset: str) -> None:
@@ -204,9 +205,12 @@ class TestDeviceHere:
         mine = replace(cluster.device_types[0], name="mine", torch_names=())
         cluster = replace(cluster, node_devices=("mine",), device_types=(mine,))
         with pytest.raises(ValueError, match="name it in torch_names of the type"):
-            linking.device_here(cluster)
+            measured_links.device_here(cluster)
         named = replace(mine, torch_names=("NVIDIA L4",))
-        assert linking.device_here(replace(cluster, device_types=(named,))) == (named, "cuda")
+        assert measured_links.device_here(replace(cluster, device_types=(named,))) == (
+            named,
+            "cuda",
+        )
 
     def test_names_do_not_make_another_type(self) -> None:
         """Plans and clusters of files from before types had names are equal to those of now."""
@@ -235,14 +239,14 @@ class TestMeasuredLinks:
             found.append((count, backend))
             return timings_over(Link("", 5.0, 30.0), count)
 
-        monkeypatch.setattr(linking, "measure_collectives", measure)
+        monkeypatch.setattr(measured_links, "measure_collectives", measure)
         return found
 
     def test_the_given_cluster_is_kept(self, place: Path, asked: Any) -> None:
         """All but the link in a node: it was once a cluster of CPUs, whatever was given."""
         cpus = Cluster.preset("local-cpu", num_nodes=2, devices_per_node=4)
         given = replace(cpus, name="mine", node_price_per_hour=3.0, compute_slowdown=0.2)
-        found = linking.measured_links(given).cluster
+        found = measured_links.measured_links(given).cluster
         assert asked == [(4, "gloo")]
         assert replace(found, intra_node=given.intra_node) == given
         assert found.intra_node.bandwidth_gb_s == pytest.approx(5.0, rel=0.01)
@@ -257,9 +261,9 @@ class TestMeasuredLinks:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
         checked: list[int] = []
-        monkeypatch.setattr(linking, "check_gpus", checked.append)
+        monkeypatch.setattr(measured_links, "check_gpus", checked.append)
         given = Cluster.preset("dgx-h200", num_nodes=2)
-        found = linking.measured_links(given).cluster
+        found = measured_links.measured_links(given).cluster
         assert checked == [8]
         assert asked == [(8, "nccl")]
         assert replace(found, intra_node=given.intra_node) == given
@@ -271,7 +275,7 @@ class TestMeasuredLinks:
     def test_the_command_line_writes_it(self, place: Path, asked: Any, monkeypatch: Any) -> None:
         (place / "graph.json").write_text(graph_to_json(mlp([16, 24, 16], batch=8)))
         given = replace(Cluster.preset("local-cpu"), name="mine", node_price_per_hour=3.0)
-        (place / "mine.json").write_text(profile_cli.encode(given))
+        (place / "mine.json").write_text(profile.encode(given))
         quick = ("--seconds", "0", "--limit", "1", "--out", "here.json")
         shown = call("profile", "graph.json", "--cluster", "mine.json", *quick)
         assert shown.exit_code == 0, shown.output
@@ -301,9 +305,9 @@ class TestPlanBesideCluster:
         return setup.plan(graph, Cluster.preset("local-cpu"))
 
     def test_what_is_left_out_is_the_plans(self, graph: Any, plan: sg.Plan) -> None:
-        found = profiling.wanted_operators(graph, plan=plan)
+        found = profile_space.wanted_operators(graph, plan=plan)
         assert (found.cluster, found.training) == (plan.cluster, plan.training)
-        same = profiling.wanted_operators(
+        same = profile_space.wanted_operators(
             graph, Cluster.preset("local-cpu"), plan=plan, training=sg.Training()
         )
         assert [operator.name for operator, _ in same.operators] == [

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from examples.models import MLP
-from stratagem.comparison import WAITING, compare
 from stratagem.executor import execute, model_state
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.results.result_file import Report, report_of
+from stratagem.runs.predicted_and_measured import WAITING, compare
 from stratagem.simulator.base.tables import Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.places import place_in, place_of
+from stratagem.basics.source_places import place_in, place_of
 from tests.test_run_ends import MODEL, make_plan
 
 import torch  # isort: skip
@@ -23,7 +23,7 @@ NAMES = ("torch", "sqlite3", "platformdirs", "rich", "typer", "numpy", "profile"
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "stratagem.cli", *words],
+        [sys.executable, "-m", "stratagem.cli.app", *words],
         cwd=folder,
         env=os.environ
         | {

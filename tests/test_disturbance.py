@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratagem.calibration.profile_space import Profiled
 from stratagem.profiler import (
     Effort,
     MeasuredCosts,
@@ -23,7 +24,6 @@ from stratagem.profiler import (
 from stratagem.profiler.machine.reference_kernel import ReferenceKernel, Watch, throttle_reasons
 from stratagem.profiler.timing import session
 from stratagem.profiler.timing.operator_timing import count_outliers
-from stratagem.profiling import Profiled
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import stratagem as sg
-from stratagem.cli import app
+from stratagem.cli.app import app
 from stratagem.exports import FORMATS, export
 from stratagem.exports.deepspeed import deepspeed
-from stratagem.exports.differences import differences
 from stratagem.exports.megatron import layout, megatron
-from stratagem.exports.units import wrapped_modules
+from stratagem.exports.reading.differences import differences
+from stratagem.exports.reading.fsdp_units import wrapped_modules
 from stratagem.searcher.space.skeletons import Options, operator_choices, skeletons
 from stratagem.searcher.space.strategies import with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import stratagem as sg
-from stratagem import comparison
-from stratagem.profiling import space_operators
+from stratagem.calibration.profile_space import space_operators
+from stratagem.runs import predicted_and_measured
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -172,7 +172,7 @@ class Timed:
 def test_compare_lays_times_side_by_side(tmp_path: Path) -> None:
     predicted = Timed(timeline("predicted", "stage 0", 10**6))
     measured = Timed(timeline("measured", "rank 0", 2 * 10**6))
-    compared = comparison.compare(predicted, measured, tmp_path / "step.png")
+    compared = predicted_and_measured.compare(predicted, measured, tmp_path / "step.png")
     assert [(row.what, row.predicted, row.measured) for row in compared.rows] == [
         ("whole step", 0.014, 0.028),
         ("forward", 0.010, 0.020),

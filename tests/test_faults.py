@@ -341,7 +341,7 @@ def test_processes_go_on_bit_for_bit(place: Path) -> None:
     launch("plan.json", "faulty:build", steps=4, rate="faulty:six", checkpoint="parts", **given)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "stratagem.cli", "run", "plan.json", "faulty:build"),
+            *(sys.executable, "-m", "stratagem.cli.app", "run", "plan.json", "faulty:build"),
             *("--data", "faulty:plain", "--steps", "6", "--rate", "linear", "--out", "rest.json"),
             *("--checkpoint", "parts", "--every", "2", "--resume", "parts"),
         ],

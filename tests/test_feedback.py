@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from stratagem.comparison import compare
+from stratagem.calibration.learned_times import learn_from
 from stratagem.executor.results.result_file import Report
-from stratagem.learning import learn_from
 from stratagem.profiler import (
     Effort,
     Environment,
@@ -27,6 +26,7 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.cache.timing_keys import LEARNED, Trust, passes_of
 from stratagem.profiler.timing.operator_timing import Trial
+from stratagem.runs.predicted_and_measured import compare
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import gpt, mlp

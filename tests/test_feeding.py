@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import stratagem as sg
 from examples.models import MLP
 from stratagem.executor.training.batches import Batches
-from stratagem.feeding import Fed, Feeder
+from stratagem.runs.batch_feeder import Fed, Feeder
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.torch_ops.capture.capture import capture

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import stratagem as sg
 from examples.models import SmallCNN, SmallGPT
-from stratagem.cli import app
+from stratagem.cli.app import app
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.__main__ import parser, run_rank
 from stratagem.executor.backends.nccl import NcclCommunicator
@@ -274,7 +274,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         with one_by_one:
             return capture(*given, **named)
 
-    for module in ("stratagem.ranks", "stratagem.measuring"):
+    for module in ("stratagem.runs.process_ranks", "stratagem.calibration.executor_measurements"):
         import_module(module)  # Those that take `run_ranks` by name must have the real one first.
     monkeypatch.setattr("stratagem.executor.__main__.capture", captured)
     monkeypatch.setattr("stratagem.executor.running.execute.run_local", threads)

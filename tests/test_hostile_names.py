@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from stratagem.cli import app
+from stratagem.cli.app import app
+from stratagem.cli.shared.rich_tables import simple_table
 from stratagem.exports import FORMATS, export
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import files
@@ -25,7 +26,6 @@ from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.plan.plan import Plan
-from stratagem.tables import simple_table
 
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)

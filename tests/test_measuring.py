@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.local_fidelity import keep_typical, one_device
+from stratagem.calibration.executor_measurements import _one_rank_plan, _state, executor_dispatch
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.running.execute import prepare
-from stratagem.measuring import _one_rank_plan, _state, executor_dispatch
 from stratagem.profiler import (
     MeasuredCosts,
     Measurement,

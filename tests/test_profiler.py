@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
+from stratagem.calibration.executor_measurements import executor_update, measure_links
 from stratagem.executor.backends.threads import run_local
-from stratagem.measuring import executor_update, measure_links
 from stratagem.profiler import (
     CollectiveTiming,
     Effort,
@@ -465,7 +465,8 @@ class TestUpdates:
         """Below float32 that is a float32 parameter, a gradient in the precision, and a copy."""
         given = []
         monkeypatch.setattr(
-            "stratagem.measuring.make_optimizer", lambda *_: lambda *each: given.append(each)
+            "stratagem.calibration.executor_measurements.make_optimizer",
+            lambda *_: lambda *each: given.append(each),
         )
         executor_update(8, Training(precision), torch.device("cpu"))()
         ((_, parameter, gradient, copy),) = given

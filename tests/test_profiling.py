@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from stratagem import profiling
-from stratagem.cli import app
+from stratagem.calibration import profile_space
+from stratagem.calibration.profile_space import planned_operators, space_operators
+from stratagem.cli.app import app
 from stratagem.profiler import Effort, TimingCache
-from stratagem.profiling import planned_operators, space_operators
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.graph_file import graph_to_json
@@ -83,9 +83,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     graph = mlp([16, 24, 16], batch=8)
     (tmp_path / "graph.json").write_text(graph_to_json(graph))
     plan_of(graph).save(tmp_path / "plan.json")
-    real = profiling.profile_operators
+    real = profile_space.profile_operators
     monkeypatch.setattr(
-        profiling, "profile_operators", lambda *a, **k: real(*a, **{**k, "effort": QUICK})
+        profile_space, "profile_operators", lambda *a, **k: real(*a, **{**k, "effort": QUICK})
     )
     return tmp_path
 
@@ -129,7 +129,7 @@ def test_an_interrupt_ends_in_one_line(place: Path, monkeypatch: pytest.MonkeyPa
         error.add_note("interrupted: 2 of 3 operators were timed; profile again to go on")
         raise error
 
-    monkeypatch.setattr(profiling, "profile_operators", interrupted)
+    monkeypatch.setattr(profile_space, "profile_operators", interrupted)
     shown = call("--devices", "1")
     assert shown.exit_code == 130
     assert (

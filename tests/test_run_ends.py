@@ -111,7 +111,7 @@ def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
 
 def started(place: Path, *more: str) -> subprocess.Popen[bytes]:
     """A command line that trains for ever."""
-    command = [sys.executable, "-m", "stratagem.cli", "run", "plan.json", "endings:build"]
+    command = [sys.executable, "-m", "stratagem.cli.app", "run", "plan.json", "endings:build"]
     endless = ("--data", "endings:rows", "--steps", "100000", "--warmup", "0")
     with (place / "told.txt").open("wb") as log:
         return subprocess.Popen(

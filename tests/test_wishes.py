@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import stratagem as sg
-from stratagem.cli import app
+from stratagem.cli.app import app
 from stratagem.searcher.report.hardware_changes import _one_node_more
 from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp

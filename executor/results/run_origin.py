@@ -6,10 +6,10 @@ import platform
 
 import torch
 
+from stratagem.basics.version import __version__
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.simulator.plan.provenance import Provenance
 from stratagem.simulator.torch_ops.kernels.library_versions import environment_of
-from stratagem.version import __version__
 
 MOST_BYTES = 256
 """Of a rank's machine and device; longer names are cut."""

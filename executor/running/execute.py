@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from stratagem.basics.progress import Show
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
 from stratagem.executor.communication.communicator import Communicator
@@ -24,7 +25,6 @@ from stratagem.executor.training.training_loop import RunOptions, train, warn_no
 from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.rank_place import Place
 from stratagem.executor.watching.watch import Watch
-from stratagem.progress import Show
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan

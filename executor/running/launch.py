@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from stratagem.basics.progress import Show, show_status
 from stratagem.executor.backends.rank_stores import STORE_FOLDER
 from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
 from stratagem.executor.cuda.own_gpu import check_gpus
@@ -21,7 +22,6 @@ from stratagem.executor.watching.failures import failure_of, keep_logs
 from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.process_activity import ranks_here
 from stratagem.executor.watching.run_folder import Scratch
-from stratagem.progress import Show, show_status
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import ProcessBackend
 

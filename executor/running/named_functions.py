@@ -11,9 +11,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from stratagem.basics.source_places import at_place
 from stratagem.executor.training.batches import Data
 from stratagem.executor.training.learning_rates import Rate, RateSchedule, Shape
-from stratagem.places import at_place
 from stratagem.simulator.base.misspelt_names import unknown
 
 

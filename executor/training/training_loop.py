@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stratagem.basics.progress import Show
 from stratagem.executor.checkpoints.folder import (
     KEEP,
     find_checkpoint,
@@ -38,7 +39,6 @@ from stratagem.executor.training.batches import Batches, units_of
 from stratagem.executor.training.graphed_steps import GraphedSteps, refusal
 from stratagem.executor.training.learning_rates import Rate, RateSchedule
 from stratagem.executor.watching.rank_place import Place
-from stratagem.progress import Show
 from stratagem.simulator.base.units import format_duration
 
 TIMED_STEPS = 100

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import platformdirs
 
+from stratagem.basics.source_places import LOGS_OF, place_in
 from stratagem.executor.watching.watch import RankError
-from stratagem.places import LOGS_OF, place_in
 
 TAIL_LINES = 20
 """Lines of the failing rank that an error shows."""

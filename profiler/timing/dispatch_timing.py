@@ -34,7 +34,7 @@ def profile_dispatch(
 
     Args:
         cache: where it is kept.
-        measure: what runs, such as `stratagem.measuring.executor_dispatch`.
+        measure: what runs, such as `stratagem.calibration.executor_measurements.executor_dispatch`.
         threads: of one kernel on a CPU.
         load: part of the key only, so that `MeasuredCosts` finds it beside its operators.
     """

@@ -42,7 +42,7 @@ def profile_updates(
     Args:
         training: optimizer and precision.
         cache: where times are kept.
-        make_update: what is timed, such as `stratagem.measuring.executor_update`.
+        make_update: what is timed, such as `stratagem.calibration.executor_measurements.executor_update`.
         device: a CPU or a CUDA device.
         threads: of one kernel on a CPU.
         load: how many other processes do the same meanwhile (CPU only).

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from stratagem.basics.version import __version__
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search_course import Report as Progress
 from stratagem.searcher.report.hardware_changes import hardware_changes
@@ -19,7 +20,6 @@ from stratagem.simulator.base.files import write_text
 from stratagem.simulator.drawing.plan_picture import plan_picture
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
-from stratagem.version import __version__
 
 QUICK = Budget(evaluations=300, seconds=15.0)
 """Of the search on one node more."""

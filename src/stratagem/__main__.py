@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from stratagem.starting import prepare
+from stratagem.basics.startup import prepare
 
 
 def main() -> None:
     """Run the command line."""
     prepare()
-    from stratagem import cli
+    from stratagem.cli import app
 
-    cli.main()
+    app.main()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from stratagem.exports.accelerate import accelerate_deepspeed, accelerate_fsdp, accelerate_megatron
 from stratagem.exports.deepspeed import deepspeed
-from stratagem.exports.differences import differences
 from stratagem.exports.dtensor import dtensor
 from stratagem.exports.fsdp2 import fsdp2
 from stratagem.exports.megatron import megatron
-from stratagem.exports.result import Draft, Export
+from stratagem.exports.reading.differences import differences
+from stratagem.exports.reading.export import Draft, Export
 from stratagem.exports.torchtitan import torchtitan
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.exports.deepspeed import BUCKET_ELEMENTS
-from stratagem.exports.result import Draft
-from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
-from stratagem.exports.units import unit_gradient_bytes
+from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.fsdp_units import unit_gradient_bytes
+from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratagem.exports.result import Draft
-from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from stratagem.exports.placements import (
+from stratagem.exports.reading.dtensor_placements import (
     nearest_plan,
     parameter_placements,
     read_placements,
     result_placements,
 )
-from stratagem.exports.result import Draft
-from stratagem.exports.styles import module_of, module_styles, said, split_axes
+from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.parallel_styles import module_of, module_styles, said, split_axes
 from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.base.hostile_texts import python_text
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stratagem.exports.differences import summed_axes
-from stratagem.exports.result import Draft
-from stratagem.exports.uniform import Limits, nearest_uniform
-from stratagem.exports.units import unit_gradient_bytes, unit_of, wrapped_modules
+from stratagem.exports.reading.differences import summed_axes
+from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.fsdp_units import unit_gradient_bytes, unit_of, wrapped_modules
+from stratagem.exports.reading.one_setup import Limits, nearest_uniform
 from stratagem.simulator.base.hostile_texts import python_text
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.training import Training

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stratagem.exports.result import Draft
-from stratagem.exports.transformer import TransformerSizes, transformer_sizes
-from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.transformer_sizes import TransformerSizes, transformer_sizes
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stratagem.exports.result import Draft
-from stratagem.exports.transformer import transformer_sizes
-from stratagem.exports.uniform import Limits, Uniform, nearest_uniform
-from stratagem.exports.units import unit_gradient_bytes
+from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.fsdp_units import unit_gradient_bytes
+from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.transformer_sizes import transformer_sizes
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from stratagem.cli_options import AsJson, print_json, speaker
+from stratagem.cli.shared.options import AsJson, print_json, speaker
+from stratagem.cli.shared.rich_tables import simple_table
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.base.hostile_texts import printable
 from stratagem.simulator.base.misspelt_names import nearest, unknown
 from stratagem.simulator.base.units import format_bytes
-from stratagem.tables import simple_table
 
 if TYPE_CHECKING:
     from stratagem.profiler.cache.timing_cache import TimingCache

@@ -10,7 +10,7 @@ not allow it, with the reason in a line on standard error; 130, it was interrupt
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from stratagem.starting import prepare
+    from stratagem.basics.startup import prepare
 
     prepare()
 
@@ -26,23 +26,23 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from stratagem.cache_cli import cache_app
-from stratagem.cli_options import WRONG_INPUT, AsJson, Model, print_json, speaker
-from stratagem.clusters_cli import clusters
-from stratagem.doctor_cli import doctor
-from stratagem.export_cli import export
-from stratagem.extras import install_hint
-from stratagem.model_spec import load_graph
-from stratagem.places import LOGS_OF
-from stratagem.profile_cli import profile
-from stratagem.run_cli import run
-from stratagem.search_cli import search
-from stratagem.simulate_cli import compare, diff, schedules, simulate
+from stratagem.basics.extras import install_hint
+from stratagem.basics.source_places import LOGS_OF
+from stratagem.basics.startup import INTERRUPTED, heed_interrupts
+from stratagem.basics.version import __version__
+from stratagem.cli.cache import cache_app
+from stratagem.cli.clusters import clusters
+from stratagem.cli.doctor import doctor
+from stratagem.cli.export import export
+from stratagem.cli.profile import profile
+from stratagem.cli.run import run
+from stratagem.cli.search import search
+from stratagem.cli.shared.named_models import load_graph
+from stratagem.cli.shared.options import WRONG_INPUT, AsJson, Model, print_json, speaker
+from stratagem.cli.simulate import compare, diff, schedules, simulate
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.base.hostile_texts import printable
 from stratagem.simulator.graph.graph_file import graph_to_json
-from stratagem.starting import INTERRUPTED, heed_interrupts
-from stratagem.version import __version__
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 """What is wrong with the input or the machine; anything else is a mistake of this program."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from stratagem.comparison import Comparison
+from stratagem.runs.predicted_and_measured import Comparison
 from stratagem.simulator.base import tables as results
 from stratagem.simulator.base.tables import Unit
 from stratagem.simulator.base.units import format_bytes, format_duration

@@ -6,7 +6,7 @@ other axes then share out samples.
 
 from __future__ import annotations
 
-from stratagem.exports.placements import (
+from stratagem.exports.reading.dtensor_placements import (
     parameter_placements,
     read_placements,
     result_placements,

@@ -13,7 +13,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from stratagem.cli_options import (
+from stratagem.cli.shared.named_models import load_cluster
+from stratagem.cli.shared.options import (
     AsJson,
     Devices,
     Nodes,
@@ -23,10 +24,9 @@ from stratagem.cli_options import (
     say_written,
     speaker,
 )
-from stratagem.model_spec import load_cluster
+from stratagem.cli.shared.rich_tables import simple_table
 from stratagem.simulator.base.files import encode, write_text
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED, Cluster, Link, preset_names
-from stratagem.tables import simple_table
 
 
 def clusters(
@@ -77,7 +77,7 @@ def clusters(
 
 def _fitted(say: Console, cluster: Cluster, cache: Path | None) -> Cluster:
     """The cluster with links of the timing cache, and in words what they were fitted to."""
-    from stratagem.linking import links_from_cache
+    from stratagem.calibration.measured_links import links_from_cache
 
     found = links_from_cache(cluster, cache=cache)
     print_tables(say, found.table)

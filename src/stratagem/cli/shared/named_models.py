@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stratagem.places import at_place
+from stratagem.basics.source_places import at_place
 from stratagem.simulator.base.files import read_text
 from stratagem.simulator.graph.graph_file import graph_from_json
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from stratagem.basics.progress import Show, show_status, status_file
 from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
 from stratagem.executor.checkpoints.index import CheckpointIndex, Course
 from stratagem.executor.cuda.own_gpu import check_gpus
@@ -28,8 +29,7 @@ from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.learning_rates import Rate
 from stratagem.executor.training.training_loop import RunOptions, warn_not_finite
 from stratagem.executor.watching.run_folder import Scratch
-from stratagem.feeding import Fed, Feeder
-from stratagem.progress import Show, show_status, status_file
+from stratagem.runs.batch_feeder import Fed, Feeder
 from stratagem.simulator.base.files import atomic_path
 from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -113,7 +113,7 @@ def run_processes(
                     feeder.check()
 
             run_ranks(
-                ["stratagem.ranks", name],
+                ["stratagem.runs.process_ranks", name],
                 plan.num_devices,
                 timeout=timeout,
                 look=look,

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from stratagem.cli_options import (
+from stratagem.basics.startup import INTERRUPTED
+from stratagem.cli.shared.named_models import load_cluster, load_graph
+from stratagem.cli.shared.options import (
     AsJson,
     Devices,
     Model,
@@ -24,17 +26,15 @@ from stratagem.cli_options import (
     speaker,
     training_of,
 )
-from stratagem.face import MAX_OPERATORS
-from stratagem.model_spec import load_cluster, load_graph
+from stratagem.cli.shared.rich_tables import result_table
+from stratagem.face.verbs import MAX_OPERATORS
 from stratagem.simulator.base.files import encode, write_text
 from stratagem.simulator.hardware.cluster import Cluster, preset_names
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
-from stratagem.starting import INTERRUPTED
-from stratagem.tables import result_table
 
 if TYPE_CHECKING:
-    from stratagem.profiling import Profiled
+    from stratagem.calibration.profile_space import Profiled
 
 
 def profile(
@@ -82,12 +82,12 @@ def profile(
 
     Example: stratagem profile examples.small_gpt:build --seconds 60 --out here.json
     """
-    from stratagem import profiling
-    from stratagem.linking import check_links, measured_links
+    from stratagem.calibration import profile_space
+    from stratagem.calibration.measured_links import check_links, measured_links
 
     graph = load_graph(model)
     loaded = Plan.load(plan) if plan is not None else None
-    wanted = profiling.wanted_operators(
+    wanted = profile_space.wanted_operators(
         graph,
         _cluster(loaded, cluster, nodes, devices),
         plan=loaded,
@@ -97,7 +97,7 @@ def profile(
     if out is not None:
         check_links(place)
     try:
-        done = profiling.profile_wanted(
+        done = profile_space.profile_wanted(
             wanted.operators, place, training, cache=cache, limit=limit, seconds=seconds
         )
     except KeyboardInterrupt as interrupt:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from stratagem.cli.shared.rich_tables import result_table
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.base.tables import Table
@@ -23,7 +24,6 @@ from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.hardware.cluster import preset_names
 from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, PRECISIONS, Training
 from stratagem.simulator.plan.plan import Plan
-from stratagem.tables import result_table
 
 ANSWER_IS_NO = 1
 """Exit code where the work was done and its answer is no: no plan fits, a machine cannot train."""

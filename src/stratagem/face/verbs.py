@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from stratagem.progress import Show, progress_bar
+from stratagem.basics.progress import Show, progress_bar
 from stratagem.searcher.driver import search as searching
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search_course import Progress
@@ -275,7 +275,7 @@ def profile(
         ValueError: on a cluster of several device types, or a GPU that is not the one here; a
             cluster or a training beside a plan that has another one, or neither cluster nor plan.
     """
-    from stratagem.profiling import profile_wanted, wanted_operators
+    from stratagem.calibration.profile_space import profile_wanted, wanted_operators
 
     wanted = wanted_operators(graph, cluster, plan=plan, training=training)
     done = profile_wanted(
@@ -308,7 +308,7 @@ def local_cluster(num_processes: int = 2, *, cache: str | Path | None = None) ->
     Raises:
         ValueError: when `num_processes` is below 1.
     """
-    from stratagem.linking import measured_links
+    from stratagem.calibration.measured_links import measured_links
 
     cluster = Cluster.preset("local-cpu", devices_per_node=num_processes)
     return measured_links(cluster, cache=cache).cluster
@@ -333,7 +333,7 @@ def fit_links(cluster: Cluster, *, cache: str | Path | None = None) -> Cluster:
         ValueError: when the cache has none of these devices and links, or too few to tell latency
             from bandwidth.
     """
-    from stratagem.linking import links_from_cache
+    from stratagem.calibration.measured_links import links_from_cache
 
     return links_from_cache(cluster, cache=cache).cluster
 
@@ -400,7 +400,7 @@ def execute(
     from stratagem.executor.running.execute import execute as run_here
     from stratagem.executor.state.parameter_parts import model_state
     from stratagem.executor.training.batches import first_batch
-    from stratagem.ranks import run_processes
+    from stratagem.runs.process_ranks import run_processes
     from stratagem.simulator.torch_ops.capture.capture import capture
 
     known = get_args(Backend)

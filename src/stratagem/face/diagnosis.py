@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from stratagem.extras import EXTRAS, install_command
+from stratagem.basics.extras import EXTRAS, install_command
+from stratagem.basics.version import __version__
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_bytes
-from stratagem.version import __version__
 
 
 class State(Enum):

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from stratagem.cli_options import AsJson, among, print_json, speaker
-from stratagem.progress import progress_bar
+from stratagem.basics.progress import progress_bar
+from stratagem.cli.shared.options import AsJson, among, print_json, speaker
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.plan.plan import Plan

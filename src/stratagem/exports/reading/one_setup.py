@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from stratagem.exports.differences import PartsMemory, effective, summed_axes
+from stratagem.exports.reading.differences import PartsMemory, effective, summed_axes
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.searcher.space.stage_cuts import by_stage, layer_units

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from stratagem import face
-from stratagem.cli_options import say_written
+from stratagem.cli.shared.options import say_written
+from stratagem.face import verbs
 from stratagem.simulator.drawing.timeline_plot import plot_timelines
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -27,14 +27,14 @@ def costs_for(
     graph: OperatorGraph, cluster: Cluster, training: Training, measure: bool
 ) -> CostModel | None:
     """Measured prices if they are asked for; None stands for the device model."""
-    return face.profile(graph, cluster, training=training) if measure else None
+    return verbs.profile(graph, cluster, training=training) if measure else None
 
 
 def simulated(plan: Plan, graph: OperatorGraph, measure: bool) -> Simulation:
     """What the simulator says of a plan for a model."""
     graph = plan.rewrite(graph).graph
     plan.check(graph)
-    return face.simulate(plan, graph, costs_for(graph, plan.cluster, plan.training, measure))
+    return verbs.simulate(plan, graph, costs_for(graph, plan.cluster, plan.training, measure))
 
 
 def show_simulation(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from stratagem import face
-from stratagem.cli_options import (
+from stratagem.cli.shared.named_models import load_graph
+from stratagem.cli.shared.options import (
     AsJson,
     Measure,
     Model,
@@ -28,8 +28,14 @@ from stratagem.cli_options import (
     speaker,
     write_json,
 )
-from stratagem.cli_simulation import costs_for, show_simulation, simulated, simulation_facts
-from stratagem.model_spec import load_graph
+from stratagem.cli.shared.rich_tables import comparison_table
+from stratagem.cli.shared.simulations import (
+    costs_for,
+    show_simulation,
+    simulated,
+    simulation_facts,
+)
+from stratagem.face import verbs
 from stratagem.simulator.drawing.memory_plot import plot_memory
 from stratagem.simulator.drawing.timeline_plot import plot_timelines
 from stratagem.simulator.plan.plan import Plan
@@ -37,7 +43,6 @@ from stratagem.simulator.simulation.simulation import Simulation
 from stratagem.simulator.timeline.chrome_trace import write_trace
 from stratagem.simulator.timeline.step_difference import TimelineDiff, diff_timelines
 from stratagem.simulator.timeline.timeline_tables import collective_table, operator_table
-from stratagem.tables import comparison_table
 
 if TYPE_CHECKING:
     from stratagem.executor.results.result_file import Report
@@ -134,8 +139,8 @@ def compare(
 
     Example: stratagem compare plan.json examples.small_gpt:build run.json --diff --plot both.png
     """
-    from stratagem.comparison import compare as lay_beside
     from stratagem.executor.results.result_file import Report
+    from stratagem.runs.predicted_and_measured import compare as lay_beside
 
     loaded, report, graph = Plan.load(plan), Report.load(result), load_graph(model)
     comparison = lay_beside(simulated(loaded, graph, measure), report, plot)
@@ -177,7 +182,7 @@ def compare(
 
 def _learn(report: Report, graph: OperatorGraph, plan: Plan) -> int:
     """Keep what a result file shows, as times of the device that it names."""
-    from stratagem.learning import learn_from
+    from stratagem.calibration.learned_times import learn_from
     from stratagem.profiler.cache.timing_cache import TimingCache
 
     with TimingCache() as cache:
@@ -233,7 +238,7 @@ def schedules(
     graph = loaded.rewrite(graph).graph
     loaded.check(graph)
     costs = costs_for(graph, loaded.cluster, loaded.training, measure)
-    table = face.compare_schedules(loaded, graph, costs, token_slices=slices)
+    table = verbs.compare_schedules(loaded, graph, costs, token_slices=slices)
     say = speaker(as_json)
     print_tables(say, table)
     if tables is not None:

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from stratagem import exports
-from stratagem.cli_options import AsJson, print_json, speaker
-from stratagem.model_spec import load_graph
+from stratagem.cli.shared.named_models import load_graph
+from stratagem.cli.shared.options import AsJson, print_json, speaker
 from stratagem.simulator.plan.plan import Plan
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from stratagem.calibration.executor_measurements import LOOPBACK, measure_collectives
 from stratagem.executor.cuda.own_gpu import check_gpus
-from stratagem.measuring import LOOPBACK, measure_collectives
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.profiler.timing.collective_timing import (

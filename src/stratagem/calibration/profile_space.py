@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from stratagem.linking import device_here
-from stratagem.measuring import executor_dispatch, executor_update
+from stratagem.basics.progress import progress_bar
+from stratagem.calibration.executor_measurements import executor_dispatch, executor_update
+from stratagem.calibration.measured_links import device_here
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import operator_digest
 from stratagem.profiler.costs.measured_costs import MeasuredCosts
@@ -19,7 +20,6 @@ from stratagem.profiler.timing.operator_timing import Effort
 from stratagem.profiler.timing.profile_operators import LocalSizes, profile_operators
 from stratagem.profiler.timing.session import ProfileReport, Progress
 from stratagem.profiler.timing.update_timing import profile_updates
-from stratagem.progress import progress_bar
 from stratagem.searcher.space.skeletons import operator_choices, skeletons
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph

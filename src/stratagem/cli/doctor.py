@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import typer
 
-from stratagem.cli_options import ANSWER_IS_NO, AsJson, print_json, speaker
-from stratagem.machine import State
-from stratagem.machine import doctor as examine
-from stratagem.tables import result_table
+from stratagem.cli.shared.options import ANSWER_IS_NO, AsJson, print_json, speaker
+from stratagem.cli.shared.rich_tables import result_table
+from stratagem.face.diagnosis import State
+from stratagem.face.diagnosis import doctor as examine
 
 
 def doctor(as_json: AsJson = False) -> None:

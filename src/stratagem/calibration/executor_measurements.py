@@ -191,7 +191,7 @@ def measure_collectives(
     with Scratch() as scratch:
         path = scratch.folder / "timings.json"
         run_ranks(
-            ["stratagem.link_worker", str(path), backend],
+            ["stratagem.calibration.link_worker", str(path), backend],
             num_processes,
             timeout=timeout,
             scratch=scratch,

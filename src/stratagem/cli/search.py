@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from stratagem import face
-from stratagem.cli_options import (
+from stratagem.cli.shared.named_models import load_cluster, load_graph
+from stratagem.cli.shared.options import (
     ANSWER_IS_NO,
     AsJson,
     Baselines,
@@ -32,8 +32,9 @@ from stratagem.cli_options import (
     speaker,
     training_of,
 )
-from stratagem.cli_simulation import costs_for, show_simulation, simulation_facts
-from stratagem.model_spec import load_cluster, load_graph
+from stratagem.cli.shared.rich_tables import result_table, strategy_table
+from stratagem.cli.shared.simulations import costs_for, show_simulation, simulation_facts
+from stratagem.face import verbs
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import searched_schedules
@@ -41,7 +42,6 @@ from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.files import check_place
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.plan.plan import Plan
-from stratagem.tables import result_table, strategy_table
 
 
 def search(
@@ -144,7 +144,7 @@ def search(
         require=_dims_on_axes("--require", require),
         headroom=headroom,
     )
-    result = face.search(
+    result = verbs.search(
         graph,
         place,
         costs=costs,
@@ -164,7 +164,7 @@ def search(
     _show(say, result, space)
     show_simulation(say, result.simulation, graph, plot, trace)
     if report is not None:
-        face.report(result, report, costs=costs, options=options, constraints=constraints)
+        verbs.report(result, report, costs=costs, options=options, constraints=constraints)
     say.print()
     say_written(say, report, out)
     if as_json:

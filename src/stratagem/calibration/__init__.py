@@ -1,0 +1,6 @@
+"""What this machine is like, for the simulator: the executor and the profiler together.
+
+In:      a space, a cluster.
+Out:     measured costs and links.
+Imports: executor, profiler, search, simulator.
+"""

@@ -1,0 +1,6 @@
+"""The command line, a module a verb.
+
+In:      words.
+Out:     tables, files, exit codes.
+Imports: the face and everything below.
+"""

@@ -1,0 +1,6 @@
+"""What several verbs have in common.
+
+In:      options.
+Out:     models, clusters, tables.
+Imports: the face and everything below.
+"""

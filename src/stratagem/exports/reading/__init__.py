@@ -1,0 +1,6 @@
+"""What a plan means to other frameworks.
+
+In:      a plan and its graph.
+Out:     degrees, placements, units and styles, with what is lost.
+Imports: search, simulator.
+"""

@@ -1,0 +1,6 @@
+"""The functions that users call, and what a notebook shows.
+
+In:      models, graphs, clusters, plans.
+Out:     what the packages below make of them.
+Imports: calibration, runs, exports and everything below.
+"""
