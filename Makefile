@@ -46,6 +46,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/rooms.py
 
 # What tests run compiled, so that not each of their processes begins by compiling it.
 kernels: $(READY)

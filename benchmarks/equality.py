@@ -44,7 +44,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.plans import SHAPES, Case, plan_on
+from tests.support.plans import SHAPES, Case, plan_on
 
 TOLERANCE = 1e-8
 """Of two steps in float64 with sums in another order."""

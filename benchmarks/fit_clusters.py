@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-import stratagem.simulator
+import stratagem.simulator.hardware
 from benchmarks.fidelity.predict import Predictor
 from benchmarks.fidelity.runs import Run
 from benchmarks.fidelity.sets import read_runs, set_of
@@ -227,7 +227,7 @@ def _can_be_planned(run: Run) -> bool:
 
 def _write(cluster: Cluster) -> None:
     """Put what was fitted into the preset's file; its devices stay names."""
-    path = Path(stratagem.simulator.__file__).parent / "presets" / f"{cluster.name}.json"
+    path = Path(stratagem.simulator.hardware.__file__).parent / "presets" / f"{cluster.name}.json"
     preset = json.loads(path.read_text("utf-8"))
     fitted = json.loads(encode(cluster))
     preset |= {key: fitted[key] for key in ("intra_node", "inter_node", "calibration")}

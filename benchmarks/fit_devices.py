@@ -48,7 +48,7 @@ from stratagem.simulator.kernel_times.memory_traffic import Moved
 
 Constants = TypeVar("Constants", ProductConstants, MemoryConstants, AttentionConstants)
 
-DEVICE_FILES = Path(__file__).parents[1] / "simulator" / DEVICE_FOLDER
+DEVICE_FILES = Path(__file__).parents[1] / "simulator/hardware" / DEVICE_FOLDER
 
 OUTLIER = 0.05
 MOST_ROWS = 6000

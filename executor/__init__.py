@@ -1,6 +1,10 @@
 """Running plans: lower a plan to a program, prove it, run it, measure it.
 
 Plan ──lower──▶ Program ──verify──▶ ──execute──▶ losses, parameters, measured timeline
+
+In:      a plan, a model, data.
+Out:     losses, parameters, a measured timeline.
+Imports: its rooms, when they are first used.
 """
 
 from stratagem.executor.lowering.lower import lower

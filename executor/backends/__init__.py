@@ -1,1 +1,6 @@
-"""Ways for ranks to talk: one interface, one module a backend."""
+"""Ways for ranks to talk: one interface, one module a backend.
+
+In:      a rank and its world.
+Out:     a communicator.
+Imports: cuda, communication.
+"""

@@ -45,7 +45,8 @@ class Communicator(Protocol):
     have unequal shapes; a receiver says which shapes it expects, since placements tell it.
 
     `backend` is the name that results say. `sent` counts the bytes that this rank sends, by
-    `Collective.value`, as the ring algorithms of `stratagem.simulator.hardware.collective_times` send them.
+    `Collective.value`, as the ring algorithms of `stratagem.simulator.hardware.collective_times`
+    send them.
     """
 
     backend: str

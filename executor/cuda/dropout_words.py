@@ -13,7 +13,7 @@ from stratagem.executor.cuda.cupy_kernels import has_cupy, start
 
 
 class DeviceWords:
-    """What `stratagem.simulator.torch_ops.kernels.randomness.words` gives, for rows on a CUDA device.
+    """What `words` gives, for rows on a CUDA device.
 
     Example:
         >>> words = DeviceWords(torch.device("cuda"))  # doctest: +SKIP

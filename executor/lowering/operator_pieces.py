@@ -1,4 +1,4 @@
-"""Operators that run in pieces, and conversions that go along with them (`sharding.pieces_and_fusion`).
+"""Operators that run in pieces, and conversions that go along with them (`pieces_and_fusion`).
 
 An operator in n pieces computes one after the other; what is converted for its readers, or for
 itself, goes piece by piece beside the next one, where a piece is converted as the whole is:

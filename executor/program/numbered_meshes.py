@@ -1,8 +1,8 @@
 """Meshes by number: a stage's own, of its second home, and of both homes together.
 
 A number below that of the stages means the stage where a device has it; in a plan with two homes
-(`plan.mirrored_stages`), stage s is on two meshes. Above them, p + s is the joint mesh of both homes
-of stage s, on which they sum gradients.
+(`plan.mirrored_stages`), stage s is on two meshes. Above them, p + s is the joint mesh of both
+homes of stage s, on which they sum gradients.
 """
 
 from __future__ import annotations

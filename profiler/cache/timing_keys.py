@@ -89,7 +89,7 @@ class Measurement:
 
 @dataclass(frozen=True, eq=False)
 class TimingKey:
-    """What was timed, and where; `operator` is local (see `kernel_times.cost_model.local_operator`)."""
+    """What was timed, and where; `operator` is local (see `local_operator`)."""
 
     environment: Environment
     operator: Operator

@@ -34,9 +34,9 @@ def profile_dispatch(
 
     Args:
         cache: where it is kept.
-        measure: what runs, such as `stratagem.calibration.executor_measurements.executor_dispatch`.
-        threads: of one kernel on a CPU.
-        load: part of the key only, so that `MeasuredCosts` finds it beside its operators.
+        measure: what runs, such as
+        `stratagem.calibration.executor_measurements.executor_dispatch`. threads: of one kernel on
+        a CPU. load: part of the key only, so that `MeasuredCosts` finds it beside its operators.
     """
     environment = describe_environment(threads=threads, load=load)
     keys = {direction: dispatch_key(environment, direction) for direction in Direction}

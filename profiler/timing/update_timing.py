@@ -42,9 +42,9 @@ def profile_updates(
     Args:
         training: optimizer and precision.
         cache: where times are kept.
-        make_update: what is timed, such as `stratagem.calibration.executor_measurements.executor_update`.
-        device: a CPU or a CUDA device.
-        threads: of one kernel on a CPU.
+        make_update: what is timed, such as
+        `stratagem.calibration.executor_measurements.executor_update`. device: a CPU or a CUDA
+        device. threads: of one kernel on a CPU.
         load: how many other processes do the same meanwhile (CPU only).
         sizes: numbers of scalars.
         effort: how long to go on with each size.

@@ -1,9 +1,9 @@
 """Memory of stages under changes of few operators: peaks in O(tensors · log places).
 
 A tensor adds its bytes at the place of its birth and takes them away behind that of its death
-(see `stage.tensor_lifetimes`), so what is alive at a place is a sum over all places before. Each of a
-stage's three passes has a binary tree over its places that keeps, for every node, the sum of its
-changes and the largest sum of a beginning of them:
+(see `stage.tensor_lifetimes`), so what is alive at a place is a sum over all places before. Each
+of a stage's three passes has a binary tree over its places that keeps, for every node, the sum of
+its changes and the largest sum of a beginning of them:
 
     sum(node) = sum(left) + sum(right)        top(node) = max(top(left), sum(left) + top(right))
 

@@ -1,9 +1,9 @@
 """The pipeline of blocks: lower bounds first, then its makespan in the cheapest exact way.
 
-A step is the macro graph of `schedules.macro_graph` under a table of durations. Every path through it
-and everything that one rank does are sums of entries of the table with whole coefficients, and no
-step is shorter than one of them. On a single rank with one stage nothing waits, so the sum is the
-step itself.
+A step is the macro graph of `schedules.macro_graph` under a table of durations. Every path through
+it and everything that one rank does are sums of entries of the table with whole coefficients, and
+no step is shorter than one of them. On a single rank with one stage nothing waits, so the sum is
+the step itself.
 What a task takes longer than another kind of block is a difference of two entries, or nothing
 where that is negative, so sums hold for it too.
 

@@ -1,7 +1,7 @@
 """Scores of plans from nothing, in numba: every block, the pipeline, memory tensor by tensor.
 
-Kernels know arrays only; `problem.priced_skeleton` says what they mean. The event engine is that of the
-simulator. `_anneal` scores changes of plans, and shares what is cheap with this file.
+Kernels know arrays only; `problem.priced_skeleton` says what they mean. The event engine is that
+of the simulator. `_anneal` scores changes of plans, and shares what is cheap with this file.
 
 Only kernels that Python calls are cached (see `base.compiling`).
 """
@@ -150,7 +150,7 @@ def rank_peak(
     held_starts: Ints,
     held: Ints,
 ) -> int:
-    """Bytes per device of a rank at its peak: its worst situation (see `simulation.device_memory`)."""
+    """Bytes per device of a rank at its peak: its worst situation (see `device_memory`)."""
     state = 0
     for stage in range(rank_stages.shape[1]):
         state += profiles[stage, 0] * rank_stages[rank, stage]

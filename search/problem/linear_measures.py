@@ -1,9 +1,9 @@
 """What a plan of a problem costs, as sums of look-ups: the linear side of the simulator.
 
 The duration of every task and the size of every tensor is one look-up by the choices of at most
-two operators (see `stage.stage_blocks` and `stage.tensor_lifetimes`). So whatever adds some of them up
-with fixed weights, such as the tasks along a path, the load of a link or the bytes alive at one
-place, is a *measure* of the form
+two operators (see `stage.stage_blocks` and `stage.tensor_lifetimes`). So whatever adds some of
+them up with fixed weights, such as the tasks along a path, the load of a link or the bytes alive
+at one place, is a *measure* of the form
 
     Σᵢ nodeᵢ[cᵢ] + Σᵢⱼ pairᵢⱼ[cᵢ, cⱼ]
 

@@ -1,8 +1,8 @@
 """What if one operator were sharded in another way: the answer without simulating the plan anew.
 
 The blocks of a plan are played once. A change of a few operators is played by delta re-simulation
-of their stages' blocks (see `engine.delta_engine`), then the pipeline of blocks is played again: two
-levels, the first by what changed only.
+of their stages' blocks (see `engine.delta_engine`), then the pipeline of blocks is played again:
+two levels, the first by what changed only.
 """
 
 from __future__ import annotations

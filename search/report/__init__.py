@@ -1,4 +1,8 @@
 """The report of a search: one page that needs no network and no program but a browser.
 
 `page` fills the template, `content` says what is on it, `changes` what other hardware would do.
+
+In:      a result.
+Out:     one HTML page.
+Imports: driver, the simulator's drawing, basics.
 """

@@ -2,4 +2,8 @@
 
 Nothing is imported for them, and their letters take the colour of the page that they stand on, so
 that they are read on a light one and on a dark one.
+
+In:      plans, clusters, graphs, timelines, memory.
+Out:     SVG and pictures of matplotlib.
+Imports: everything of the simulator but torch_ops.
 """

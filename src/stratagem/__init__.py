@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
 from typing import Any
 
 _HOMES = {
@@ -92,16 +91,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted(__all__)
 
-
-class _Face(ModuleType):
-    """Keeps `stratagem.searcher` the function when the subpackage of that name is imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face
 
 if "IPython" in sys.modules:
     importlib.import_module("stratagem.face.notebook").register_pictures()

@@ -3,6 +3,10 @@
 Every name of `LITERATURE` is a system or a paper, its value makes the plans that its method finds
 for a model and a cluster, none where the method does not apply. They are ordinary plans, priced by
 the same simulator as any other.
+
+In:      a situation.
+Out:     candidate plans by the name of a paper or system.
+Imports: space and the simulator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Well-known models as operator graphs from their sizes alone, without torch."""
+"""Well-known models as operator graphs from their sizes alone, without torch.
+
+In:      sizes.
+Out:     graphs.
+Imports: graph.building and below.
+"""
 
 from stratagem.simulator.graph.models.gpt_bert import (
     ATTENTIONS,

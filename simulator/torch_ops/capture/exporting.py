@@ -31,7 +31,7 @@ from stratagem.simulator.torch_ops.capture.attributes import (
     words_changed,
 )
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _OWN = (Path(torch.__file__).parent, _PACKAGE, Path(sysconfig.get_path("stdlib")))
 """Where frames lie that are no lines of a model."""
 

@@ -312,9 +312,9 @@ def _unsupported(name: str) -> str:
     like = f" (near are {', '.join(near)})" if near else ""
     return (
         f"aten.{name} is not supported. Write it with operators that are{like}, or add it: "
-        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten.handlers takes a function of the Call, "
-        "like those in aten_operators.py beside it; a kind of its own needs a rule in rules.py "
-        "and a kernel as well, as CONTRIBUTING.md says"
+        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten.handlers takes a function of "
+        "the Call, like those in operators.py beside it; a kind of its own needs a rule in "
+        "operator_kinds.py and a kernel as well, as CONTRIBUTING.md says"
     )
 
 

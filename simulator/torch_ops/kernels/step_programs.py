@@ -1,4 +1,4 @@
-"""The functions of elementwise chains and source programs, in torch (see `operators.step_programs`)."""
+"""The functions of elementwise chains and source programs, in torch (see `step_programs`)."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def run_steps(
     kernels: Mapping[str, Function],
     given: Mapping[tuple[str, Any], Tensor],
 ) -> Tensor:
-    """What steps make of `given`, by kind and number of the reference (see `operators.step_programs`)."""
+    """What steps make of `given`, by kind and number of the reference (see `step_programs`)."""
     values: dict[tuple[str, Any], Any] = dict(given)
     result: Any = None
     for position, (function, arguments) in enumerate(steps):

@@ -10,8 +10,8 @@ from types import TracebackType
 LOGS_OF = "logs of "
 """How the line of an error begins that says where logs are, in an error of many lines."""
 
-OWN = str(Path(__file__).resolve().parent)
-TOP = str(Path(__file__).resolve().parents[2])
+OWN = str(Path(__file__).resolve().parents[1])
+TOP = str(Path(__file__).resolve().parents[3])
 
 
 def place_of(error: BaseException) -> str:

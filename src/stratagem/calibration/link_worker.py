@@ -1,4 +1,4 @@
-"""One rank of a link measurement: ``torchrun -m stratagem.calibration.link_worker FILE BACKEND``."""
+"""One rank of a link measurement: `torchrun -m stratagem.calibration.link_worker FILE BACKEND`."""
 
 from __future__ import annotations
 

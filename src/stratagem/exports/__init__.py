@@ -2,6 +2,10 @@
 
 Each export says what its format cannot express, and what the nearest plan that it can express is
 predicted to cost.
+
+In:      a plan and its graph.
+Out:     files of other programs, and what they cannot say.
+Imports: exports.reading, search, simulator.
 """
 
 from __future__ import annotations

@@ -1,0 +1,641 @@
+"""Real processes that are killed, frozen, cut off or fail: the others stop and say why."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from subprocess import Popen
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from examples.models import MLP
+from stratagem.executor.checkpoints.folder import complete_checkpoints
+from stratagem.executor.checkpoints.reader import load_checkpoint
+from stratagem.executor.results.result_file import Report
+from stratagem.executor.running.launch import launch
+from stratagem.executor.running.world import process_rank
+from stratagem.executor.watching.judges import Beat, Follower, Judge, Limits
+from stratagem.executor.watching.process_activity import Activity
+from stratagem.executor.watching.rank_place import Place, Where
+from stratagem.simulator.graph.placement import REPLICATE, Shard
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.torch_ops.capture.capture import capture
+
+ROOT = Path(__file__).parents[3]
+STOP_SECONDS = 30.0
+"""Within which every other rank must have stopped."""
+FOREVER = 100_000
+EVERY = 5
+
+MODEL = """
+import os, time
+import torch
+from examples.models import MLP
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def build():
+    return MLP([6, 8, 3]), {"x": torch.randn(4, 6), "target": torch.randint(0, 3, (4,))}
+
+
+class Rows:
+    def __init__(self, at=None, then=None, seconds=0.0):
+        self.at, self.then, self.seconds = at, then, seconds
+
+    def __iter__(self):
+        for number in range(10**6):
+            if number == self.at and RANK == 1:
+                self.then()
+            time.sleep(self.seconds)
+            made = torch.Generator().manual_seed(number)
+            yield {
+                "x": torch.randn(4, 6, generator=made),
+                "target": torch.randint(0, 3, (4,), generator=made),
+            }
+
+
+def plain():
+    return Rows()
+
+
+def six(step):
+    # The linear rate of a run of six steps.
+    return 1 - step / 6
+
+
+def slow():
+    return Rows(seconds=0.02)
+
+
+def failing():
+    def fail():
+        raise KeyError("a story")
+    return Rows(12, fail, 0.02)
+
+
+def hanging():
+    def sleep_forever():
+        from stratagem.executor import compute
+
+        compute.run_kernel = lambda *given: time.sleep(10**6)
+    return Rows(12, sleep_forever, 0.02)
+
+
+def busy():
+    def compute_forever():
+        from stratagem.executor import compute
+
+        def forever(*given):
+            while True:
+                pass
+        compute.run_kernel = forever
+    return Rows(12, compute_forever, 0.02)
+
+
+def locking():
+    def hold_the_lock():
+        begun = time.monotonic()
+        sum(range(10**7))
+        sum(range(round(13e7 / (time.monotonic() - begun))))
+    return Rows(2, hold_the_lock)
+
+
+def never_built():
+    if RANK == 1:
+        time.sleep(10**6)
+    return build()
+"""
+
+AT_START = """
+import os, signal, time
+
+if os.environ.get("RANK") == "{rank}":
+    {does}
+"""
+
+
+def make_plan(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Plan:
+    graph = capture(model, kwargs=dict(batch))
+    mesh = DeviceMesh((MeshAxis("data", 2),), (0, 1))
+    choices = {
+        each.name: Choice((Shard("sample"),), 1)
+        if any(dim.name == "sample" and not dim.whole for dim in each.dims)
+        else Choice((REPLICATE,))
+        for each in graph.operators
+    }
+    return Plan(
+        name="two ranks",
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        cluster=Cluster.preset("local-cpu", devices_per_node=2),
+        training=Training(learning_rate=0.01),
+        stages=(Stage(tuple(choices), mesh, choices),),
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a plan and a model, which no process uses any more in the end."""
+    (tmp_path / "faulty.py").write_text(MODEL)
+    batch = {"x": torch.randn(4, 6), "target": torch.randint(0, 3, (4,))}
+    make_plan(MLP([6, 8, 3]), batch).save(tmp_path / "plan.json")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    before = set(shared_memory())
+    yield tmp_path
+    assert not ranks(tmp_path)
+    assert set(shared_memory()) <= before
+
+
+def shared_memory() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if "torch" in name]
+
+
+def processes(folder: Path) -> list[tuple[int, list[str]]]:
+    """Every process that names the plan of a folder, with its arguments."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            arguments = Path(f"/proc/{name}/cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if str(folder / "plan.json") in arguments:
+            found.append((int(name), arguments))
+    return found
+
+
+def ranks(folder: Path) -> dict[int, int]:
+    """The process of every rank of a run of the plan in a folder."""
+    found = {}
+    for pid, arguments in processes(folder):
+        if "torch.distributed.run" not in arguments:
+            try:
+                settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            except OSError:
+                continue
+            found |= {int(s[5:]): pid for s in settings if s.startswith("RANK=")}
+    return found
+
+
+def wait_for(what: Callable[[], object], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "it never came to that"
+        time.sleep(0.05)
+
+
+def fail(data: str, hit: Callable[[dict[int, int]], None] | None = None, **more: object) -> str:
+    """Launch a run that must fail, perhaps because something hits it; what the error says."""
+    folder = Path.cwd()
+    when: list[float] = []
+
+    def disturb() -> None:
+        wait_for(lambda: len(complete_checkpoints("saved")) > 0)
+        found = ranks(folder)
+        when.append(time.monotonic())
+        if hit is not None:
+            hit(found)
+
+    thread = threading.Thread(target=disturb, daemon=True)
+    thread.start()
+    with pytest.raises(RuntimeError) as caught:
+        launch(
+            folder / "plan.json",
+            "faulty:build",
+            data=f"faulty:{data}",
+            steps=FOREVER,
+            checkpoint="saved",
+            every=EVERY,
+            timeout=180,
+            **more,  # type: ignore[arg-type]
+        )
+    thread.join()
+    assert time.monotonic() - when[0] < STOP_SECONDS
+    assert not ranks(folder)
+    return str(caught.value)
+
+
+def assert_checkpoint_is_whole() -> None:
+    steps = list(complete_checkpoints("saved"))
+    assert steps in ([EVERY], [steps[-1] - EVERY, steps[-1]])
+    assert all(step % EVERY == 0 for step in steps)
+    state = load_checkpoint("saved")
+    assert set(state) == set(dict(MLP([6, 8, 3]).named_parameters()))
+
+
+WHERE = r"(step \d+|instruction \d+|taking the batch|waiting for)"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(place: Path) -> None:
+    told = fail("slow", lambda found: os.kill(found[1], signal.SIGKILL))
+    assert re.search(rf"rank 1 \(process \d+\) died; it was last at .*{WHERE}", told)
+    assert re.search(rf"rank 0 stops at .*{WHERE}", told)
+    assert "Traceback" not in told
+    assert_checkpoint_is_whole()
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_named_and_ended(place: Path) -> None:
+    told = fail("slow", lambda found: os.kill(found[1], signal.SIGSTOP))
+    assert re.search(rf"rank 1 has been silent for 4 s .*; it was last at .*{WHERE}", told)
+    assert_checkpoint_is_whole()
+
+
+@pytest.mark.long
+def test_a_batch_that_holds_pythons_lock_is_waited_for(place: Path) -> None:
+    """Such as a big file that json reads: the rank said nothing for 10 s, and was ended."""
+    report = launch("plan.json", "faulty:build", data="faulty:locking", steps=4, warmup=0)
+    assert len(report.losses) == 4
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_is_the_error_of_the_run(place: Path) -> None:
+    told = fail("failing")
+    first = told.splitlines()[0]
+    assert "rank 1 ended with KeyError: 'a story'" in first
+    assert "rank 1 was at step 12, taking the batch" in first
+    assert_checkpoint_is_whole()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(place: Path) -> None:
+    told = fail("hanging", limits=Limits(stalled=4.0))
+    assert re.search(
+        r"no rank has gone on for 4 s: rank 1 is at step 12, instruction \d+ '.* F0', while", told
+    )
+    assert_checkpoint_is_whole()
+
+
+@pytest.mark.parametrize(
+    "stalled",
+    [pytest.param(4.0, marks=pytest.mark.slow), pytest.param(20.0, marks=pytest.mark.long)],
+)
+def test_a_rank_that_computes_for_ever_is_named(place: Path, stalled: float) -> None:
+    """With the limits that hold when none are given, too."""
+    given = {} if stalled == Limits.stalled else {"limits": Limits(stalled=stalled)}
+    told = fail("busy", **given)
+    assert re.search(
+        rf"no rank has gone on for {stalled:g} s: rank 1 is at step 12, instruction \d+ '.* F0'",
+        told,
+    )
+    assert_checkpoint_is_whole()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_it_builds_the_model_is_named(place: Path) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        launch("plan.json", "faulty:never_built", limits=Limits(stalled=4.0), timeout=60)
+    told = str(caught.value)
+    assert "no rank has gone on for 4 s: rank 1 is at building the model, while the others" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_stops_the_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    (place / "sitecustomize.py").write_text(AT_START.format(rank=rank, does="time.sleep(10**6)"))
+    monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+    with pytest.raises(RuntimeError, match=rf"rank {rank} has not joined the run 4 s after"):
+        launch("plan.json", "faulty:build", limits=Limits(stalled=4.0), timeout=60)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_it_comes_is_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = "time.sleep(6), os.kill(os.getpid(), signal.SIGKILL)"
+    (place / "sitecustomize.py").write_text(AT_START.format(rank=1, does=does))
+    monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+    either = "rank 1 (has not joined the run when|ended with exit code -9 before it joined)"
+    with pytest.raises(RuntimeError, match=either):
+        launch("plan.json", "faulty:build", timeout=60)
+
+
+@pytest.mark.slow
+def test_processes_go_on_bit_for_bit(place: Path) -> None:
+    """Also by the command line, and with the learning rate as a function of one's own."""
+    given = {"data": "faulty:plain", "every": 2}
+    whole = launch("plan.json", "faulty:build", steps=6, rate="linear", checkpoint="all", **given)
+    launch("plan.json", "faulty:build", steps=4, rate="faulty:six", checkpoint="parts", **given)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "stratagem.cli.app", "run", "plan.json", "faulty:build"),
+            *("--data", "faulty:plain", "--steps", "6", "--rate", "linear", "--out", "rest.json"),
+            *("--checkpoint", "parts", "--every", "2", "--resume", "parts"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 steps, ")
+    assert Report.load("rest.json").losses == whole.losses[4:]
+    one, two = load_checkpoint("all"), load_checkpoint("parts")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# -- several nodes ------------------------------------------------------------------------------
+
+
+def start_node(
+    place: Path, number: int, addresses: tuple[str, str], port: int, *before: str, **settings: str
+) -> subprocess.Popen[bytes]:
+    """torchrun of one of two nodes with a rank each, which meet at the first one's address."""
+    is_host = str(int(number == 0))
+    command = [
+        *before,
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={addresses[0]}:{port}", "--rdzv-id=faults"),
+        *(f"--rdzv-conf=is_host={is_host},read_timeout=20", f"--local-addr={addresses[number]}"),
+        *("-m", "stratagem.executor", str(place / "plan.json"), "--model", "faulty:build"),
+        *("--data", "faulty:slow", "--checkpoint", "saved", "--every", str(EVERY)),
+    ]
+    with (place / f"node{number}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, "--steps", str(FOREVER)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **settings},
+        )
+
+
+def end(nodes: list[subprocess.Popen[bytes]]) -> None:
+    for node in nodes:
+        node.kill()
+        node.wait()
+
+
+@pytest.mark.slow
+def test_two_nodes_meet_and_one_that_dies_stops_the_other(place: Path) -> None:
+    """Two loopback addresses as nodes; one loses torchrun and rank at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    addresses = ("127.0.0.1", "127.0.0.2")
+    nodes = [start_node(place, number, addresses, port) for number in (0, 1)]
+    try:
+        wait_for(lambda: len(complete_checkpoints("saved")) > 0)
+        nodes[1].kill()
+        wait_for(lambda: not ranks(place), STOP_SECONDS)
+        told = [(place / f"node{number}.log").read_text() for number in (0, 1)]
+        assert "RankError: torchrun, which started this rank, is gone" in told[1]
+        assert re.search(r"RankError: rank 1 .*rank 0 stops at", told[0])
+    finally:
+        end(nodes)
+    assert_checkpoint_is_whole()
+
+
+NAMES = ("stratagem-a", "stratagem-b")
+
+
+@pytest.fixture
+def two_networks() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them; their addresses."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need iproute2 and root")
+    addresses = ("10.213.7.1", "10.213.7.2")
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
+
+    if not all(ip("netns", "add", name) for name in NAMES):
+        pytest.skip("network namespaces cannot be made here")
+    try:
+        cable = ("link", "add", "one", "netns", NAMES[0], "type", "veth", "peer", "name", "two")
+        assert ip(*cable, "netns", NAMES[1])
+        for name, end, address in zip(NAMES, ("one", "two"), addresses, strict=True):
+            assert ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+            assert ip("-n", name, "link", "set", "lo", "up")
+            assert ip("-n", name, "link", "set", end, "up")
+        yield addresses
+    finally:
+        for name in NAMES:
+            ip("netns", "del", name)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut_stops_both_sides(
+    place: Path, two_networks: tuple[str, str]
+) -> None:
+    nodes = [
+        start_node(
+            place,
+            number,
+            two_networks,
+            29517,
+            *("ip", "netns", "exec", NAMES[number]),
+            GLOO_SOCKET_IFNAME=("one", "two")[number],
+        )
+        for number in (0, 1)
+    ]
+    try:
+        wait_for(lambda: len(complete_checkpoints("saved")) > 0)
+        assert len(ranks(place)) == 2
+        cut = ["ip", "-n", NAMES[0], "link", "set", "one", "down"]
+        subprocess.run(cut, check=True)
+        wait_for(lambda: not ranks(place), STOP_SECONDS)
+        told = [(place / f"node{number}.log").read_text() for number in (0, 1)]
+        assert re.search(rf"RankError: rank 1 has been silent .* last at .*{WHERE}", told[0])
+        assert re.search(rf"RankError: rank 1 has been cut off .* was at .*{WHERE}", told[1])
+    finally:
+        end(nodes)
+    assert_checkpoint_is_whole()
+
+
+# -- what the first rank concludes --------------------------------------------------------------
+
+
+def beats(count: int, *places: Where, done: bool = False) -> dict[int, Beat]:
+    return {
+        rank: Beat(count, where, "host", 100 + rank, done) for rank, where in enumerate(places)
+    }
+
+
+MOVING = Where(3, "taking the batch", slow=False)
+THREE = {0: 3, 1: 3, 2: 3}
+"""Periods that each rank may say nothing."""
+WAITING = Where(3, "fc sync", 12, waits=True, slow=False)
+
+
+def test_only_ranks_that_say_nothing_are_silent() -> None:
+    judge = Judge(2, Limits())
+    for count in range(1, 50):
+        assert judge(beats(count, Where(count), MOVING), THREE) is None
+    findings = [
+        judge({**beats(60 + i, Where(i)), 1: beats(49, MOVING)[0]}, THREE) for i in range(3)
+    ]
+    assert findings[:2] == [None, None]
+    assert findings[2] is not None
+    assert findings[2].silent == 1
+    assert "rank 1 has been silent" in findings[2].text
+
+
+def test_a_step_in_which_no_rank_goes_on_is_stuck() -> None:
+    for places, words in (
+        ((WAITING, MOVING), "rank 1 is at step 3, taking the batch, while the others wait"),
+        ((WAITING, WAITING), "rank 0 is at step 3, instruction 12 'fc sync'; rank 1 is at"),
+    ):
+        judge = Judge(2, Limits(stalled=5))
+        findings = [judge(beats(count, *places), THREE) for count in range(1, 8)]
+        assert findings[:5] == [None] * 5
+        assert findings[5] is not None
+        assert words in findings[5].text
+
+
+def first_finding(judge: Judge, told: Callable[[int], dict[int, Beat]], most: int) -> int | None:
+    """The second at which a judge first finds something wrong."""
+    return next((count for count in range(1, most) if judge(told(count), THREE) is not None), None)
+
+
+def test_a_long_instruction_is_given_time() -> None:
+    """So many times as long as expected, whatever the ranks that wait for it expect."""
+    long = replace(MOVING, doing="fc forward", instruction=3, expected=3.0)
+    waiting = replace(WAITING, expected=100.0)
+    judge = Judge(2, Limits(stalled=5, patience=4.0))
+    assert first_finding(judge, lambda count: beats(count, waiting, long), 60) == 13
+    judge = Judge(2, Limits(stalled=5, patience=1.0))
+    assert first_finding(judge, lambda count: beats(count, waiting, long), 60) == 6
+    judge = Judge(2, Limits(stalled=5, patience=0.1))
+    assert first_finding(judge, lambda count: beats(count, waiting, waiting), 60) == 11
+
+
+BUILDING = Where(-1, "building the model")
+
+
+def test_what_has_no_expected_time_may_take_as_long_as_it_works() -> None:
+    def told(count: int, *, works: bool) -> dict[int, Beat]:
+        found = beats(count, WAITING, BUILDING)
+        return {**found, 1: replace(found[1], working=works)}
+
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: told(count, works=True), 60) == 31
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: told(count, works=count < 9), 60) == 13
+    finding = judge(told(99, works=False), THREE)
+    assert finding is not None
+    assert "rank 1 is at building the model, while the others wait for it" in finding.text
+
+
+def test_ranks_that_connect_may_be_idle_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for its network, which shows neither as computing nor as reading."""
+    watch = SimpleNamespace(place=Place(), guard=nullcontext)
+
+    def fails(backend: str) -> None:
+        raise KeyError(backend)
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr("stratagem.executor.running.world.Watch", lambda *_: nullcontext(watch))
+    monkeypatch.setattr("stratagem.executor.running.world.join", fails)
+    with pytest.raises(KeyError, match="nccl"), process_rank(Limits(), backend="nccl"):
+        pass
+    joining = watch.place.now
+    assert str(joining) == "joining the other ranks"
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: beats(count, joining, joining), 60) == 31
+    judge = Judge(2, Limits(stalled=5, preparing=30))
+    assert first_finding(judge, lambda count: beats(count, BUILDING, BUILDING), 60) == 6
+
+
+def test_a_rank_that_never_comes_is_missed() -> None:
+    judge = Judge(3, Limits(stalled=5))
+    alone = {0: beats(1, WAITING)[0]}
+    findings = [judge({0: replace(alone[0], count=count)}, THREE) for count in range(1, 6)]
+    assert findings[:4] == [None] * 4
+    assert findings[4] is not None
+    assert findings[4].text.startswith("ranks 1, 2 have not joined the run 5 s after rank 0")
+    follower = Follower(Limits(stalled=5))
+    missed = [follower({}, THREE) for _ in range(5)]
+    assert missed[:4] == [None] * 4
+    assert missed[4] is not None
+    assert missed[4].text.startswith("rank 0 has not joined the run 5 s after others")
+
+
+@pytest.mark.parametrize("name", ["silent", "stalled", "patience", "preparing"])
+def test_limits_are_above_zero(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
+        Limits(**{name: 0.0})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is not known")
+def test_working_is_told_from_waiting() -> None:
+    answers: list[bool] = []
+
+    def ask(activity: Activity, end: threading.Event) -> None:
+        activity.is_working()
+        end.wait()
+        answers.append(activity.is_working())
+
+    def compute() -> None:
+        begun = time.process_time()
+        while time.process_time() - begun < 0.3:
+            pass
+
+    started: list[subprocess.Popen[bytes]] = []
+
+    def compile_something() -> None:
+        started.append(Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+
+    for meanwhile in (compute, lambda: time.sleep(0.5), compile_something):
+        end = threading.Event()
+        asking = threading.Thread(target=ask, args=(Activity(), end))
+        asking.start()
+        time.sleep(0.1)
+        meanwhile()
+        end.set()
+        asking.join()
+    for each in started:
+        each.kill()
+        each.wait()
+    assert answers == [True, False, True]
+
+
+def test_what_is_done_is_left_alone() -> None:
+    judge = Judge(2, Limits(stalled=5))
+    for _ in range(40):
+        assert judge(beats(50, MOVING, MOVING, done=True), THREE) is None
+
+
+def test_the_others_notice_when_the_first_rank_is_gone() -> None:
+    follower = Follower(Limits())
+    for count in range(1, 20):
+        assert follower(beats(count, MOVING), THREE) is None
+    findings = [follower(beats(19, MOVING), THREE) for _ in range(5)]
+    assert findings[:4] == [None] * 4
+    assert findings[4] is not None
+    assert "rank 0 has been silent for 5 s" in findings[4].text
+    assert follower(beats(19, MOVING, done=True), THREE) is None
+
+
+def test_what_is_seen_of_a_silent_process_says_how_long_it_may_be() -> None:
+    """One that computes may hold Python's lock, one that is stopped goes on no more."""
+    limits = Limits()
+    seen = {state: limits.quiet(state) for state in ("", "S", "R", "D", "T")}
+    assert seen == {"": 10, "S": 10, "R": 600, "D": 600, "T": 4}
+    assert Limits(silent=2.0).quiet("T") == 2
+    assert Limits(preparing=3.0).quiet("R") == 10

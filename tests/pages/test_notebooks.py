@@ -1,0 +1,59 @@
+"""The notebooks run from top to bottom, show what they say, and are committed without output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+PICTURES = Path(__file__).parents[2] / "docs" / "images" / "notebooks"
+
+SHOWN = {
+    "01_first_plan": (2, ["predicted"]),
+    "02_this_machine": (1, ["GB/s", "GFLOP/s", "elsewhere", "by measured operators"]),
+    "03_search_and_what_if": (1, ["found plan", "trains on all 4", "choices", "longer"]),
+    "04_schedules": (2, ["1F1B pipeline of 4 stages", "pipedream", "zb-h1"]),
+    "05_predicted_and_measured": (2, ["ms measured", "predicted", "data parallel"]),
+    "06_your_model_and_cluster": (1, ["1.30 billion", "two boxes", "aten.sort", "found plan"]),
+    "07_certificate": (2, ["no plan of the space takes less", "gap", "pruned"]),
+}
+"""How many figures each shows, and words that stand in its output."""
+
+
+def test_every_notebook_is_known() -> None:
+    assert [path.stem for path in NOTEBOOKS] == list(SHOWN)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_figures_are_in_the_documentation(path: Path) -> None:
+    pictures = sorted(each.name for each in PICTURES.glob(f"{path.stem}-*.png"))
+    assert pictures == [f"{path.stem}-{i + 1}.png" for i in range(SHOWN[path.stem][0])]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_without_output(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=500, kernel_name="python3", resources=resources).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    data = [output.data for output in outputs if "data" in output]
+    figures, words = SHOWN[path.stem]
+    assert sum("image/png" in each for each in data) == figures
+    text = "".join(each.get("text/html", "") + each.get("text/plain", "") for each in data)
+    text += "".join(output.text for output in outputs if output.output_type == "stream")
+    assert [word for word in words if word not in text] == []

@@ -1,0 +1,355 @@
+"""What a model changes in itself is refused; what it changes among its results is captured."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.simulator.torch_ops.test_capture_truth import assert_trains_as_torch
+from tests.support.plans import Case
+
+Forward = Callable[["Stateful", Tensor, Tensor], Tensor]
+
+
+class Stateful(nn.Module):
+    """A layer beside state of every kind, and what a test does with it."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+        self.table = nn.Embedding(9, 6, max_norm=1.0)
+        self.free = nn.Parameter(torch.rand(6))
+        self.register_buffer("ema", torch.rand(6))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+        self.plain = torch.ones(6).double()
+        self.step, self.size, self.loss = 0, 0, forward
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, x, y)
+
+
+def case_of(forward: Forward) -> Case:
+    model = Stateful(forward)
+    torch.manual_seed(1)
+    batch = {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 6).double()}
+    return Case(model, batch, capture(model, (), batch))
+
+
+def moving_average(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    s.ema.mul_(0.5).add_(h.detach().mean(0))
+    return (h - s.ema).square().mean()
+
+
+def counter(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    s.count.add_(1)
+    return s.layer(x).square().mean() / s.count
+
+
+def assigned(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    s.ema = 0.9 * s.ema + 0.1 * h.detach().mean(0)
+    return (h - s.ema).square().mean()
+
+
+def added(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    s.count += 1
+    return s.layer(x).square().mean() / s.count
+
+
+def copied(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    made = (h - s.ema).square().mean()
+    s.ema.copy_(h.detach().mean(0))
+    return made
+
+
+def a_part(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    s.seen[1] = 3
+    return s.layer(x).square().mean() * s.seen.sum()
+
+
+def by_index(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    s.ema[torch.tensor([0, 2])] = 1.0
+    return (s.layer(x) * s.ema).mean()
+
+
+def without_gradient(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        s.ema.lerp_(s.layer(x).mean(0), 0.1)
+    return (s.layer(x) * s.ema).mean()
+
+
+def through_a_view(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    s.ema.view(2, 3)[0].fill_(2.0)
+    return (s.layer(x) * s.ema).mean()
+
+
+def a_parameter(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        s.free.clamp_(0, 0.5)
+    return (s.layer(x) * s.free).mean()
+
+
+def renormalised(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    return (s.layer(x) * s.table(torch.arange(8))).mean()
+
+
+def an_input(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    return (s.layer(x) - y.mul_(2)).square().mean()
+
+
+def a_plain_tensor(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    s.plain.add_(1)
+    return (s.layer(x) * s.plain).mean()
+
+
+def a_tensor_of_the_last_step(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x) * s.plain
+    s.plain = h.detach().mean(0)
+    return h.mean()
+
+
+def calls(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    s.step += 1
+    return s.layer(x).square().mean() / s.step
+
+
+def written_out(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.mul(s.ema, 0.9, out=s.ema)
+    return (s.layer(x) * s.ema).mean()
+
+
+def counted_statistics(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    return s.norm(s.layer(x)).square().mean() / s.norm.num_batches_tracked
+
+
+def read_statistics(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    return (s.norm(s.layer(x)) * s.norm.running_var).mean()
+
+
+KEPT: dict[str, tuple[Forward, str]] = {
+    "mul_ and add_": (moving_average, "buffer 'ema'"),
+    "add_": (counter, "buffer 'count'"),
+    "assignment": (assigned, "buffer 'ema'"),
+    "+=": (added, "buffer 'count'"),
+    "copy_": (copied, "buffer 'ema'"),
+    "a part": (a_part, "buffer 'seen'"),
+    "index_put_": (by_index, "buffer 'ema'"),
+    "no_grad": (without_gradient, "buffer 'ema'"),
+    "view": (through_a_view, "buffer 'ema'"),
+    "out": (written_out, "buffer 'ema'"),
+    "parameter": (a_parameter, "parameter 'free'"),
+    "max_norm": (renormalised, "parameter 'table.weight'"),
+    "input": (an_input, "input 'y'"),
+    "tensor": (a_plain_tensor, "tensor 'plain'"),
+    "counter of batch norm": (counted_statistics, "buffer 'norm.num_batches_tracked'"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_state_that_changes_in_forward_is_refused(name: str) -> None:
+    """A moving average started from its first value in every step, and the loss was another."""
+    forward, what = KEPT[name]
+    line = r"test_capture_state\.py:\d+\), but "
+    with pytest.raises(ValueError, match=rf"forward changes {re.escape(what)} in place .*{line}"):
+        case_of(forward)
+
+
+def test_state_outside_of_tensors_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'step' from 0 to 1 and then to 2, .* as an input"):
+        case_of(calls)
+    with pytest.raises(ValueError, match="reads its 'plain' and puts another tensor in its place"):
+        case_of(a_tensor_of_the_last_step)
+    with pytest.raises(ValueError, match=r"'norm\.running_var' .* give it to forward as an input"):
+        case_of(read_statistics)
+
+
+def in_a_row(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    h.mul_(2).add_(1).tanh_()
+    return (h - y).square().mean()
+
+
+def by_two_names(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    same = h.add_(1)
+    same.mul_(2)
+    return (h * same - y).square().mean()
+
+
+def copied_to_the_same_dtype(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    same = h.to(torch.float64)
+    same.mul_(2)
+    return (h * same).mean()
+
+
+def behind_a_view(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x).view(8, 2, 3)
+    return ((h + 0.5).add_(1).flatten(1) - y).square().mean()
+
+
+def a_view_alone(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x).view(4, 2, 6)
+    return (h.mul_(3).view(8, 6) - y).square().mean()
+
+
+def dropping_nothing(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    same = functional.dropout(functional.dropout(h, 0.5, training=False), 0.0)
+    return (same.mul_(2) * h - y).square().mean()
+
+
+def constants(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    m = torch.zeros(6, dtype=torch.float64)
+    m.add_(5)
+    return (torch.where(m > 1, s.layer(x), -s.layer(x)) * m - y).square().mean()
+
+
+def noted(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    s.size, s.plain = len(x), h
+    s.rows = len(x)
+    return (s.plain - y).square().mean()
+
+
+def normed_twice(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    return (s.norm(s.layer(x)) * s.norm(s.layer(-x).tanh()) - y).square().mean()
+
+
+CAPTURED: dict[str, Forward] = {
+    "in a row": in_a_row,
+    "by two names": by_two_names,
+    "copied to the same dtype": copied_to_the_same_dtype,
+    "behind a view": behind_a_view,
+    "a view alone": a_view_alone,
+    "dropping nothing": dropping_nothing,
+    "constants": constants,
+    "noted": noted,
+    "a batch norm twice": normed_twice,
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_what_changes_among_results_is_captured(name: str) -> None:
+    """``h.mul_(2).add_(1)`` left h without the second change."""
+    assert_trains_as_torch(case_of(CAPTURED[name]))
+
+
+def shared(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    flat = h.view(-1)
+    h.mul_(2)
+    return flat.square().mean()
+
+
+def within_a_block(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    with torch.no_grad():
+        h.mul_(2)
+    return h.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (shared, "changes a tensor in place that a view shares"),
+        (within_a_block, "in place within a block, such as torch.no_grad"),
+    ],
+)
+def test_changes_that_another_name_sees_are_refused(forward: Forward, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"test_capture_state\.py:\d+ .*{message}"):
+        case_of(forward)
+
+
+def test_capture_leaves_the_model_as_it_was() -> None:
+    model = Stateful(noted)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    capture(model, (torch.ones(8, 5).double(), torch.ones(8, 6).double()))
+    assert "forward" not in vars(model)
+    assert model.size == 0
+    assert not hasattr(model, "rows")
+    assert torch.equal(model.plain, torch.ones(6).double())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# -- what torch.export cannot follow ------------------------------------------------------------
+
+
+def data(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    return (h - h.data).square().mean()
+
+
+def gradients_of_gradients(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    made = s.layer(x).square().mean()
+    (found,) = torch.autograd.grad(made, s.layer.weight, create_graph=True)
+    return made + found.square().sum()
+
+
+def wrong_shapes(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    return (s.layer(x) + torch.ones(5)).mean()
+
+
+def branches(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    made = s.layer(x).mean()
+    return made if made > 0 else -made
+
+
+def raises(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    raise KeyError("tokens")
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (data, r".*\.data is read at .*use \.detach\(\)"),
+        (gradients_of_gradients, r".*autograd\.grad is called at .*differentiates the loss once"),
+        (wrong_shapes, r".*'Stateful': .* at .*torch\.ones\(5\).*RuntimeError: .*length 5"),
+        (branches, r".*'Stateful': .* at .*\(return made if made > 0.*torch\.where"),
+        (raises, r".*'Stateful': .* at .*KeyError: 'tokens'"),
+    ],
+)
+def test_what_export_cannot_follow_is_one_error_at_its_line(
+    forward: Forward, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch showed its own frames and graphs, thirty lines of them, before the error."""
+    with pytest.raises(ValueError, match=rf"(?s){message}") as caught:
+        case_of(forward)
+    assert "test_capture_state.py:" in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_mean_over_all_steps_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2, momentum=None))
+    with pytest.raises(ValueError, match=r"'1' \(BatchNorm2d\) has momentum=None.*momentum=0\.1"):
+        capture(model, (torch.zeros(2, 2, 3, 3),), loss=functional.mse_loss, targets=torch.ones(1))
+
+
+def test_what_the_model_writes_to_stderr_is_still_seen(capfd: pytest.CaptureFixture[str]) -> None:
+    def speaks(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+        import sys
+
+        sys.stderr.write("a word\n")
+        return s.layer(x).mean()
+
+    case_of(speaks)
+    with pytest.raises(ValueError, match="values of a tensor"):
+        case_of(lambda s, x, y: speaks(s, x, y) if x.sum() > 0 else x.mean())
+    assert capfd.readouterr().err == "a word\n"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        case_of(noted)
+    assert not caught
