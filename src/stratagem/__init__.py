@@ -15,6 +15,8 @@ import importlib
 import sys
 from typing import Any
 
+from stratagem.basics.version import __version__
+
 _HOMES = {
     "Budget": "stratagem.searcher.driver.result",
     "Options": "stratagem.searcher.space.skeletons",

@@ -351,10 +351,10 @@ MOMENTS = [0.02 * 1.6**k for k in range(9)]
 
 STARTED = """
 import sys
-from stratagem import starting
+from stratagem.basics import startup
 
-begin = starting.prepare
-starting.prepare = lambda: (begin(), print("prepared", flush=True))
+begin = startup.prepare
+startup.prepare = lambda: (begin(), print("prepared", flush=True))
 sys.argv[1:] = ["capture", "small_model:build", "-o", "g.json"]
 from stratagem.__main__ import main
 main()

@@ -222,7 +222,7 @@ def test_parts_of_a_batch_norm_are_what_torch_makes_of_each() -> None:
 MODEL = """
 import torch
 from torch import nn
-from stratagem.executor import interpreter
+from stratagem.executor.interpreter import interpreter
 
 def build():
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))

@@ -93,20 +93,20 @@ def failing():
 
 def hanging():
     def sleep_forever():
-        from stratagem.executor import compute
+        from stratagem.executor.interpreter import operator_actions
 
-        compute.run_kernel = lambda *given: time.sleep(10**6)
+        operator_actions.run_kernel = lambda *given: time.sleep(10**6)
     return Rows(12, sleep_forever, 0.02)
 
 
 def busy():
     def compute_forever():
-        from stratagem.executor import compute
+        from stratagem.executor.interpreter import operator_actions
 
         def forever(*given):
             while True:
                 pass
-        compute.run_kernel = forever
+        operator_actions.run_kernel = forever
     return Rows(12, compute_forever, 0.02)
 
 

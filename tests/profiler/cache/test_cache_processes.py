@@ -13,7 +13,7 @@ from stratagem.profiler import CollectiveKey, Environment, Measurement, TimingCa
 from stratagem.profiler.cache.timing_keys import TimingEntry
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
-from stratagem.simulator.graph.operator_graph import Dim, DimKind, Input, Operator, Output
+from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Output
 
 HERE = Environment("cpu", "2.13")
 LAYOUT = (("sample",),)

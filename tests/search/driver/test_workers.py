@@ -176,14 +176,14 @@ def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatc
 
 SCRIPT = """
 import sys, time
-from stratagem.searcher import course
+from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.graph.models import gpt
 
-course.SHARED_OPERATORS = 1
+search_course.SHARED_OPERATORS = 1
 
 class Mine(RooflineCosts):
     factor = staticmethod(lambda: 2)
