@@ -45,9 +45,9 @@ from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.held_bytes import held_bytes
 from stratagem.executor.interpreter.interpreter import Interpreter
-from stratagem.executor.program import verify
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.receive_postings import common_order
+from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import run_ranks
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.strategies import data_parallel, tensor_parallel

@@ -43,7 +43,7 @@ from stratagem.searcher.planners import (
     solve_scattered,
 )
 from stratagem.searcher.planners.inputs.piper import PiperNode, RunOption
-from stratagem.searcher.planners.solvers import max_load
+from stratagem.searcher.planners.solvers.max_load import max_load
 
 PIPEDREAM_LEVELS = (Level(4, 1e9),)
 NESTED_LEVELS = (Level(4, 1e10), Level(4, 1e9))

@@ -167,7 +167,7 @@ def measure(case: Case) -> dict[str, object]:
     """Time one case."""
     graph, plan = case.build()
     memory = RowMemory()
-    predictions = simulation.simulate_plan(plan, graph, default_costs(), memory=memory)
+    predicted = simulation.simulate_plan(plan, graph, default_costs(), memory=memory)
     runs: list[dict[str, float]] = []
     written: list[float] = []
     for _ in range(REPEATS):
@@ -187,16 +187,16 @@ def measure(case: Case) -> dict[str, object]:
         "ms": round(simulated, 2),
         **{f"{part}_ms": round(ms, 2) for part, ms in best.items()},
         "extrapolating": round(min(written) / spared, 2),
-        "tasks": num_tasks(predictions),
+        "tasks": num_tasks(predicted),
         "mb": round(peak / 1e6, 1),
-        "step_s": round(predictions.step_time, 3),
-        "memory_gib": round(predictions.peak_memory / 2**30, 1),
+        "step_s": round(predicted.step_time, 3),
+        "memory_gib": round(predicted.peak_memory / 2**30, 1),
     }
 
 
 def num_tasks(predicted: simulation.Simulation) -> int:
     """Tasks of all blocks of a simulation and of its macro graph."""
-    model = predictions._model
+    model = predicted._model
     blocks = [block for stage in model.stages for block in stage.blocks.all]
     return model.macro.graph.num_tasks + sum(block.base.size for block in blocks)
 

@@ -5,6 +5,7 @@ Out:     graphs.
 Imports: graph.building and below.
 """
 
+from stratagem.simulator.graph.models.gated_transformers import llama
 from stratagem.simulator.graph.models.gpt_bert import (
     ATTENTIONS,
     POSITIONS,
@@ -13,11 +14,10 @@ from stratagem.simulator.graph.models.gpt_bert import (
     padded_vocabulary,
 )
 from stratagem.simulator.graph.models.inception import inception_v3
-from stratagem.simulator.graph.models.llama import llama
 from stratagem.simulator.graph.models.lstm_translation import nmt
 from stratagem.simulator.graph.models.mixture_of_experts import DISPATCHES, moe
 from stratagem.simulator.graph.models.perceptron import mlp
-from stratagem.simulator.graph.models.resnet import resnet, wide_resnet
+from stratagem.simulator.graph.models.residual_networks import resnet, wide_resnet
 
 __all__ = [
     "ATTENTIONS",

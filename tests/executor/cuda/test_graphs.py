@@ -72,8 +72,8 @@ def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("stratagem.executor.interpreter.interpreter.make_optimizer", optimizer)
     monkeypatch.setattr("stratagem.executor.interpreter.interpreter.words_on", DeviceWords)
-    for module in ("optimizers", "random_words"):
-        monkeypatch.setattr(f"stratagem.executor.cuda.{module}.start", fake_graphs.start)
+    for module in ("state.fused_optimizers", "cuda.dropout_words"):
+        monkeypatch.setattr(f"stratagem.executor.{module}.start", fake_graphs.start)
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
-from stratagem.executor.program import verify
 from stratagem.executor.program.instructions import Bundle, Convert
 from stratagem.executor.program.live_bytes import peak_bytes
-from stratagem.executor.running import launch
+from stratagem.executor.program.verify import verify
+from stratagem.executor.running.launch import launch
 from stratagem.exports import FORMATS, export
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import Budget

@@ -17,7 +17,7 @@ from examples.models import MLP
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.interpreter.interpreter import Interpreter
-from stratagem.executor.program import grid, verify
+from stratagem.executor.program.grid import grid
 from stratagem.executor.program.instructions import (
     Backward,
     Bundle,
@@ -29,8 +29,9 @@ from stratagem.executor.program.instructions import (
     Send,
 )
 from stratagem.executor.program.programs import Program
+from stratagem.executor.program.verify import verify
 from stratagem.executor.results.result_file import Report
-from stratagem.executor.running import launch
+from stratagem.executor.running.launch import launch
 from stratagem.simulator.graph.placement import REPLICATE, Pin
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts

@@ -10,9 +10,9 @@ import torch
 
 from examples.models import MLP
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.program import verify
 from stratagem.executor.program.instructions import Backward, Bundle, Convert, Forward, Part
 from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.executor.program.verify import verify
 from stratagem.executor.running.torch_reference import gradient_errors
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs

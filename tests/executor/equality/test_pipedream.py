@@ -24,11 +24,12 @@ from torch.func import functional_call
 
 from examples.models import MLP, SmallGPT
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.program import grid, verify
+from stratagem.executor.program.grid import grid
 from stratagem.executor.program.instructions import Backward, Forward, Free, Instruction, Stash
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.programs import Program
-from stratagem.executor.running import launch
+from stratagem.executor.program.verify import verify
+from stratagem.executor.running.launch import launch
 from stratagem.executor.running.torch_reference import first_scalar, gradient_errors, reference_of
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search_course import Course

@@ -15,10 +15,10 @@ import torch
 
 from examples.models import SmallGPT
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.program import verify
 from stratagem.executor.program.instructions import Forward
 from stratagem.executor.program.live_bytes import peak_bytes
-from stratagem.executor.running import launch
+from stratagem.executor.program.verify import verify
+from stratagem.executor.running.launch import launch
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import TimingKey
 from stratagem.profiler.costs.learn_from_runs import learn

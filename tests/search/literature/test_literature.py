@@ -12,11 +12,11 @@ from stratagem.searcher.methods import literature
 from stratagem.searcher.methods.literature import (
     LITERATURE,
     Rates,
-    device_placement_rl,
     gshard_setups,
     megatron_setups,
     operator_groups,
     random_choices,
+    reinforce,
     screen,
     zero_setups,
 )
@@ -230,7 +230,7 @@ def test_a_shortened_model_is_sharded_like_the_whole() -> None:
 
 def test_placements_are_priced_as_they_are_simulated() -> None:
     s = situation(MODELS["gpt"])
-    found = device_placement_rl(s, num_samples=30, seed=3)
+    found = reinforce(s, num_samples=30, seed=3)
     assert found.step_time == pytest.approx(s.simulate(found.plan).step_time, rel=1e-12)
     assert found.fits
     for operator in s.graph.operators:
@@ -240,7 +240,7 @@ def test_placements_are_priced_as_they_are_simulated() -> None:
 
 def test_equal_seeds_give_equal_placements_and_other_seeds_others() -> None:
     s = situation(MODELS["moe"])
-    first, again, other = (device_placement_rl(s, num_samples=40, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (reinforce(s, num_samples=40, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.mean_times != other.mean_times
 
@@ -249,7 +249,7 @@ def test_the_policy_learns_to_keep_a_chain_on_one_device() -> None:
     """Layers that wait for each other gain nothing from a second device but its transfers."""
     one_node = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     s = Situation(mlp([256] * 9, batch=4096), one_node, Training(), RooflineCosts())
-    found = device_placement_rl(s, num_samples=600, seed=0)
+    found = reinforce(s, num_samples=600, seed=0)
     assert np.mean(found.mean_times[-5:]) < np.mean(found.mean_times[:5])
     pins = {c.config[0] for c in found.plan.stages[0].choices.values()} - {None}
     assert sum(isinstance(pin, Pin) for pin in pins) <= 2
@@ -284,17 +284,13 @@ def test_one_step_of_the_policy_follows_the_gradient() -> None:
 def test_memory_is_counted_device_by_device() -> None:
     """Two thirds of a model fit on a device; `simulate_plan` counts all of it there."""
     graph = mlp([2000] * 9, batch=16)
-    need = (
-        situation(graph)
-        .simulate(device_placement_rl(situation(graph), num_samples=1).plan)
-        .peak_memory
-    )
+    need = situation(graph).simulate(reinforce(situation(graph), num_samples=1).plan).peak_memory
     short = situation(graph, with_memory(CLUSTER, 0.67 * need))
-    found = device_placement_rl(short, num_samples=60)
+    found = reinforce(short, num_samples=60)
     assert found.fits
     assert not short.simulate(found.plan).fits
     none = situation(graph, with_memory(CLUSTER, 0.1 * need))
-    assert not device_placement_rl(none, num_samples=60).fits
+    assert not reinforce(none, num_samples=60).fits
 
 
 def test_groups_are_segments_merged_in_order() -> None:
@@ -309,7 +305,7 @@ def test_groups_are_segments_merged_in_order() -> None:
 
 def test_bad_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="reinforce: num_samples is 0; it must be at least 1"):
-        device_placement_rl(situation(MODELS["mlp"]), num_samples=0)
+        reinforce(situation(MODELS["mlp"]), num_samples=0)
     with pytest.raises(ValueError, match="screen: max_simulated is 0; it must be at least 1"):
         screen(situation(MODELS["mlp"]), [], max_simulated=0)
 

@@ -26,7 +26,7 @@ from stratagem.searcher.planners import (
 )
 from stratagem.searcher.planners.inputs.blocks import colour_blocks
 from stratagem.searcher.planners.inputs.dnn_partitioning import PartitionEdge, PartitionNode
-from stratagem.searcher.planners.solvers import max_load
+from stratagem.searcher.planners.solvers.max_load import max_load
 
 SMALL = """{"maxSizePerFPGA": 100.0, "maxFPGAs": 2, "maxCPUs": 1, "nodes": [
 {"id": 1, "fpgaLatency": 2, "cpuLatency": 20, "supportedOnFpga": 1, "isBackwardNode": 0,

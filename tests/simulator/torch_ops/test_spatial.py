@@ -18,7 +18,7 @@ from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
-from stratagem.executor.program import verify
+from stratagem.executor.program.verify import verify
 from stratagem.searcher.space.skeletons import operator_choices
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
