@@ -16,7 +16,7 @@ from stratagem.searcher.improvement.skeleton_walk import Proposal, Walk, walk
 from stratagem.searcher.processes.worker_processes import Part, Workers
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.situation import is_better, rank
-from stratagem.searcher.space.skeletons import Skeleton, skeleton_of
+from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.simulator.simulation.simulation import Simulation
 
 REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
@@ -132,7 +132,7 @@ class Improver:
             return []
         known = [(e.skeleton, e.simulation) for e in self._space.entries if e.simulation]
         if not not_chosen_for(best.plan, self._space.situation.graph.fingerprint):
-            known.append((skeleton_of(best.plan), best))
+            known.append((self._space.skeleton_of(best.plan), best))
         first: dict[object, tuple[Skeleton, Simulation]] = {}
         for skeleton, simulation in sorted(known, key=lambda each: rank(each[1])):
             if not simulation.fits or simulation.step_time > KIND_SLACK * best.step_time:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.cutting_planes import Bound
@@ -14,9 +15,17 @@ from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.schedule_traits import traits_of
 from stratagem.searcher.space.situation import Situation, rank
-from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Options, Skeleton, distinct_stages
+from stratagem.searcher.space.skeletons import (
+    SMALL_CLUSTER,
+    Options,
+    Skeleton,
+    distinct_stages,
+    recomputed_by,
+    skeleton_of,
+)
 from stratagem.searcher.space.strategies import known_strategies, with_recompute
 from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
 
@@ -122,6 +131,14 @@ class Space:
             recompute=self.policies,
             headroom=wishes.headroom,
         )
+
+    def skeleton_of(self, plan: Plan) -> Skeleton:
+        """The skeleton of a plan, with the policies of the search that its stages follow."""
+        return skeleton_of(plan, self._recomputed)
+
+    @cached_property
+    def _recomputed(self) -> dict[str, frozenset[str]]:
+        return recomputed_by(self.situation.graph, self.policies)
 
     def listed(self, skeletons: Iterable[Skeleton]) -> list[list[Entry]]:
         """Take skeletons in, each under every policy; what the constraints forbid is left out.

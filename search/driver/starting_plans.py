@@ -50,7 +50,7 @@ def entry_of(
     if why:
         notes["the plan to start from is only compared"] = why
         return []
-    return [space.take(skeleton_of(start), choices_of(simulation.plan), simulation)]
+    return [space.take(space.skeleton_of(start), choices_of(simulation.plan), simulation)]
 
 
 def not_chosen_for(plan: Plan, fingerprint: str) -> str:

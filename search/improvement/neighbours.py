@@ -137,7 +137,7 @@ def recomputing_more(
         now = {name: choices[name] for name in skeleton.stages[s]}
         more = [
             (policy, own)
-            for policy in policies[policies.index(every[s]) + 1 :]
+            for policy in policies[_place(policies, every[s]) + 1 :]
             for own in [with_recompute(small, now, policy)]
             if own != now
         ]
@@ -332,7 +332,7 @@ def _recut(
     chosen: list[str] = []
     for names in new.stages:
         there = {policy_of[name] for name in names}
-        chosen.append(max(there, key=policies.index))
+        chosen.append(max(there, key=lambda policy: _place(policies, policy)))
         if len(there) > 1:
             own = {name: choices[name] for name in names}
             made.update(with_recompute(small, own, chosen[-1]))
@@ -357,6 +357,11 @@ def _other_policies(
                 replace(skeleton, recompute=every),
                 {**choices, **own},
             )
+
+
+def _place(policies: tuple[str, ...], policy: str) -> int:
+    """The place of a policy among those of a search; −1 of one that a known plan alone has."""
+    return policies.index(policy) if policy in policies else -1
 
 
 def _recomputes_more(one: Choices, other: Choices) -> bool:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import TypeVar
 
 from stratagem.searcher.space.logical_dims import logical_dims
-from stratagem.searcher.space.skeletons import Skeleton, skeleton_of
+from stratagem.searcher.space.skeletons import Skeleton, followed_policy, recomputed_by, skeleton_of
 from stratagem.searcher.space.strategies import warn_of_whole
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -56,7 +56,7 @@ class Constraints:
         zero_stages: ZeRO stages that parameters may have.
         microbatches: numbers of microbatches that may be tried.
         schedules: schedules of pipelines that may be tried.
-        recompute: recompute policies that may be tried (see `segments`).
+        recompute: policies (see `segments`) of which every stage must follow one to the letter.
         headroom: share of each device's memory that must stay free.
 
     Raises:
@@ -259,9 +259,10 @@ class BoundConstraints:
             and (not widths or all({len(mesh.axes)} == widths for mesh in skeleton.meshes))
         )
 
-    def _rewritten(self, plan: Plan) -> BoundConstraints:
-        """The constraints on the graph that a plan's substitutions make of the model's."""
-        return BoundConstraints(self.constraints, plan.rewrite(self._graph).graph)
+    @cached_property
+    def _recomputed(self) -> dict[str, frozenset[str]]:
+        """What is recomputed under each of the policies that are named."""
+        return recomputed_by(self._graph, self.constraints.recompute or ())
 
     def violations(self, simulation: Simulation) -> list[str]:
         """In words, what a simulated plan does that the constraints do not allow."""
@@ -284,9 +285,12 @@ class BoundConstraints:
         """The same of all constraints but the memory that must stay free."""
         plan, found = simulation.plan, []
         if plan.substitutions or plan.fingerprint != self._graph.fingerprint:
-            return self._rewritten(plan).breaks(
-                replace(simulation, plan=replace(plan, substitutions=()))
-            )
+            graph = plan.rewrite(self._graph).graph
+            lost = self.lost_in(graph)
+            if lost:
+                return [f"{lost}, in a plan for a rewritten graph"]
+            same = replace(simulation, plan=replace(plan, substitutions=()))
+            return BoundConstraints(self.constraints, graph).breaks(same)
         c = self.constraints
         if not self.allows_skeleton(skeleton_of(plan)):
             found.append(
@@ -299,6 +303,9 @@ class BoundConstraints:
                     found.append(f"{name} has {choice} on a mesh of {stage.mesh.shape}")
         if c.tensor is not None and most_tensor_ways(plan, self._graph) != c.tensor:
             found.append(f"tensor ways are {most_tensor_ways(plan, self._graph)}")
+        for s, stage in enumerate(() if c.recompute is None else plan.stages):
+            if followed_policy(stage, self._recomputed) is None:
+                found.append(f"stage {s} follows no recompute policy of {', '.join(self._recomputed)}")
         return found
 
 

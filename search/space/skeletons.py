@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.searcher.space.schedule_traits import can_run, rounds_of, same_alone, traits_of
 from stratagem.searcher.space.stage_cuts import StageCutter
-from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, check_policy
+from stratagem.simulator.graph.checkpoint_segments import (
+    RECOMPUTE_POLICIES,
+    check_policy,
+    recomputed_operators,
+)
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
     REPLICATE,
@@ -167,14 +171,50 @@ class Skeleton:
         return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"
 
 
-def skeleton_of(plan: Plan) -> Skeleton:
-    """The skeleton of a plan; what is recomputed is in its choices."""
+def skeleton_of(plan: Plan, recomputed: Mapping[str, frozenset[str]] | None = None) -> Skeleton:
+    """The skeleton of a plan.
+
+    Args:
+        plan: any.
+        recomputed: what is recomputed under each policy that stages may follow. The skeleton of a
+            stage that follows none of them is that of one that recomputes nothing: what it
+            recomputes is in its choices alone.
+    """
     return Skeleton(
         tuple(stage.operators for stage in plan.stages),
         tuple(stage.mesh for stage in plan.stages),
         plan.num_microbatches,
         plan.schedule,
+        tuple(followed_policy(stage, recomputed or {}) or "none" for stage in plan.stages),
     )
+
+
+def recomputed_by(graph: OperatorGraph, policies: Iterable[str]) -> dict[str, frozenset[str]]:
+    """What is recomputed under each of some policies.
+
+    Raises:
+        ValueError: if there is no such policy (see `recomputed_operators`).
+    """
+    return {policy: recomputed_operators(graph, policy) for policy in policies}
+
+
+def followed_policy(stage: Stage, recomputed: Mapping[str, frozenset[str]]) -> str | None:
+    """The first of some policies under which a stage recomputes what it does; None without one.
+
+    Example:
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
+        >>> from stratagem.simulator.graph.models import gpt
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> graph = gpt(num_layers=2, hidden=8, num_heads=2, sequence=4, batch=2)
+        >>> plan = TrainingSetup(microbatch=2, recompute="full").plan(
+        ...     graph, Cluster.preset("dgx-a100", devices_per_node=1)
+        ... )
+        >>> followed_policy(plan.stages[0], recomputed_by(graph, ("none", "full")))
+        'full'
+    """
+    again = {name for name, choice in stage.choices.items() if choice.recompute}
+    under = {policy: names.intersection(stage.choices) for policy, names in recomputed.items()}
+    return next((policy for policy, names in under.items() if names == again), None)
 
 
 def operator_choices(

@@ -10,12 +10,15 @@ import pytest
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.constraints import AXES, Constraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import all_skeletons
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import llama
-from stratagem.simulator.graph.placement import Config, Shard
+from stratagem.simulator.graph.placement import REPLICATE, Config, Shard
+from stratagem.simulator.graph.substitutions import rewrite
+from stratagem.simulator.graph.substitutions.edits import Substituted
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
@@ -81,3 +84,30 @@ def test_rewritten_graphs_may_merge_what_is_not_pinned() -> None:
     result = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}), num_rewritten=2)
     plain = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}))
     assert len(result.space) > len(plain.space)
+
+
+@pytest.mark.parametrize("pin", ["layers.0.mlp.gate", "layers.*.mlp.gate"])
+def test_a_rewritten_start_without_what_is_pinned_is_only_compared(pin: str) -> None:
+    """It was an error where nothing of the name was left, and taken where something was."""
+    graph = llama(
+        num_layers=2, hidden=64, num_heads=4, ffn=96, vocabulary=64, sequence=32, batch=8
+    )
+    pair = ("layers.0.mlp.gate", "layers.0.mlp.up")
+    rewritten = rewrite(graph, [Substituted("merge", (pair,))])
+    start = replace(
+        TrainingSetup(microbatch=1).plan(rewritten.graph, CLUSTER), substitutions=rewritten.steps
+    )
+    width = len(start.stages[0].mesh.axes)
+    config = (Shard("sample"), *(REPLICATE,) * (width - 1))
+    result = search(
+        graph,
+        CLUSTER,
+        constraints=Constraints(pin={pin: config}),
+        start=start,
+        budget=Budget(evaluations=60),
+        num_skeletons=1,
+        num_bounded=0,
+        baselines=(),
+    )
+    assert all(f"layers.{k}.mlp.gate" in choices_of(result.plan) for k in range(2))
+    assert "the plan to start from is only compared" in result.notes
