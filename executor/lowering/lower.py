@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from stratagem.executor.lowering.pass_writer import PassWriter
 from stratagem.executor.lowering.plan_context import Context
-from stratagem.executor.lowering.weight_uses import Weights
+from stratagem.executor.lowering.weight_uses import Weights, WeightUse
 from stratagem.executor.program.instructions import Forward, Free, Instruction, Norm, Source
 from stratagem.executor.program.programs import LOSS, Program, RankProgram, Stored
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.sums_over_samples import takes_statistics
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.token_slice_plan import sliced_plan
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.stage_boundaries import crossing_ties
+from stratagem.simulator.sharding.resharding_paths import placements_text
 
 
 def lower(plan: Plan, graph: OperatorGraph) -> Program:
@@ -44,6 +46,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
     if plan.is_mirrored:
         _check_statistics(context)
     weights = Weights(context)
+    _check_shared_statistics(context, weights)
     return Program(
         plan=context.plan,
         whole=graph,
@@ -97,6 +100,25 @@ def _check_statistics(context: Context) -> None:
                 f"({kept[0]!r}), of which each of two homes would see half of the microbatches: "
                 f"choose a schedule with one home for a stage, such as 1f1b"
             )
+
+
+def _check_shared_statistics(context: Context, weights: Weights) -> None:
+    """Operators that count the same running statistics have one copy of them."""
+    first: dict[str, WeightUse] = {}
+    for operator, uses in zip(context.graph.operators, weights.of, strict=True):
+        for use in uses if takes_statistics(operator) else ():
+            one = first.setdefault(use.parameter, use)
+            if not use.trained and (one.stage, one.used) != (use.stage, use.used):
+                where = [
+                    f"{context.graph.names[each.user]!r} in stage {each.stage} "
+                    f"({placements_text(each.used)})"
+                    for each in (one, use)
+                ]
+                raise ValueError(
+                    f"plan {context.plan.name!r}: operators {' and '.join(where)} count the same "
+                    f"running statistics ({use.parameter!r}), which have one copy only: put both "
+                    "in one stage, with equal configs"
+                )
 
 
 def _ranks(contexts: Sequence[Context], weights: Weights) -> tuple[RankProgram, ...]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -183,13 +185,16 @@ class _Torch:
 def statistics_apart(parts: int, devices: int = 1) -> Iterator[list[int]]:
     """Let batch norms normalise parts of their batch one after the other, as microbatches are.
 
-    Running statistics are counted once a part; of several devices they are those of the first.
+    Running statistics are counted once a part, when all have been normalised: part by part, as a
+    module that is used twice is given all of one microbatch before the next. Of several devices
+    they are those of the first.
 
     Yields:
         The sizes of the batches that were normalised, one for each call.
     """
     original = functional.batch_norm
     seen: list[int] = []
+    counted: list[list[Callable[[], Tensor]]] = [[] for _ in range(parts)]
 
     def apart(
         input: Tensor,
@@ -207,11 +212,14 @@ def statistics_apart(parts: int, devices: int = 1) -> Iterator[list[int]]:
             )
         seen.append(len(input))
         made = []
-        for part in input.chunk(parts):
+        for count, part in zip(counted, input.chunk(parts), strict=True):
             for device in range(devices):
                 first, last = shard_bounds(len(part), [devices], [device])
-                kept = (running_mean, running_var) if device == 0 else (None, None)
-                made.append(original(part[first:last], *kept, weight, bias, True, momentum, eps))
+                own = part[first:last]
+                made.append(original(own, None, None, weight, bias, True, momentum, eps))
+                if device == 0 and running_mean is not None:
+                    kept = own.detach(), running_mean, running_var, None, None, True, momentum
+                    count.append(partial(original, *kept))
         return torch.cat(made)
 
     functional.batch_norm = apart
@@ -219,6 +227,8 @@ def statistics_apart(parts: int, devices: int = 1) -> Iterator[list[int]]:
         yield seen
     finally:
         functional.batch_norm = original
+    for count in chain.from_iterable(counted):
+        count()
 
 
 def _devices_apart(plan: Plan, norms: list[Operator]) -> int:

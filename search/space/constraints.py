@@ -9,7 +9,12 @@ from functools import cache, cached_property
 from typing import TypeVar
 
 from stratagem.searcher.space.logical_dims import logical_dims
-from stratagem.searcher.space.skeletons import Skeleton, followed_policy, recomputed_by, skeleton_of
+from stratagem.searcher.space.skeletons import (
+    Skeleton,
+    followed_policy,
+    recomputed_by,
+    skeleton_of,
+)
 from stratagem.searcher.space.strategies import warn_of_whole
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -305,7 +310,9 @@ class BoundConstraints:
             found.append(f"tensor ways are {most_tensor_ways(plan, self._graph)}")
         for s, stage in enumerate(() if c.recompute is None else plan.stages):
             if followed_policy(stage, self._recomputed) is None:
-                found.append(f"stage {s} follows no recompute policy of {', '.join(self._recomputed)}")
+                found.append(
+                    f"stage {s} follows no recompute policy of {', '.join(self._recomputed)}"
+                )
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,9 @@ from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.torch_reference import statistics_apart
 from stratagem.simulator.graph.local_statistics import local_statistics
+from stratagem.simulator.graph.placement import Shard
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.plans import Case, make_plan, sharding
 
@@ -215,6 +218,52 @@ def test_parts_of_a_batch_norm_are_what_torch_makes_of_each() -> None:
     assert again.running_mean is not None
     assert torch.equal(norm.running_mean, again.running_mean)
     assert functional.batch_norm.__name__ == "batch_norm"
+
+
+class Twice(nn.Module):
+    """One batch norm that normalises what two layers make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6, momentum=0.7)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).tanh()
+        return (self.last(self.norm(self.second(x))) - y).square().mean()
+
+
+@pytest.mark.parametrize(("parts", "ways"), [(1, 1), (2, 1), (4, 2)])
+def test_a_batch_norm_used_twice_is_given_all_of_a_microbatch_before_the_next(
+    parts: int, ways: int
+) -> None:
+    """The truth had counted the first use of every microbatch, then the second."""
+    case = case_of(Twice())
+    by_hand = copy.deepcopy(case.model)
+    for x, y in zip(*(case.batch[name].chunk(parts) for name in ("x", "y")), strict=True):
+        by_hand(x=x, y=y)
+    plan = make_plan(case, sharding("sample"), (ways,), num_microbatches=parts, training=SGD)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, gradients=True)
+    verdict = judge(case.model, case.batch, result, plan, case.graph)
+    assert verdict.agrees, verdict.sentence()
+    for name in ("norm.running_mean", "norm.running_var"):
+        torch.testing.assert_close(result.parameters[name], by_hand.state_dict()[name])
+
+
+@pytest.mark.parametrize("what", ["stages", "configs"])
+def test_running_statistics_have_one_copy(what: str) -> None:
+    """Each of two copies saw half of what was counted, and one of them was the result."""
+    case = case_of(Twice())
+    plan = make_plan(case, sharding("sample"), (2,), training=SGD)
+    if what == "stages":
+        plan = plan_of(case)
+    else:
+        (stage,) = plan.stages
+        apart = {**stage.choices, "norm_1": Choice((Shard("channel"),))}
+        plan = replace(plan, stages=(replace(stage, choices=apart),))
+    said = r"'norm' in stage 0 .* and 'norm_1' in stage .* same running statistics"
+    with pytest.raises(ValueError, match=said):
+        execute(plan, case.graph, model_state(case.model), case.batch)
 
 
 # -- the command line ---------------------------------------------------------------------------

@@ -28,7 +28,9 @@ def setup(policy: str, pipeline: int = 1) -> Plan:
 
 
 def recomputed(plan: Plan) -> list[set[str]]:
-    return [{n for n, choice in stage.choices.items() if choice.recompute} for stage in plan.stages]
+    return [
+        {n for n, choice in stage.choices.items() if choice.recompute} for stage in plan.stages
+    ]
 
 
 def found(wishes: Constraints, **changed: Any) -> SearchResult:
