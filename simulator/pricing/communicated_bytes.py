@@ -13,12 +13,18 @@ from stratagem.simulator.graph.placement import (
     local_sizes,
     output_gradient_placements,
     output_placements,
+    weight_placements,
 )
 from stratagem.simulator.operators.operator import Edge, Operator, factor_sizes
 from stratagem.simulator.operators.operator_kinds import InnerReduction, rule_of
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.parameter_homes import Use, residences, use_of
+from stratagem.simulator.sharding.parameter_homes import (
+    Use,
+    home_placements,
+    residences,
+    use_of,
+)
 
 
 def stage_bytes(builder: TableBuilder, table: CostTable) -> dict[str, int]:
@@ -30,7 +36,8 @@ def stage_bytes(builder: TableBuilder, table: CostTable) -> dict[str, int]:
 
     A conversion counts for each of its collectives what a device holds of the tensor, before or
     after it, whichever is more: the parameter for an all-reduce of its gradient. Names that stand
-    for communications of different size are left out, as are parameters tied between operators.
+    for communications of different size are left out, as is what is done once a step about
+    parameters tied between operators.
 
     Args:
         builder: the one that made `table`.
@@ -116,9 +123,23 @@ def _parameters(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, 
             for weight in operator.weights
         ]
         sync, gather = _parameter_bytes(builder, operator, uses, table.row(i).choices[0])
+        tied = [*_tied_gathers(builder, table, i)]
         yield f"{operator.name} sync", sync
-        yield f"{operator.name} gather", gather
+        for nbytes in tied if tied and not gather else [gather, *tied]:
+            yield f"{operator.name} gather", nbytes
         yield f"{operator.name} publish", gather
+
+
+def _tied_gathers(builder: TableBuilder, table: CostTable, user: int) -> Iterator[int]:
+    """Bytes of what an operator gathers of parameters that another one owns."""
+    for row, (i, j, own, weight) in zip(
+        table.tie_rows, builder.ties(table.operators), strict=True
+    ):
+        if j == user and row.gather.ns.any():
+            home = home_placements(own, table.row(i).choices[0], builder.mesh.shape)
+            used = weight_placements(weight, table.row(j).choices[0].config)
+            sizes = factor_sizes(weight.layout, table.graph.operators[j].sizes)
+            yield _moved(builder, sizes, builder.training.parameter_bytes, home, used)
 
 
 def _parameter_bytes(

@@ -226,10 +226,21 @@ class EdgeRow:
 
 @dataclass(frozen=True, eq=False)
 class TieRow:
-    """A tied parameter by (owner choice, user choice): gradient to its home, value back."""
+    """A tied parameter by (owner choice, user choice): gradient to its home, value back.
+
+    Where the user's gradient joins the owner's and the owner has ZeRO-3, the user gathers the
+    value for every pass. Bytes per device are those that the user needs beside the owner: a copy
+    of the value that lies in another way, a gradient of its own, what is gathered, and from ZeRO-2
+    on the whole gradient of a microbatch, from the user's backward pass to the owner's.
+    """
 
     gradient: Timed
     publish: Timed
+    gather: Timed
+    parameter_bytes: Ints
+    gradient_bytes: Ints
+    gathered_bytes: Ints
+    whole_gradient_bytes: Ints
 
 
 LONGEST_SECONDS = 1e6

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,6 @@ from stratagem.simulator.graph.placement import (
     local_sizes,
     output_gradient_placements,
     output_placements,
-    weight_gradient_placements,
-    weight_placements,
 )
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
@@ -60,9 +58,9 @@ from stratagem.simulator.pricing.cost_rows import (
 )
 from stratagem.simulator.pricing.operator_prices import OperatorPricer
 from stratagem.simulator.pricing.repeated_layers import Repeat, find_repeat
+from stratagem.simulator.pricing.tied_rows import tie_row
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
-    home_placements,
     makes_input_gradients,
     trainable_weights,
     use_of,
@@ -338,21 +336,10 @@ class TableBuilder:
         weight: Weight,
         choices: Mapping[int, Sequence[Choice]],
     ) -> TieRow:
-        using = self.graph.operators[user]
-        shape, sizes = self.mesh.shape, factor_sizes(weight.layout, using.sizes)
-        homes = [home_placements(own, c, shape) for c in choices[owner]]
-        our_gradients = [weight_gradient_placements(own, c.config) for c in choices[owner]]
-        our_uses = [weight_placements(own, c.config) for c in choices[owner]]
-        gradients = [weight_gradient_placements(weight, c.config) for c in choices[user]]
-        uses = [weight_placements(weight, c.config) for c in choices[user]]
-        added = np.array([[a == b for b in gradients] for a in our_gradients])
-        shared = added & np.array([[a == b for b in uses] for a in our_uses])
-        to_home = self._conversions(sizes, self.training.gradient_bytes, gradients, homes)
-        to_user = self._conversions(sizes, self.training.parameter_bytes, homes, uses)
-        return TieRow(
-            Timed(np.where(added, 0, to_home.ns.T), np.where(added, 0, to_home.mask.T)),
-            Timed(np.where(shared, 0, to_user.ns), np.where(shared, 0, to_user.mask)),
-        )
+        sizes = factor_sizes(weight.layout, self.graph.operators[user].sizes)
+        ends = (own, choices[owner]), (weight, choices[user])
+        convert = partial(self._conversions, sizes)
+        return tie_row(ends, sizes, self.mesh.shape, self.training, convert)
 
     # -- edges ----------------------------------------------------------------------------------
 

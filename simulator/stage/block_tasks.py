@@ -36,6 +36,7 @@ from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, SharedBy
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
 from stratagem.simulator.sharding.parameter_homes import gradient_buckets
+from stratagem.simulator.stage.bucketed_syncs import shared_latency, shortened
 from stratagem.simulator.stage.recompute_triggers import recompute_triggers
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, chains_of, sharing_of
 from stratagem.simulator.stage.stage_blocks import PREFETCH, Block, Draft, Pool, Role, StageBlocks
@@ -396,8 +397,8 @@ class _Writer:
         role, row = Role.SYNC, self._row(i)
         if self.bucket_bytes:
             row_before = None if before is None else self._row(before)
-            saved = _shared_latency(row_before, row)
-            sync, each = (_shortened(timed, saved) for timed in (row.sync, row.each_sync))
+            saved = shared_latency(row_before, row)
+            sync, each = (shortened(timed, saved) for timed in (row.sync, row.each_sync))
         else:
             sync, each = row.sync, row.each_sync
         base = self.pool.add(sync)
@@ -414,17 +415,28 @@ class _Writer:
         return gradient_buckets(order, nbytes, self.bucket_bytes)
 
     def _tie(self, draft: Draft, k: int, role: Role, timed: Timed, before: Sequence[int]) -> int:
+        inner = 0 if not self.stashes else None
+        return self._tied(draft, k, "{0} ↔ {1}", role, timed, before, inner)
+
+    def tie_gather(self, draft: Draft, k: int, before: Sequence[int]) -> int:
+        """The gather of a tied parameter by its user, in every block."""
+        timed = self.table.tie_rows[k].gather
+        return self._tied(draft, k, "{1} gather", Role.TIE_GATHER, timed, before, None)
+
+    def _tied(
+        self,
+        draft: Draft,
+        k: int,
+        label: str,
+        role: Role,
+        timed: Timed,
+        before: Sequence[int],
+        inner: int | None,
+    ) -> int:
         owner, user = self.table.ties[k]
-        return draft.pair_task(
-            "{0} ↔ {1}",
-            role,
-            k,
-            (owner, user),
-            len(self._row(user).choices),
-            self.pool.add(timed),
-            before,
-            0 if not self.stashes else None,
-        )
+        width = len(self._row(user).choices)
+        base = self.pool.add(timed)
+        return draft.pair_task(label, role, k, (owner, user), width, base, before, inner)
 
     def _inner(self, base: int, inner: int) -> int:
         """Where a task is looked up in blocks before the last."""
@@ -464,14 +476,16 @@ class _Prefetch:
         self.made: dict[int, None] = {}
 
     def before(self, i: int) -> list[int]:
-        """The gather of an operator, if it has parameters and was not asked before."""
+        """The gathers of an operator, if it has parameters and was not asked before."""
         writer = self._writer
         if i in self.made or not writer.table.graph.operators[i].weights:
             return []
         self.made[i] = None
         released = self.passed[-PREFETCH:][:1] if len(self.passed) >= PREFETCH else []
         base = writer.pool.add(writer.table.row(i).gather)
-        return [self._draft.operator_task("{0} gather", Role.GATHER, i, base, released)]
+        own = self._draft.operator_task("{0} gather", Role.GATHER, i, base, released)
+        tied = [k for k, (_, user) in enumerate(writer.table.ties) if user == i]
+        return [own, *(writer.tie_gather(self._draft, k, released) for k in tied)]
 
     def ran(self, i: int, task: int) -> None:
         """Note that an operator has its pass at `task`."""
@@ -581,24 +595,3 @@ def _arrive(
     first.append(ours[-1])
     for arrived, task in zip(arrivals, theirs, strict=False):
         arrived.append(task)
-
-
-def _shared_latency(before: OperatorRow | None, row: OperatorRow) -> Ints:
-    """ns that a sync saves behind that of `before` (rows; one if None) in the same bucket."""
-    ours = [None] if before is None else list(before.sync_latency)
-    saved = [
-        [
-            sum(
-                (count - (0 if there is not None and name in there else 1)) * seconds
-                for name, (count, seconds) in here.items()
-            )
-            for here in row.sync_latency
-        ]
-        for there in ours
-    ]
-    return np.rint(np.array(saved) * 1e9).astype(np.int64)
-
-
-def _shortened(timed: Timed, saved: Ints) -> Timed:
-    ns = np.where(timed.ns > 0, np.maximum(timed.ns[None, :] - saved, 1), 0)
-    return Timed(ns, np.broadcast_to(timed.mask, ns.shape))

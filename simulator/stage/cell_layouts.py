@@ -58,7 +58,7 @@ _PASSES = frozenset(
     }
 )
 _CONVERSIONS = (Role.CONVERT, Role.CONVERT_BACK, Role.CONVERT_AGAIN)
-_TIES = (Role.TIE_GRADIENT, Role.TIE_PUBLISH)
+_TIES = (Role.TIE_GATHER, Role.TIE_GRADIENT, Role.TIE_PUBLISH)
 _NO_AXIS = -1
 """Along which a collective joins no cells: what computes takes part with every cell it is on."""
 

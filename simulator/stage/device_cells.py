@@ -40,7 +40,7 @@ from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.stage.cell_layouts import Cells, Layouts
 from stratagem.simulator.stage.stage_blocks import Block, Role, StageBlocks
 
-_RELEASED = (Role.GATHER, Role.RECOMPUTE, Role.CONVERT_AGAIN)
+_RELEASED = (Role.GATHER, Role.TIE_GATHER, Role.RECOMPUTE, Role.CONVERT_AGAIN)
 """What a pass before releases, so that it does not take memory too early."""
 
 

@@ -67,6 +67,7 @@ class Role(enum.Enum):
     SYNC = "sync"
     HOME_SYNC = "sync of both homes"
     PUBLISH = "publish"
+    TIE_GATHER = "tie gather"
     TIE_GRADIENT = "tie gradient"
     TIE_PUBLISH = "tie publish"
 
@@ -89,6 +90,7 @@ KIND_OF_ROLE = {
     Role.SYNC: TaskKind.GRADIENT_SYNC,
     Role.HOME_SYNC: TaskKind.GRADIENT_SYNC,
     Role.PUBLISH: TaskKind.GRADIENT_SYNC,
+    Role.TIE_GATHER: TaskKind.GRADIENT_SYNC,
     Role.TIE_GRADIENT: TaskKind.GRADIENT_SYNC,
     Role.TIE_PUBLISH: TaskKind.GRADIENT_SYNC,
 }
@@ -100,6 +102,7 @@ PAIRED = frozenset(
         Role.CONVERT,
         Role.CONVERT_BACK,
         Role.CONVERT_AGAIN,
+        Role.TIE_GATHER,
         Role.TIE_GRADIENT,
         Role.TIE_PUBLISH,
     }

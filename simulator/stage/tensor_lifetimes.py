@@ -25,7 +25,7 @@ import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.operators.operator import Edge
-from stratagem.simulator.pricing.cost_rows import SharedBy
+from stratagem.simulator.pricing.cost_rows import SharedBy, TieRow
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import Repeat, copy_length, extrapolated, sparing
 from stratagem.simulator.stage.recompute_triggers import recompute_triggers
@@ -159,6 +159,8 @@ def stage_lifetimes(
         edge = table.edges[k]
         writer.copy(edge, table.edge_rows[table.edge_row_of[k]].copy_bytes)
         writer.checkpoint(edge)
+    for tie, tied in zip(table.ties, table.tie_rows, strict=True):
+        writer.tie(tie, tied)
     for edge, nbytes in arriving.items():
         writer.arrival(edge, nbytes)
     return writer.finish()
@@ -253,13 +255,35 @@ class _Writer:
             self._add(Purpose.RECOMPUTED, i, again, self._trigger(i), back)
         else:
             self._add(Purpose.ACTIVATIONS, i, row.own_bytes, place, back)
-        self._add(Purpose.BUFFERS, i, row.gathered_bytes, max(0, place - PREFETCH), place)
+        for asked, used in self._gathered(i):
+            self._add(Purpose.BUFFERS, i, row.gathered_bytes, asked, used)
         if self.table.graph.needs_gradient[i]:
             self._add(Purpose.TENSORS, i, row.input_gradient_bytes, back, back)
-            asked = min(back - PREFETCH, self._trigger(i) if i in self.triggers else back)
-            self._add(Purpose.BUFFERS, i, row.gathered_bytes, max(self.n, asked), back)
             late = self._weight_place(i)
             self._add(Purpose.GRADIENTS, i, row.whole_gradient_bytes, late, late)
+
+    def _gathered(self, i: int) -> Iterator[tuple[int, int]]:
+        """When parameters of an operator are asked for, and the passes that read them."""
+        place, back = self.place[i], self._back(i)
+        yield max(0, place - PREFETCH), place
+        if self.table.graph.needs_gradient[i]:
+            asked = min(back - PREFETCH, self._trigger(i) if i in self.triggers else back)
+            yield max(self.n, asked), back
+
+    def tie(self, pair: tuple[int, int], row: TieRow) -> None:
+        """What the user of a tied parameter needs beside its owner."""
+        (owner, user), always = pair, (-1, 3 * self.n)
+        self._add_tied(Purpose.PARAMETERS, pair, row.parameter_bytes, *always)
+        begun, over = always
+        if self.num_versions is not None:
+            begun, over = self._back(user), 2 * self.n - 1
+        self._add_tied(Purpose.GRADIENTS, pair, row.gradient_bytes, begun, over)
+        for asked, used in self._gathered(user):
+            self._add_tied(Purpose.BUFFERS, pair, row.gathered_bytes, asked, used)
+        made, reduced = self._weight_place(user), self._weight_place(owner)
+        if made < reduced and self.table.graph.needs_gradient[user]:
+            whole = row.whole_gradient_bytes
+            self._add_tied(Purpose.GRADIENTS, pair, whole, made, reduced - 1)
 
     def copy(self, edge: Edge, nbytes: Ints) -> None:
         """The converted copy of an input."""
@@ -512,6 +536,16 @@ class _Writer:
             if shared and not self.sharing.is_empty:
                 gate = NUM_GATES * self.number[edge] + SharedBy.KEPT
             self.rows.append((base, *ends, birth, death, edge.consumer, gate))
+
+    def _add_tied(
+        self, use: Purpose, pair: tuple[int, int], nbytes: Ints, birth: int, death: int
+    ) -> None:
+        base = self._base(nbytes)
+        if base >= 0:
+            owner, user = pair
+            self.uses.append(use)
+            row = base, owner, nbytes.shape[1], user, 1, birth, death, user, OPEN
+            self.rows.append(row)
 
     def _base(self, nbytes: Ints) -> int:
         """Where a row of bytes begins in the pool; −1 for one without any."""

@@ -103,6 +103,8 @@ def test_every_copy_waits_for_all_that_it_reads(name: str, seed: int) -> None:
             last.check((Role.UPDATE, i), (Role.SYNC, i))
             last.check((Role.PUBLISH, i), (Role.UPDATE, i))
         for k, (owner, user) in enumerate(table.ties):
+            forward.check((Role.FORWARD, user), (Role.TIE_GATHER, k), busy=True)
+            last.check((Role.BACKWARD, user), (Role.TIE_GATHER, k), busy=True)
             last.check((Role.TIE_GRADIENT, k), (Role.BACKWARD, user), busy=True)
             last.check((Role.UPDATE, owner), (Role.TIE_GRADIENT, k))
             last.check((Role.TIE_PUBLISH, k), (Role.UPDATE, owner), busy=True)
@@ -125,7 +127,9 @@ def test_nothing_takes_memory_before_its_cell_has_run_what_was_before(
             for copy, task in enumerate(block.task.tolist()):
                 for cell in block.cells_of(copy).tolist() if roles[task] in passes else ():
                     ran[cell].append(task)
-            released = releases(block.block, (Role.GATHER, Role.RECOMPUTE), passes)
+            released = releases(
+                block.block, (Role.GATHER, Role.TIE_GATHER, Role.RECOMPUTE), passes
+            )
             for copy, task in enumerate(block.task.tolist()):
                 for cell in block.cells_of(copy).tolist() if task in released else ():
                     earlier = [p for p in ran[cell] if p <= released[task]]
