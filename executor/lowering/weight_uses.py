@@ -19,6 +19,8 @@ from stratagem.simulator.operators.operator import Operator, Weight, factor_size
 from stratagem.simulator.sharding.parameter_homes import Use, home_placements, use_of
 from stratagem.simulator.sharding.resharding_paths import placements_text
 
+FROZEN = (Use.FROZEN, Use.FROZEN_HERE)
+
 
 @dataclass(frozen=True)
 class WeightUse:
@@ -62,7 +64,7 @@ class WeightUse:
     @property
     def trained(self) -> bool:
         """Whether it has a gradient."""
-        return self.use not in (Use.BUFFER, Use.FROZEN)
+        return self.use not in (Use.BUFFER, *FROZEN)
 
     @property
     def is_gathered(self) -> bool:
@@ -172,7 +174,7 @@ class Weights:
         made = weight_gradient_placements(weight, context.configs[i])
         home = used = weight_placements(weight, context.configs[i])
         zero, joins = 0, True
-        if use is Use.FROZEN:
+        if use in FROZEN:
             choice = context.plan.choice(operator.name)
             if choice.zero == 3:
                 home, zero = home_placements(weight, choice, context.mesh(stage).shape), 3

@@ -194,6 +194,16 @@ class OperatorGraph:
         """The operator that owns each trainable parameter (see `owners_of`)."""
         return owners_of(self)
 
+    @cached_property
+    def frozen_readers(self) -> dict[str, tuple[int, ...]]:
+        """The operators that read each parameter that is not trained, in order."""
+        found: dict[str, list[int]] = {}
+        for i, operator in enumerate(self.operators):
+            for weight in operator.weights:
+                if not self.parameter_index[weight.parameter].trainable:
+                    found.setdefault(weight.parameter, []).append(i)
+        return {name: tuple(readers) for name, readers in found.items()}
+
     def microbatch(self, num_microbatches: int) -> OperatorGraph:
         """The graph of one of `num_microbatches` equal microbatches: sample dims divided.
 

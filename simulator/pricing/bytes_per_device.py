@@ -108,6 +108,8 @@ def _state_bytes(
             case Use.FROZEN:
                 parameters += home if choice.zero == 3 else used
                 gathered += used - home if choice.zero == 3 else 0
+            case Use.FROZEN_HERE:
+                gathered += used - home if choice.zero == 3 else 0
             case Use.TIED_ELSEWHERE:
                 parameters += used
                 gradients += used

@@ -10,7 +10,8 @@ the gradient is Partial, and there is nothing to publish. With ZeRO, home is fla
 each device has a range of the elements, whatever their number (Rajbhandari et al. 2020, arXiv
 1910.02054). Sync becomes a reduce-scatter and publish an all-gather (stages 1 and 2, once a step),
 or the parameter is gathered before every use (stage 3). A frozen parameter has a home under
-stage 3 only, and is just gathered.
+stage 3 only, and is just gathered. Operators of a stage that share one have one copy of it, which
+is counted as the first of them has it.
 
 A tied parameter is updated at its owner's home. Another user in the same stage whose gradient lies
 like the owner's just adds to it; else its gradient goes to the home by a path (or a transfer
@@ -71,6 +72,7 @@ class Use(enum.Enum):
 
     BUFFER = "not trained, and kept whole"
     FROZEN = "not trained, and gathered under ZeRO-3"
+    FROZEN_HERE = "the same, of which an operator before it in the stage has the home"
     OWNED = "updates it"
     TIED_HERE = "adds its gradient to that of the owner in the same stage"
     TIED_ELSEWHERE = "sends its gradient to the owner in another stage"
@@ -85,7 +87,11 @@ def use_of(
 ) -> Use:
     """What `operator` is to its `weight` in a stage that runs the operators `inside`."""
     if not graph.parameter_index[weight.parameter].trainable:
-        return Use.FROZEN if is_frozen(graph, operator, weight) else Use.BUFFER
+        if not is_frozen(graph, operator, weight):
+            return Use.BUFFER
+        readers = graph.frozen_readers[weight.parameter]
+        first = next((i for i in readers if i in inside), None)
+        return Use.FROZEN if first in (None, graph.index[operator.name]) else Use.FROZEN_HERE
     owning = owner[weight.parameter]
     if owning == operator.name:
         return Use.OWNED
@@ -176,13 +182,14 @@ def residences(
 ) -> Iterator[Residence]:
     """The weights of `operator` that it syncs or gathers itself; ZeRO is the owner's affair."""
     for weight, use in zip(operator.weights, uses, strict=True):
-        if use in (Use.BUFFER, Use.TIED_HERE) or (use is Use.FROZEN and choice.zero < 3):
+        frozen = use in (Use.FROZEN, Use.FROZEN_HERE)
+        if use in (Use.BUFFER, Use.TIED_HERE) or (frozen and choice.zero < 3):
             continue
         own = replace(choice, zero=0) if use is Use.TIED_ELSEWHERE else choice
         home = home_placements(weight, own, shape)
         made = weight_gradient_placements(weight, choice.config)
         used = weight_placements(weight, choice.config)
-        yield Residence(weight, use, home if use is Use.FROZEN else made, home, used)
+        yield Residence(weight, use, home if frozen else made, home, used)
 
 
 def gradient_buckets(

@@ -26,6 +26,7 @@ from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import price_boundary
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import Use, use_of
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, stage_lifetimes
 
 
@@ -105,7 +106,7 @@ class MeshPricer:
         table = self.builder.build(range(len(graph.operators)), choices)
         life = stage_lifetimes(table, {})
         prices = _Prices(table)
-        users = sorted({user for _, user in table.ties})
+        users = sorted({user for _, user in table.ties} | _sharing_frozen(self.builder, table))
         apart = {user: _states(self.builder.build([user], choices).row(user)) for user in users}
         return [
             self._profile(variant, life, number, prices, apart)
@@ -296,6 +297,17 @@ def _edge_columns(row: EdgeRow) -> Ints:
     masks = row.forward.mask | row.backward.mask
     parts = (there, back + row.recompute.ns, row.regather.ns, masks)
     return np.stack([part.ravel() for part in parts]).astype(np.int64)
+
+
+def _sharing_frozen(builder: TableBuilder, table: CostTable) -> set[int]:
+    """Operators whose frozen parameters another one has too, if it is in the same stage."""
+    graph, inside = table.graph, set(table.operators)
+    return {
+        i
+        for i in table.operators
+        for weight in graph.operators[i].weights
+        if use_of(graph, builder.owner, graph.operators[i], weight, inside) is Use.FROZEN_HERE
+    }
 
 
 def _memory(life: Lifetimes, nbytes: Ints) -> tuple[Ints, Ints]:

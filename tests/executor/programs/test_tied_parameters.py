@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -21,21 +22,34 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.priced_plan import plan_model
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
-from tests.support.plans import gpt_case, make_plan, sharding
+from tests.support.plans import Case, gpt_case, make_case, make_plan, sharding
 
 CASE = gpt_case()
 COSTS = RooflineCosts()
 OF_TIED = {"tokens gather", "head gather", "tokens sync", "tokens publish", "tokens ↔ head"}
 
 
-def plan_of(zero: int, configs: dict[str, Config], shape: tuple[int, ...], parts: int) -> Plan:
+def frozen_case() -> Case:
+    """Its tokens are not trained."""
+    case = gpt_case()
+    case.model.tokens.weight.requires_grad_(False)
+    return make_case(case.model, **case.batch)
+
+
+def plan_of(
+    zero: int,
+    configs: dict[str, Config],
+    shape: tuple[int, ...],
+    parts: int,
+    case: Case = CASE,
+) -> Plan:
     def choose(operator: Operator, mesh: tuple[int, ...]) -> Choice:
         made = sharding("sample", zero=zero)(operator, mesh[:1])
         plain = (*made.config, *(REPLICATE,) * (len(mesh) - 1))
         return Choice(configs.get(operator.name, plain), zero if operator.weights else 0)
 
     training = Training("float32", learning_rate=0.1)
-    return make_plan(CASE, choose, shape, num_microbatches=parts, training=training)
+    return make_plan(case, choose, shape, num_microbatches=parts, training=training)
 
 
 def executed(program: Program) -> Counter[str]:
@@ -90,21 +104,55 @@ def operator_configs(name: str, shape: tuple[int, ...]) -> list[Config]:
 def test_whatever_owner_and_user_choose(seed: int) -> None:
     """Collectives, and the bytes of all copies of the value."""
     plan, zero = draw(random.Random(seed))
-    program, model = lower(plan, CASE.graph), plan_model(plan, CASE.graph, COSTS)
+    program = lower(plan, CASE.graph)
     assert simulated(simulate_plan(plan, CASE.graph, COSTS)) == executed(program)
-    (stage,) = model.stages
-    shape = plan.stages[0].mesh.shape
-    kept = [
+    assert parameter_bytes(plan, CASE) == sum(kept_bytes(program, zero))
+
+
+def kept_bytes(program: Program, zero: int) -> list[int]:
+    """Of every copy of the tokens that is kept, but for the home that has no gathers."""
+    shape = program.plan.stages[0].mesh.shape
+    return [
         4 * local_elements(stored.sizes, stored.placements, shape)
         for stored in program.ranks[0].stored
         if stored.parameter == "tokens.weight"
         if zero == 3 or FLAT not in stored.placements
     ]
+
+
+def parameter_bytes(plan: Plan, case: Case) -> int:
+    """What is predicted of all copies that owner and user have."""
+    (stage,) = plan_model(plan, case.graph, COSTS).stages
     life = stage.tensors.lifetimes
-    ends = {CASE.graph.index[name] for name in ("tokens", "head")}
-    told = sum(
+    ends = {case.graph.index[name] for name in ("tokens", "head")}
+    return sum(
         int(nbytes)
         for use, owner, nbytes in zip(life.uses, life.owner, stage.tensors.nbytes, strict=True)
         if use is Purpose.PARAMETERS and owner in ends
     )
-    assert told == sum(kept)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_frozen_parameter_is_there_once(zero: int) -> None:
+    """Each of its readers counted it: twice a frozen table that the head shares."""
+    case = frozen_case()
+    plan = plan_of(zero, {}, (2,), 2, case)
+    program = lower(plan, case.graph)
+    assert simulated(simulate_plan(plan, case.graph, COSTS)) == executed(program)
+    (kept,) = kept_bytes(program, zero)
+    assert parameter_bytes(plan, case) == kept == 50 * 24 * 4 // (2 if zero else 1)
+
+
+def test_each_stage_has_a_frozen_parameter_of_its_own() -> None:
+    case = frozen_case()
+    plan = make_plan(case, sharding("sample"), (1,), (1,), num_microbatches=2)
+    program = lower(plan, case.graph)
+    assert [len(kept_bytes(replace(program, ranks=(rank,)), 0)) for rank in program.ranks] == [
+        1,
+        1,
+    ]
+    for stage, name in zip(
+        plan_model(plan, case.graph, COSTS).stages, ("tokens", "head"), strict=True
+    ):
+        row = stage.table.row(case.graph.index[name])
+        assert row.parameter_bytes[0] == 50 * 24 * 4
