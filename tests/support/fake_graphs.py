@@ -33,6 +33,9 @@ READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_uniq
 COPIES_IN = {"lift_fresh"}
 """Operators that bring values of Python to the device, and wait for the copy."""
 
+WRITTEN = {"native_batch_norm": (3, 4)}
+"""Arguments that operators write though their schemas do not say so: running statistics."""
+
 ENDS = {"destroy", "abort"}
 """Calls of NCCL that wait until no graph has operations of the communicator."""
 
@@ -233,6 +236,7 @@ class _Operators(TorchDispatchMode):
             for argument, given in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        written += [args[i] for i in WRITTEN.get(func.overloadpacket.__name__, ())]
         assert not any(
             argument.kwarg_only and argument.alias_info
             for argument in func._schema.arguments

@@ -5,16 +5,24 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import SOURCE
+from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.state.optimizers import EPSILON
+from stratagem.simulator.kernel_times.training import Training
 
 OPTIONS = ("-O1", "-std=c11", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared")
 KINDS: dict[type, Any] = {
@@ -51,3 +59,23 @@ def passed(argument: Any) -> Any:
     if argument is None or isinstance(argument, Tensor):
         return ctypes.c_void_p(None if argument is None else argument.data_ptr())
     return KINDS[type(argument)](argument)
+
+
+@contextmanager
+def kernels_on_the_host(start: Callable[..., None] = start_on_host) -> Iterator[None]:
+    """Let ranks on CPUs have the optimizers and words of a GPU, whose kernels `start` runs."""
+
+    def optimizer(training: Training, device: torch.device | None = None) -> FusedSGD:
+        adam = training.optimizer == "adam"
+        return FusedAdam(training, EPSILON) if adam else FusedSGD(training)
+
+    replaced = {
+        "executor.interpreter.interpreter.make_optimizer": optimizer,
+        "executor.interpreter.interpreter.words_on": DeviceWords,
+        "executor.state.fused_optimizers.start": start,
+        "executor.cuda.dropout_words.start": start,
+    }
+    with ExitStack() as stack:
+        for name, instead in replaced.items():
+            stack.enter_context(patch(f"stratagem.{name}", instead))
+        yield

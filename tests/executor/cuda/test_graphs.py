@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -24,12 +24,9 @@ from stratagem.executor import execute, lower, model_state
 from stratagem.executor.__main__ import parser, run_rank
 from stratagem.executor.backends.nccl import NcclCommunicator
 from stratagem.executor.communication.communicator import Communicator
-from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.results.result_file import Report
-from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.optimizers import EPSILON
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.graphed_steps import FIRST_STEPS, GraphedSteps, refusal
 from stratagem.executor.training.learning_rates import RateSchedule
@@ -45,6 +42,7 @@ from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support import fake_graphs
 from tests.support.fake_graphs import CaptureError, RecordingStreams, recording
 from tests.support.fake_nccl import run_fake
+from tests.support.host_kernels import kernels_on_the_host
 from tests.support.plans import (
     Case,
     cnn_case,
@@ -63,17 +61,10 @@ T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
-def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_host() -> Iterator[None]:
     """Optimizers and words of a GPU, whose kernels run on the host."""
-
-    def optimizer(training: Training, device: torch.device) -> FusedSGD:
-        adam = training.optimizer == "adam"
-        return FusedAdam(training, EPSILON) if adam else FusedSGD(training)
-
-    monkeypatch.setattr("stratagem.executor.interpreter.interpreter.make_optimizer", optimizer)
-    monkeypatch.setattr("stratagem.executor.interpreter.interpreter.words_on", DeviceWords)
-    for module in ("state.fused_optimizers", "cuda.dropout_words"):
-        monkeypatch.setattr(f"stratagem.executor.{module}.start", fake_graphs.start)
+    with kernels_on_the_host(fake_graphs.start):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +180,10 @@ def test_random_plans(gpt: Case, seed: int) -> None:
     assert_trains_alike(gpt, random_plan(gpt, seed))
 
 
-def test_running_statistics(cnn: Case) -> None:
-    assert_trains_alike(cnn, make_plan(cnn, sharding("sample"), (2,), num_microbatches=2))
+@pytest.mark.parametrize("ways", [1, 2])
+def test_running_statistics(cnn: Case, ways: int) -> None:
+    """Of one rank torch's kernel changes them itself, which its schema does not say."""
+    assert_trains_alike(cnn, make_plan(cnn, sharding("sample"), (ways,), num_microbatches=2))
 
 
 def test_halos() -> None:
