@@ -94,17 +94,30 @@ def cases() -> list[Case]:
 
 def ours(case: Case, comm: Communicator, *, timed: bool) -> Step:
     """A step of a plan on one device."""
-    model = _made(case)
-    graph = capture(model, (), case.batch)
-    program = lower(_plan(graph, case.training), graph)
-    interpreter = Interpreter(program, comm, model_state(model))
+    interpreter = interpreter_of(case, comm)
     return lambda: interpreter.step(case.batch) if timed else interpreter.issue(case.batch)
 
 
-def theirs(case: Case) -> Step:
-    """A step of eager torch, with its fused optimizer."""
-    model, training = _made(case), case.training
-    batch = dict(case.batch)
+def interpreter_of(case: Case, comm: Communicator) -> Interpreter:
+    """What runs the plan of one device for a case."""
+    model = _made(case)
+    graph = capture(model, (), case.batch)
+    return Interpreter(lower(_plan(graph, case.training), graph), comm, model_state(model))
+
+
+def theirs(
+    case: Case,
+    device: str = "cpu",
+    *,
+    compiled: Callable[[nn.Module], nn.Module] = lambda model: model,
+    capturable: bool = False,
+) -> Step:
+    """A step of torch, with its fused optimizer: eager, or of the model as it is `compiled`.
+
+    A CUDA graph can record a step whose optimizer is `capturable`: it counts on the device.
+    """
+    model, training = _made(case).to(device), case.training
+    batch = {name: each.to(device) for name, each in case.batch.items()}
     if training.precision == "bfloat16":
         model = model.bfloat16()
         batch = {
@@ -112,11 +125,14 @@ def theirs(case: Case) -> Step:
             for name, each in batch.items()
         }
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=training.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=training.learning_rate, fused=True, capturable=capturable
+    )
+    forward = compiled(model)
 
     def step() -> None:
         with torch.enable_grad():
-            loss = model(**batch)
+            loss = forward(**batch)
             loss.backward()
         if training.clip_norm:
             torch.nn.utils.clip_grad_norm_(parameters, training.clip_norm, foreach=True)

@@ -147,12 +147,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Setting:
-    """Plans of models, each on all devices of a cluster; `device` is what torch calls them."""
+    """Plans of models, each on all devices of a cluster; `device` is what torch calls them.
+
+    Every plan gets so many `turns`.
+    """
 
     cluster: Cluster
     device: str
     models: Models
     plans: tuple[tuple[str, str], ...]
+    turns: int = TURNS
 
     @property
     def load(self) -> int:
@@ -317,7 +321,7 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
         runners.append((interpreter, Batches(batch_of(model, graph), graph)))
     turns: list[list[Turn]] = [[] for _ in runners]
     timings: LinkTimings = []
-    for turn in range(TURNS):
+    for turn in range(setting.turns):
         if comm.rank == 0:
             profile(setting, plans, folder / f"{turn}.sqlite")
         comm.barrier()
@@ -345,11 +349,38 @@ def _summary(turns: Sequence[Turn]) -> dict[str, object]:
     }
 
 
-def line(plan: Plan, predicted: Simulation, measured: Measured) -> dict[str, object]:
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """A plan as it was predicted and measured."""
+
+    plan: Plan
+    predicted: Simulation
+    measured: Measured
+
+
+def compared(setting: Setting) -> tuple[list[Compared], Cluster]:
+    """Every plan of a setting, measured and then predicted, and the cluster with its link."""
+    kind = setting.cluster.device_type(0).name
+    with tempfile.TemporaryDirectory() as folder:
+        cache_file = Path(folder, "timings.sqlite")
+        measured, cluster = measure(setting, cache_file)
+        with TimingCache(cache_file) as timings:
+            here = describe_environment(setting.device, load=setting.load)
+            costs = MeasuredCosts(timings, {kind: here}, default_costs())
+    plans = [replace(plan, cluster=cluster) for plan in setting.all_plans()]
+    found = [
+        Compared(plan, simulate_plan(plan, setting.graph(model), costs), each)
+        for (model, _), plan, each in zip(setting.plans, plans, measured, strict=True)
+    ]
+    return found, cluster
+
+
+def line(each: Compared) -> dict[str, object]:
     """What is printed of one plan."""
+    predicted, measured = each.predicted, each.measured
     parts = compare(predicted, measured).rows[1:]
     return {
-        "plan": plan.name,
+        "plan": each.plan.name,
         "predicted_ms": round(predicted.step_time * 1e3, 2),
         "measured_ms": round(measured.step_time * 1e3, 2),
         "error": round(100 * (predicted.step_time / measured.step_time - 1), 1),
@@ -408,18 +439,8 @@ def main() -> None:
         run_rank(arguments.rank)
         return
     setting = one_device(arguments.one_device) if arguments.one_device else TWO_PROCESSES
-    kind = setting.cluster.device_type(0).name
-    with tempfile.TemporaryDirectory() as folder:
-        cache_file = Path(folder, "timings.sqlite")
-        measured, cluster = measure(setting, cache_file)
-        with TimingCache(cache_file) as timings:
-            here = describe_environment(setting.device, load=setting.load)
-            costs = MeasuredCosts(timings, {kind: here}, default_costs())
-    plans = [replace(plan, cluster=cluster) for plan in setting.all_plans()]
-    lines = [
-        line(plan, simulate_plan(plan, setting.graph(model), costs), found)
-        for (model, _), plan, found in zip(setting.plans, plans, measured, strict=True)
-    ]
+    found, cluster = compared(setting)
+    lines = [line(each) for each in found]
     for each in lines:
         print(json.dumps(each), flush=True)
     ranks = spearmanr([x["predicted_ms"] for x in lines], [x["measured_ms"] for x in lines])

@@ -1,0 +1,71 @@
+"""All that a machine with a GPU has to show of the CUDA part, in stages, in one command.
+
+    python -m benchmarks.gpu --out results                  all stages, for nine minutes
+    python -m benchmarks.gpu --out results                  again: goes on where it ended
+    python -m benchmarks.gpu --out results --again          what failed or was left out, once more
+    python -m benchmarks.gpu --out results --stage kernels  one stage
+    python -m benchmarks.gpu --out results --write          what is there, into docs/gpu-results.md
+    python -m benchmarks.gpu --out rehearsed --rehearse     small, on stand-ins, without a GPU
+
+A stage is a process with a time limit, a case of it a line of JSON in ``OUT/STAGE.jsonl`` that is
+written at once. What fails, hangs or crashes is one case: the next one follows in a new process.
+What a stage printed is in ``OUT/STAGE.log``, pictures beside it.
+
+Exit codes: 0 all is done, 1 a case failed, 2 wrong input, 3 the time was too short for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.runner import run_stages
+from benchmarks.gpu.setting import BAD, LEFT, STAGES, Setting
+from benchmarks.gpu.summary import PAGE, summary, write_summary
+
+ROOM_MINUTES = 0.5
+"""At the end of the minutes that are given, in which no case is begun."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; see the module."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
+    made.add_argument("--out", type=Path, required=True, help="folder of the results")
+    made.add_argument("--minutes", type=float, default=9.0, help="for this call in all")
+    made.add_argument("--stage", choices=STAGES, help="this one only")
+    made.add_argument("--again", action="store_true", help="what failed or was left out too")
+    made.add_argument("--rehearse", action="store_true", help="on stand-ins for a GPU, small")
+    made.add_argument(
+        "--write", action="store_true", help=f"only put what is there into {PAGE.name}"
+    )
+    return made
+
+
+def main() -> int:
+    """Run the stages that are left, or write down what they showed."""
+    options = parser()
+    arguments = options.parse_args()
+    if arguments.minutes <= ROOM_MINUTES:
+        options.error(f"--minutes {arguments.minutes:g}: more than {ROOM_MINUTES:g} are needed")
+    setting = Setting(arguments.out.resolve(), rehearse=arguments.rehearse)
+    if not (arguments.rehearse or arguments.write or torch.cuda.is_available()):
+        options.error("torch finds no CUDA device here; --rehearse runs all on stand-ins")
+    try:
+        if arguments.write:
+            write_summary(setting, PAGE)
+            return 0
+        stages = (arguments.stage,) if arguments.stage else STAGES
+        seconds = 60 * (arguments.minutes - ROOM_MINUTES)
+        lines = run_stages(setting, stages, seconds, again=arguments.again)
+    except ValueError as error:
+        options.error(str(error))
+    print(summary(lines))
+    states = {str(line["state"]) for line in lines}
+    return 1 if states & BAD else 3 if LEFT in states else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The stages, one a module; `cases` of each says what it shows."""

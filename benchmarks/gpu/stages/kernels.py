@@ -1,0 +1,135 @@
+"""Our kernels against torch's: arithmetic first, then speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.setting import Case, Figures, Setting
+from benchmarks.gpu.worlds import kernels, seconds_of
+from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.state.optimizers import EPSILON
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPTIMIZERS = ("adam", "sgd")
+STEPS = 5
+RATE, DECAY = 1e-3, 0.1
+REPEATS = 20
+BYTES = {"adam": 28, "sgd": 12}
+"""That an update of a float32 parameter must read and write."""
+
+
+def cases(setting: Setting) -> list[Case]:
+    """Every optimizer in every dtype of gradients, the words of dropout, and their speeds."""
+    right = [
+        Case(f"{optimizer}, {dtype}", _bound(_update, setting, optimizer, dtype))
+        for optimizer in OPTIMIZERS
+        for dtype in DTYPES
+    ]
+    fast = [
+        Case(f"speed of {optimizer}, {dtype}", _bound(_update_speed, setting, optimizer, dtype))
+        for optimizer in OPTIMIZERS
+        for dtype in ("float32", "bfloat16")
+    ]
+    return [
+        *right,
+        Case("words of dropout", lambda: _words(setting)),
+        *fast,
+        Case("speed of words", lambda: _words_speed(setting)),
+    ]
+
+
+def _bound(run: Callable[..., Figures], *given: object) -> Callable[[], Figures]:
+    return lambda: run(*given)
+
+
+def _ours(optimizer: str) -> FusedSGD:
+    training = Training(optimizer=optimizer, learning_rate=RATE, weight_decay=DECAY)
+    return FusedAdam(training, EPSILON) if optimizer == "adam" else FusedSGD(training)
+
+
+def _theirs(optimizer: str, parameter: Tensor) -> torch.optim.Optimizer:
+    if optimizer == "adam":
+        return torch.optim.AdamW([parameter], lr=RATE, weight_decay=DECAY, eps=EPSILON, fused=True)
+    return torch.optim.SGD([parameter], lr=RATE, weight_decay=DECAY, fused=True)
+
+
+def _update(setting: Setting, optimizer: str, dtype: str) -> Figures:
+    """Masters after some steps, and the copy that is written beside."""
+    size = setting.size(1_000_003, 1003)
+    with kernels(setting):
+        update = _ours(optimizer)
+        ours, theirs = (torch.linspace(-1, 1, size, device=setting.device) for _ in range(2))
+        copy = None if dtype == "float32" else torch.empty_like(ours, dtype=DTYPES[dtype])
+        by_torch = _theirs(optimizer, theirs.requires_grad_())
+        for step in range(STEPS):
+            update.rate = by_torch.param_groups[0]["lr"] = RATE * (step + 1)
+            gradient = torch.randn_like(ours).to(DTYPES[dtype])
+            theirs.grad = gradient.float()
+            update("p", ours, gradient, copy)
+            by_torch.step()
+        off = float((ours - theirs.detach()).abs().max() / theirs.detach().abs().max())
+        same = copy is None or bool(torch.equal(copy, ours.to(DTYPES[dtype])))
+    return {"error": off, "copy_is_rounded": same, "agrees": off < 1e-5 and same}
+
+
+def _update_speed(setting: Setting, optimizer: str, dtype: str) -> Figures:
+    size = setting.size(1 << 27, 1 << 10)
+    with kernels(setting):
+        update = _ours(optimizer)
+        ours, theirs = (torch.zeros(size, device=setting.device) for _ in range(2))
+        copy = None if dtype == "float32" else torch.empty_like(ours, dtype=DTYPES[dtype])
+        by_torch = _theirs(optimizer, theirs.requires_grad_())
+        gradient = torch.randn(size, device=setting.device, dtype=DTYPES[dtype])
+        theirs.grad = gradient.float()
+
+        def mine() -> None:
+            update("p", ours, gradient, copy)
+
+        spent = [_best(setting, run) for run in (mine, by_torch.step)]
+    moved = size * (BYTES[optimizer] - (0 if copy is None else 4 - 2 - 2))
+    return {
+        "ours_ms": 1e3 * spent[0],
+        "theirs_ms": 1e3 * spent[1],
+        "ratio": spent[0] / spent[1],
+        "ours_gb_s": moved / spent[0] / 1e9,
+    }
+
+
+def _best(setting: Setting, run: Callable[[], object]) -> float:
+    run()
+    return min(seconds_of(setting, run, REPEATS) for _ in range(3))
+
+
+def _words(setting: Setting) -> Figures:
+    rows, width = torch.tensor([0, 3, 2**33], device=setting.device), 1003
+    key = RandomStream(1).key("drop")
+    with kernels(setting):
+        fused = DeviceWords(torch.device(setting.device))
+        same = [
+            torch.equal(fused(rows, 5, width, step, key), words(rows, 5, width, step, key))
+            for step in (0, 9, 2**32 - 1)
+        ]
+    return {"agrees": all(same)}
+
+
+def _words_speed(setting: Setting) -> Figures:
+    rows = torch.arange(setting.size(1 << 14, 8), device=setting.device)
+    width, key = setting.size(1 << 12, 16), RandomStream(1).key("drop")
+    with kernels(setting):
+        fused = DeviceWords(torch.device(setting.device))
+        ours = _best(setting, lambda: fused(rows, 0, width, 1, key))
+        theirs = _best(setting, lambda: words(rows, 0, width, 1, key))
+        mask = torch.empty(len(rows), width, device=setting.device)
+        drawn = _best(setting, lambda: mask.bernoulli_(0.5))
+    return {
+        "ours_ms": 1e3 * ours,
+        "of_torch_operators_ms": 1e3 * theirs,
+        "bernoulli_ms": 1e3 * drawn,
+        "ratio": ours / theirs,
+    }

@@ -1,0 +1,69 @@
+"""Predicted against measured steps of eight plans on one device, with timelines of both."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import replace
+from importlib.util import find_spec
+
+from benchmarks.gpu.models import preset_here
+from benchmarks.gpu.results import lines_of
+from benchmarks.gpu.setting import Case, Figures, Setting, SkippedError
+from benchmarks.local_fidelity import Compared, Models, compared, line, one_device
+from stratagem.runs.predicted_and_measured import compare
+from stratagem.simulator.graph.models import gpt, mlp, resnet
+
+TURNS, TINY_TURNS = 7, 1
+TINY_MODELS: Models = {
+    "gpt": lambda: gpt(
+        num_layers=1, hidden=32, num_heads=2, vocabulary=4096, sequence=16, batch=4
+    ),
+    "mlp": lambda: mlp([64, 128, 1024], batch=16),
+    "resnet18": lambda: resnet(18, batch=8, image=32, classes=100),
+}
+KINDS = ("gpt", "mlp", "resnet")
+STAGE = "steps"
+
+
+def cases(setting: Setting) -> list[Case]:
+    """The plans of a model take turns; then what all of them say together."""
+    found = [Case(kind, lambda kind=kind: _plans(setting, kind), 300) for kind in KINDS]
+    return [*found, Case("median", lambda: _median(setting))]
+
+
+def _plans(setting: Setting, kind: str) -> Figures:
+    given = one_device(preset_here(setting))
+    if setting.rehearse:
+        given = replace(given, models=TINY_MODELS)
+    plans = tuple(each for each in given.plans if each[0].startswith(kind))
+    found, _ = compared(replace(given, plans=plans, turns=setting.size(TURNS, TINY_TURNS)))
+    lines = [line(each) for each in found]
+    return {
+        "plans": [
+            {**told, "picture": _picture(setting, each)}
+            for told, each in zip(lines, found, strict=True)
+        ],
+        "errors": [each["error"] for each in lines],
+    }
+
+
+def _picture(setting: Setting, each: Compared) -> str:
+    """The file with both timelines, or why there is none."""
+    if find_spec("matplotlib") is None:
+        return "none: matplotlib is not installed"
+    name = re.sub(r"\W+", "-", each.plan.name) + ".png"
+    compare(each.predicted, each.measured, setting.out / name)
+    return name
+
+
+def _median(setting: Setting) -> Figures:
+    """Of all plans that were measured: half of them are predicted better than this."""
+    errors = [
+        abs(float(error))
+        for each in lines_of(setting, STAGE)
+        for error in each.get("errors", ())  # type: ignore[attr-defined]
+    ]
+    if not errors:
+        raise SkippedError("no plan has been measured")
+    return {"plans": len(errors), "median_error": statistics.median(errors)}

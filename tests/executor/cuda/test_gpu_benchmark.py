@@ -1,0 +1,181 @@
+"""The command that shows all of the CUDA part on a GPU: what it survives, and its rehearsal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import runner, summary
+from benchmarks.gpu.results import add, all_lines, file_of, lines_of
+from benchmarks.gpu.runner import ROOT, run_stages
+from benchmarks.gpu.setting import DONE, SKIPPED, STAGES, Setting, SkippedError
+from benchmarks.gpu.stages.one_rank import LOSSES_OFF
+from stratagem.simulator.kernel_times.training import PRECISIONS
+
+STAGE = "kernels"
+CASES = """
+import os, signal, sys, time
+from pathlib import Path
+from benchmarks.gpu import worker
+from benchmarks.gpu.setting import Case, SkippedError
+
+def skipped():
+    raise SkippedError("there is one GPU")
+
+def counted(setting):
+    with (setting.out / "runs.txt").open("a") as file:
+        file.write("run\\n")
+    return {"figure": 1.5}
+
+def cases(setting, stage):
+    return [
+        Case("first", lambda: counted(setting)),
+        Case("crashes", lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+        Case("hangs", lambda: time.sleep(600), seconds=0.5),
+        Case("fails", lambda: {"figure": 1 / (setting.out / "mended").exists()}),
+        Case("differs", lambda: {"agrees": False}),
+        Case("needs more", skipped),
+        Case("last", lambda: counted(setting)),
+    ]
+
+worker.cases_of = cases
+sys.exit(worker.main())
+"""
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """A folder, and a stage whose cases end in every way there is."""
+    script = tmp_path / "stage.py"
+    script.write_text(CASES)
+    monkeypatch.setattr(runner, "WORKER", (str(script),))
+    return Setting(tmp_path / "out", rehearse=True)
+
+
+def states(setting: Setting) -> dict[str, object]:
+    return {str(line["case"]): line["state"] for line in all_lines(setting, [STAGE])}
+
+
+ENDS = {
+    "first": "done",
+    "crashes": "crashed",
+    "hangs": "too slow",
+    "fails": "failed",
+    "differs": "wrong",
+    "needs more": "skipped",
+    "last": "done",
+}
+
+
+@pytest.mark.slow
+def test_a_crash_or_a_hang_stops_nothing_and_what_is_done_is_not_done_again(
+    setting: Setting,
+) -> None:
+    run_stages(setting, [STAGE], 120)
+    assert states(setting) == ENDS
+    told = {str(line["case"]): line for line in lines_of(setting, STAGE)}
+    assert "exit code -11" in str(told["crashes"]["why"])
+    assert "stage.py" in str(told["hangs"]["why"])
+    assert "ZeroDivisionError" in str(told["fails"]["why"])
+    before = file_of(setting, STAGE).read_text()
+    run_stages(setting, [STAGE], 120)
+    assert file_of(setting, STAGE).read_text() == before
+    (setting.out / "mended").touch()
+    run_stages(setting, [STAGE], 120, again=True)
+    assert states(setting) == {**ENDS, "fails": "done"}
+    assert (setting.out / "runs.txt").read_text().count("run") == 2
+
+
+@pytest.mark.slow
+def test_what_time_was_too_short_for_is_run_by_the_next_call(
+    setting: Setting, tmp_path: Path
+) -> None:
+    text = CASES.replace("os.kill(os.getpid(), signal.SIGSEGV)", '{"figure": 1}')
+    once = '{"figure": 1} if (setting.out / "mended").exists() else time.sleep(600), seconds=300'
+    (tmp_path / "stage.py").write_text(text.replace("time.sleep(600), seconds=0.5", once))
+    run_stages(setting, [STAGE], 30)
+    assert states(setting) == {"first": "done", "crashes": "done", "hangs": "left"}
+    (setting.out / "mended").touch()
+    run_stages(setting, [STAGE], 300)
+    done = dict.fromkeys(("crashes", "hangs", "fails"), "done")
+    assert states(setting) == {**ENDS, **done}
+
+
+def test_a_line_that_was_cut_off_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    add(setting, STAGE, "one", DONE, figure=1)
+    whole = file_of(setting, STAGE).read_text()
+    file_of(setting, STAGE).write_text(whole + whole[: len(whole) // 2])
+    assert [line["case"] for line in lines_of(setting, STAGE)] == ["one"]
+
+
+def test_rehearsals_and_results_are_kept_apart(tmp_path: Path) -> None:
+    add(Setting(tmp_path), STAGE, "one", DONE)
+    with pytest.raises(ValueError, match="has results of GPUs; name another for a rehearsal"):
+        run_stages(Setting(tmp_path, rehearse=True), [STAGE], 1)
+
+
+def test_figures_take_the_place_of_those_before(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n## Figures\n\nnot run yet\n\n## Behind\n\ntext\n")
+    setting = Setting(tmp_path)
+    with pytest.raises(ValueError, match="has no results"):
+        summary.write_summary(setting, page)
+    add(setting, STAGE, "adam", DONE, seconds=1.0, error=1.25e-7, agrees=True)
+    add(setting, "nccl", "1f1b", SKIPPED, why="needs 2 GPUs, and there is 1")
+    summary.write_summary(setting, page)
+    once = page.read_text()
+    assert "| adam | done | error 1.25e-07 |" in once
+    assert "| 1f1b | skipped | needs 2 GPUs, and there is 1 |" in once
+    assert "not run yet" not in once
+    assert once.startswith("# Page\n\n## Figures\n")
+    assert once.endswith("\n\n## Behind\n\ntext\n")
+    summary.write_summary(setting, page)
+    assert page.read_text() == once
+    with pytest.raises(ValueError, match="a rehearsal shows nothing of a GPU"):
+        summary.write_summary(replace(setting, rehearse=True), page)
+
+
+def test_the_page_has_a_place_for_figures() -> None:
+    assert summary.HEADING in summary.PAGE.read_text("utf-8")
+
+
+def test_what_is_missing_is_named() -> None:
+    setting = Setting(Path("nowhere"), rehearse=True)
+    setting.need("json")
+    with pytest.raises(SkippedError, match="no_such_module is not installed"):
+        setting.need("json", "no_such_module")
+    with pytest.raises(SkippedError, match="needs 4 GPUs, and there is 2"):
+        setting.need_gpus(4)
+
+
+def test_every_precision_has_a_limit() -> None:
+    assert LOSSES_OFF.keys() == set(PRECISIONS)
+
+
+def command(*options: str) -> Sequence[str]:
+    return [sys.executable, "-m", "benchmarks.gpu", *options]
+
+
+@pytest.mark.slow
+def test_the_whole_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
+    """Every stage on stand-ins: all that agrees or is left out for a reason, and nothing else."""
+    run = [*command("--rehearse", "--out", str(tmp_path), "--minutes", "9")]
+    first = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert first.returncode == 0, first.stdout + first.stderr
+    for stage in STAGES:
+        lines = lines_of(Setting(tmp_path, rehearse=True), stage)
+        assert lines, stage
+        assert {line["state"] for line in lines} <= {DONE, SKIPPED}
+        assert all("why" in line for line in lines if line["state"] == SKIPPED)
+    texts = {path: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    assert all(json.loads(line) for text in texts.values() for line in text.splitlines())
+    again = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.stdout == first.stdout
+    assert {path: path.read_text() for path in tmp_path.glob("*.jsonl")} == texts
