@@ -4,12 +4,13 @@
     python -m benchmarks.gpu --out results                  again: goes on where it ended
     python -m benchmarks.gpu --out results --again          what failed or was left out, once more
     python -m benchmarks.gpu --out results --stage kernels  one stage
-    python -m benchmarks.gpu --out results --write          what is there, into docs/gpu-results.md
+    python -m benchmarks.gpu --out results --write          then docs/gpu-results.md has figures
     python -m benchmarks.gpu --out rehearsed --rehearse     small, on stand-ins, without a GPU
 
 A stage is a process with a time limit, a case of it a line of JSON in ``OUT/STAGE.jsonl`` that is
 written at once. What fails, hangs or crashes is one case: the next one follows in a new process.
-What a stage printed is in ``OUT/STAGE.log``, pictures beside it.
+What a stage printed is in ``OUT/STAGE.log``, pictures beside it. Without a GPU ``--write`` runs
+nothing, as results may have been brought from elsewhere.
 
 Exit codes: 0 all is done, 1 a case failed, 2 wrong input, 3 the time was too short for the rest.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.results import all_lines
 from benchmarks.gpu.runner import run_stages
 from benchmarks.gpu.setting import BAD, LEFT, STAGES, Setting
 from benchmarks.gpu.summary import PAGE, summary, write_summary
@@ -39,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--again", action="store_true", help="what failed or was left out too")
     made.add_argument("--rehearse", action="store_true", help="on stand-ins for a GPU, small")
     made.add_argument(
-        "--write", action="store_true", help=f"only put what is there into {PAGE.name}"
+        "--write", action="store_true", help=f"then put what is there into {PAGE.name}"
     )
     return made
 
@@ -51,15 +53,19 @@ def main() -> int:
     if arguments.minutes <= ROOM_MINUTES:
         options.error(f"--minutes {arguments.minutes:g}: more than {ROOM_MINUTES:g} are needed")
     setting = Setting(arguments.out.resolve(), rehearse=arguments.rehearse)
-    if not (arguments.rehearse or arguments.write or torch.cuda.is_available()):
+    if arguments.rehearse and arguments.write:
+        options.error("--write with --rehearse: a rehearsal shows nothing of a GPU")
+    can_run = arguments.rehearse or torch.cuda.is_available()
+    if not (can_run or arguments.write):
         options.error("torch finds no CUDA device here; --rehearse runs all on stand-ins")
+    stages = (arguments.stage,) if arguments.stage else STAGES
+    seconds = 60 * (arguments.minutes - ROOM_MINUTES)
     try:
+        if can_run:
+            run_stages(setting, stages, seconds, again=arguments.again)
         if arguments.write:
             write_summary(setting, PAGE)
-            return 0
-        stages = (arguments.stage,) if arguments.stage else STAGES
-        seconds = 60 * (arguments.minutes - ROOM_MINUTES)
-        lines = run_stages(setting, stages, seconds, again=arguments.again)
+        lines = all_lines(setting, stages)
     except ValueError as error:
         options.error(str(error))
     print(summary(lines))

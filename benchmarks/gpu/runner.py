@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from benchmarks.gpu.results import Line, add, all_lines, begun, has_ended, over, written
+from benchmarks.gpu.results import add, all_lines, begun, has_ended, over, written
 from benchmarks.gpu.setting import CRASHED, LEFT, SLOW, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ HUNG = "Timeout ("
 
 def run_stages(
     setting: Setting, stages: Sequence[str], seconds: float, *, again: bool = False
-) -> list[Line]:
+) -> None:
     """Run the cases of `stages` that are left, for so many seconds at most.
 
     Args:
@@ -36,9 +36,6 @@ def run_stages(
         seconds: after them the process under way is ended; what it had begun is run again by the
             next call.
         again: whether to run what failed or was left out before, too.
-
-    Returns:
-        The last line of every case of these that has one.
 
     Raises:
         ValueError: when the folder has results of the other kind.
@@ -59,7 +56,6 @@ def run_stages(
             if over(setting, stage, before=before, again=again) == done:
                 add(setting, stage, "start", CRASHED, why=f"exit code {code}: {told[-MOST_TOLD:]}")
                 break
-    return all_lines(setting, stages)
 
 
 def _run(

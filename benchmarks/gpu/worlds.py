@@ -32,8 +32,16 @@ def alone(setting: Setting, rank: Callable[[NcclCommunicator], T]) -> T:
     """
     if setting.rehearse:
         return played(1, rank)[0]
-    with _environment(), join_nccl() as comm, comm.working():
-        return rank(comm)
+    with _environment():
+        comm = join_nccl()
+        try:
+            with comm.working():
+                found = rank(comm)
+                comm.close()
+        except BaseException:
+            comm.leave()
+            raise
+    return found
 
 
 def played(size: int, rank: Callable[[NcclCommunicator], T]) -> list[T]:

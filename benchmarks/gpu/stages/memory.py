@@ -36,12 +36,12 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def _case(setting: Setting, way: Way) -> Figures:
-    layers, hidden, vocabulary, sequence, batch = setting.size(
-        (12, 1024, 32768, 1024, 8), (2, 32, 64, 16, 4)
+    layers, hidden, heads, vocabulary, sequence, batch = setting.size(
+        (12, 1024, 16, 32768, 1024, 8), (2, 32, 4, 64, 16, 4)
     )
     torch.manual_seed(0)
     module = SmallGPT(
-        num_layers=layers, hidden=hidden, num_heads=4, vocabulary=vocabulary, sequence=sequence
+        num_layers=layers, hidden=hidden, num_heads=heads, vocabulary=vocabulary, sequence=sequence
     )
     model = language(module, batch, sequence, vocabulary)
     training = Training(way.precision, way.optimizer, learning_rate=1e-4)

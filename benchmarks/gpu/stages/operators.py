@@ -17,7 +17,7 @@ from stratagem.simulator.torch_ops.capture.capture import capture
 
 CACHE = "timings.sqlite"
 PRECISIONS = ("bfloat16", "float32")
-SECONDS, TINY_SECONDS = 60.0, 4.0
+SECONDS, TINY_SECONDS = 20.0, 4.0
 """For one model in one precision; what is left is timed by the next case or call."""
 
 TINY = {"num_layers": 1, "hidden": 16, "num_heads": 2, "vocabulary": 32, "sequence": 8, "batch": 2}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from benchmarks.gpu import runner, summary
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.results import add, all_lines, file_of, lines_of
 from benchmarks.gpu.runner import ROOT, run_stages
 from benchmarks.gpu.setting import DONE, SKIPPED, STAGES, Setting, SkippedError
@@ -22,6 +24,7 @@ STAGE = "kernels"
 CASES = """
 import os, signal, sys, time
 from pathlib import Path
+from unittest.mock import patch
 from benchmarks.gpu import worker
 from benchmarks.gpu.setting import Case, SkippedError
 
@@ -138,8 +141,57 @@ def test_figures_take_the_place_of_those_before(tmp_path: Path) -> None:
     assert once.endswith("\n\n## Behind\n\ntext\n")
     summary.write_summary(setting, page)
     assert page.read_text() == once
-    with pytest.raises(ValueError, match="a rehearsal shows nothing of a GPU"):
-        summary.write_summary(replace(setting, rehearse=True), page)
+
+
+def test_a_rehearsal_is_not_written_down(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    add(Setting(tmp_path, rehearse=True), STAGE, "adam", DONE)
+    for options in (["--rehearse", "--write"], ["--write"]):
+        with (
+            patch.object(sys, "argv", ["gpu", "--out", str(tmp_path), *options]),
+            pytest.raises(SystemExit),
+        ):
+            main()
+    told = capsys.readouterr().err
+    assert "a rehearsal shows nothing of a GPU" in told
+    assert "has results of a rehearsal; name another for GPUs" in told
+
+
+BLOCKED = """
+import sys
+from importlib import import_module
+from benchmarks.gpu.setting import STAGES
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Blocked())
+for stage in STAGES:
+    try:
+        import_module(f"benchmarks.gpu.stages.{stage}")
+    except ModuleNotFoundError:
+        print(stage)
+"""
+FOR_DRAWINGS_AND_TESTS = "matplotlib,simpy,typer,pydantic,hypothesis,transformers,pytest,mkdocs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "without"),
+    [
+        (FOR_DRAWINGS_AND_TESTS, []),
+        (f"{FOR_DRAWINGS_AND_TESTS},cloudpickle,scipy", ["operators", "steps"]),
+    ],
+)
+def test_few_packages_suffice(missing: str, without: list[str]) -> None:
+    """Stages that cannot be imported without some packages: the page says which to bring."""
+    script = [sys.executable, "-c", BLOCKED, missing]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    found = subprocess.run(
+        script, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == without
 
 
 def test_the_page_has_a_place_for_figures() -> None:
