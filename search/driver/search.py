@@ -278,8 +278,9 @@ def _search_graph(
         Checkpoint(
             checkpoint,
             digest(
-                graph.fingerprint, cluster, situation.training, type(situation.costs).__name__,
-                budget.evaluations, seed, schedules, zeros, num_skeletons, options, wishes,
+                graph.fingerprint, cluster.to_json(), situation.training,
+                type(situation.costs).__name__, budget.evaluations, seed, schedules, zeros,
+                num_skeletons, options, wishes,
                 start.to_json() if start else None,
             ),
         ),

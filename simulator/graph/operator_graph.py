@@ -14,11 +14,15 @@ import hashlib
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
+from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.json_numbers import marked, unmarked
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.operators.gradient_paths import backward_runs, owners_of
 from stratagem.simulator.operators.operator import (
     DimKind,
@@ -43,15 +47,25 @@ from stratagem.simulator.operators.sums_over_samples import (
     sizes_cut,
 )
 
+GRAPH_FORM = FileForm(version=1, remedy="capture the model again", format="stratagem graph")
+
 
 @dataclass(frozen=True)
-class OperatorGraph:
+class OperatorGraph(SavedValue):
     """A training step: operators in topological order, ending in a scalar loss.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph = mlp([8, 8], batch=4)
+        >>> OperatorGraph.from_json(graph.to_json()) == graph
+        True
 
     Raises:
         ValueError: on a broken graph: an unknown source, dim or parameter, a size below 1, a view
             that does not fit its source, or a name used twice. The message names the operator.
     """
+
+    FILE: ClassVar[str] = "graph file"
 
     name: str
     inputs: tuple[GraphInput, ...]
@@ -74,6 +88,19 @@ class OperatorGraph:
             f"<OperatorGraph {self.name!r}: {len(self.operators)} operators, "
             f"{self.num_parameters:,} parameters>"
         )
+
+    def to_json(self) -> str:
+        """The text of a graph file, which `capture` of the command line writes too."""
+        return encode({**GRAPH_FORM.head, "graph": _with_attributes(self, marked)})
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str | None = None) -> OperatorGraph:
+        """Read the text of a graph file."""
+        what = what or cls.FILE
+        GRAPH_FORM.check(text, what)
+        file = decode(text, _GraphFile, what)
+        with reading(what):
+            return _with_attributes(file.graph, unmarked)
 
     @cached_property
     def readers(self) -> tuple[tuple[Edge, ...], ...]:
@@ -390,6 +417,23 @@ def _check_names(graph: OperatorGraph) -> None:
             raise ValueError(f"graph {graph.name!r}: {what} name {twice[0]!r} is used twice")
     if not graph.operators:
         raise ValueError(f"graph {graph.name!r} has no operators")
+
+
+@dataclass(frozen=True)
+class _GraphFile:
+    """What a graph file holds."""
+
+    format: str
+    version: int
+    graph: OperatorGraph
+
+
+def _with_attributes(graph: OperatorGraph, change: Callable[[Any], Any]) -> OperatorGraph:
+    operators = tuple(
+        replace(o, attributes={name: change(value) for name, value in o.attributes.items()})
+        for o in graph.operators
+    )
+    return replace(graph, operators=operators)
 
 
 def _check_ties(graph: OperatorGraph) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
-from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
-from stratagem.simulator.base.files import decode, read_text
+from stratagem.simulator.base.files import decode, encode
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.hardware.device_type import DeviceType
 
 
@@ -198,8 +199,11 @@ class Calibration:
         return device if launch == device.launch_us else device.launched(launch)
 
 
+CLUSTER_FORM = FileForm(version=1, remedy="write the cluster file again")
+
+
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(SavedValue):
     """Equal-sized nodes of devices, device `i` on node ``i // devices_per_node``.
 
     Example:
@@ -216,6 +220,8 @@ class Cluster:
         ValueError: on sizes below 1, a slow-down below 0, or a node whose device type is not
             described.
     """
+
+    FILE: ClassVar[str] = "cluster file"
 
     name: str
     devices_per_node: int
@@ -249,6 +255,11 @@ class Cluster:
                     f"cluster {self.name!r}: node {node} has device type {kind!r}, but only "
                     f"{known} is described in device_types"
                 )
+
+    def __repr__(self) -> str:
+        kinds = " and ".join(dict.fromkeys(self.node_devices))
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+        return f"<Cluster {self.name!r}: {nodes} of {self.devices_per_node} {kinds}>"
 
     @cached_property
     def _types(self) -> dict[str, DeviceType]:
@@ -293,17 +304,29 @@ class Cluster:
         cluster = decode(_with_bundled_devices(text, name), cls, f"preset {name}")
         return cluster.resized(num_nodes=num_nodes, devices_per_node=devices_per_node)
 
-    @classmethod
-    def load(cls, path: str | Path) -> Cluster:
-        """Read a cluster file (JSON; fields as in this class).
+    def to_json(self) -> str:
+        """The text of a cluster file: the fields of this class, and its version.
 
-        An entry of `device_types` may be the name of a bundled device instead of a description.
+        Example:
+            >>> cluster = Cluster.preset("dgx-a100")
+            >>> Cluster.from_json(cluster.to_json()) == cluster
+            True
+        """
+        return encode({**CLUSTER_FORM.head, **msgspec.to_builtins(self)})
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str | None = None) -> Cluster:
+        """Read the text of a cluster file (JSON; fields as in this class).
+
+        An entry of `device_types` may be the name of a bundled device instead of a description;
+        the version may be left out.
 
         Raises:
             ValueError: names the file, the field and what was expected.
         """
-        what = f"cluster file {path}"
-        found = decode(_with_bundled_devices(read_text(path, "cluster file"), what), cls, what)
+        what = what or "cluster"
+        CLUSTER_FORM.check(text, what)
+        found = decode(_with_bundled_devices(text, what), cls, what)
         found.check_figures(what)
         return found
 
@@ -367,14 +390,17 @@ MOST_DEVICES = 2**17
 
 
 def _with_bundled_devices(text: str, what: str) -> str:
-    """The same JSON with the names of bundled devices replaced by their descriptions."""
+    """The fields alone, with the names of bundled devices replaced by their descriptions."""
     try:
         given = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError):
         return text  # whoever decodes it says what is wrong
-    kinds = given.get("device_types") if isinstance(given, dict) else None
-    if not isinstance(kinds, list):
+    if not isinstance(given, dict):
         return text
+    given.pop("version", None)
+    kinds = given.get("device_types")
+    if not isinstance(kinds, list):
+        return msgspec.json.encode(given).decode()
     try:
         described = [
             msgspec.to_builtins(DeviceType.preset(kind)) if isinstance(kind, str) else kind

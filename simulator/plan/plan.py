@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from typing import ClassVar
 
-from stratagem.simulator.base.files import decode, encode, read_text, reading, write_text
+from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.graph.image_splits import split_images
 from stratagem.simulator.graph.local_statistics import local_statistics
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -24,7 +25,7 @@ from stratagem.simulator.schedules.named_schedules import CHIMERA, schedule_by_n
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.pieces_and_fusion import check_fusion, check_pieces
 
-PLAN_VERSION = 2
+PLAN_FORM = FileForm(version=2, remedy="search again")
 CUSTOM = "custom"
 """Name of a schedule whose orders the plan itself lists."""
 
@@ -52,7 +53,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedValue):
     """Stages, their meshes and choices, the schedule: everything the executor needs.
 
     Stages on the same devices are on one rank; ranks are numbered as the stages bring them up.
@@ -74,6 +75,8 @@ class Plan:
         ValueError: when stages share some of their devices, a device is not in the cluster, or
             the schedule is unknown, invalid or not for these stages and ranks.
     """
+
+    FILE: ClassVar[str] = "plan file"
 
     name: str
     model: str
@@ -316,32 +319,16 @@ class Plan:
                         f"{self.stage_of[read.source]}"
                     )
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan file, whole or not at all."""
-        write_text(path, self.to_json())
-
     def to_json(self) -> str:
         """The text of the plan file; equal plans have equal text."""
         return encode(_to_file(self))
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read a plan file.
-
-        Raises:
-            ValueError: names the file, the field and what was expected there.
-        """
-        return cls.from_json(read_text(path, "plan file"), what=f"plan file {path}")
-
-    @classmethod
-    def from_json(cls, text: str, *, what: str = "plan") -> Plan:
+    def from_json(cls, text: str, *, what: str | None = None) -> Plan:
         """Read the text of a plan file."""
+        what = what or "plan"
+        PLAN_FORM.check(text, what)
         file = decode(text, _PlanFile, what)
-        if file.version != PLAN_VERSION:
-            raise ValueError(
-                f"{what} has version {file.version}, this program reads "
-                f"{PLAN_VERSION}; search again"
-            )
         with reading(what):
             plan = _from_file(file)
             plan.cluster.check_figures("its cluster")
@@ -408,7 +395,7 @@ def _to_file(plan: Plan) -> _PlanFile:
         for stage in plan.stages
     )
     return _PlanFile(
-        version=PLAN_VERSION,
+        version=PLAN_FORM.version,
         name=plan.name,
         model=plan.model,
         fingerprint=plan.fingerprint,

@@ -15,12 +15,15 @@ import dataclasses
 import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.packed_numbers import packed, unpacked
+from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_duration
 
@@ -49,14 +52,54 @@ class Row(NamedTuple):
     end: int
 
 
+TIMELINE_FORM = FileForm(
+    version=1, remedy="simulate or run the plan again", format="stratagem timeline"
+)
+
+
+@dataclass(frozen=True)
+class PackedTimeline:
+    """A timeline as its file holds it: every task once, numbers packed (see `packed`).
+
+    Attributes:
+        label: of the timeline.
+        lanes: labels, from top to bottom.
+        tasks: name and kind, each pair once.
+        task: of every row, indices into ``tasks``.
+        lane: of every row, indices into ``lanes``.
+        start: of every row, ns.
+        length: of every row, ns.
+    """
+
+    label: str
+    lanes: tuple[str, ...]
+    tasks: tuple[tuple[str, str], ...]
+    task: str
+    lane: str
+    start: str
+    length: str
+
+
+@dataclass(frozen=True)
+class _TimelineFile:
+    """What a timeline file holds."""
+
+    format: str
+    version: int
+    timeline: PackedTimeline
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Timeline:
+class Timeline(SavedValue):
     """Rows as columns, in any order.
 
     Example:
         >>> rows = [Row("0F0", TaskKind.FORWARD, "stage 0 · compute", 0, 2_500_000)]
         >>> from_rows(rows, label="predicted").duration
         0.0025
+        >>> timeline = from_rows(rows, label="predicted")
+        >>> Timeline.from_json(timeline.to_json()).names
+        ('0F0',)
 
     Attributes:
         label: such as ``predicted`` or ``measured``.
@@ -71,6 +114,8 @@ class Timeline:
         ValueError: if columns differ in length or type, a lane is unknown or named twice, or a
             task ends before it starts.
     """
+
+    FILE: ClassVar[str] = "timeline file"
 
     label: str
     lanes: tuple[str, ...]
@@ -117,6 +162,56 @@ class Timeline:
         return (
             f"<table><caption>{caption}, {self.num_rows:,} rows</caption>"
             f"<tr><th>lane</th><th>busy</th><th>utilisation</th></tr>{rows}{more}</table>"
+        )
+
+    def to_json(self) -> str:
+        """The text of a timeline file."""
+        return encode({**TIMELINE_FORM.head, "timeline": self.packed()})
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str | None = None) -> Timeline:
+        """Read the text of a timeline file."""
+        what = what or cls.FILE
+        TIMELINE_FORM.check(text, what)
+        file = decode(text, _TimelineFile, what)
+        with reading(what):
+            return cls.unpacked(file.timeline)
+
+    def packed(self) -> PackedTimeline:
+        """The same in little room, for files."""
+        pairs = [(n, kind.value) for n, kind in zip(self.names, self.kinds, strict=True)]
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        return PackedTimeline(
+            label=self.label,
+            lanes=self.lanes,
+            tasks=tuple(numbers),
+            task=packed(np.array([numbers[pair] for pair in pairs], np.int64)),
+            lane=packed(self.lane),
+            start=packed(self.start),
+            length=packed(self.end - self.start),
+        )
+
+    @classmethod
+    def unpacked(cls, found: PackedTimeline) -> Timeline:
+        """The timeline that was packed.
+
+        Raises:
+            ValueError: if it is none: numbers are damaged, or rows are of unknown tasks or lanes.
+        """
+        task, start = unpacked(found.task), unpacked(found.start)
+        lane, length = unpacked(found.lane), unpacked(found.length)
+        if task.size and not 0 <= task.min() <= task.max() < len(found.tasks):
+            raise ValueError(f"its rows are of other tasks than the {len(found.tasks)} listed")
+        if length.shape != start.shape:
+            raise ValueError(f"it has {start.size} starts but {length.size} lengths; one each")
+        return cls(
+            label=found.label,
+            lanes=found.lanes,
+            names=tuple(found.tasks[number][0] for number in task.tolist()),
+            kinds=tuple(TaskKind(found.tasks[number][1]) for number in task.tolist()),
+            lane=lane,
+            start=start,
+            end=start + length,
         )
 
     def to_dict(self) -> dict[str, Any]:

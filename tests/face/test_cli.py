@@ -20,7 +20,6 @@ from stratagem.executor.results.result_file import Report
 from stratagem.face import verbs
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
-from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
@@ -66,7 +65,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
     (tmp_path / "small_model.py").write_text(MODEL)
-    (tmp_path / "graph.json").write_text(graph_to_json(mlp([64, 64, 64], batch=32)))
+    (tmp_path / "graph.json").write_text(mlp([64, 64, 64], batch=32).to_json())
     return tmp_path
 
 
@@ -176,7 +175,7 @@ def test_options_of_a_search_are_in_the_plan(place: Path) -> None:
 def test_schedules_side_by_side(place: Path) -> None:
     """The pipeline of a plan under each schedule; a plan without one says what is missing."""
     graph = mlp([64] * 9, batch=32)
-    (place / "deep.json").write_text(graph_to_json(graph))
+    (place / "deep.json").write_text(graph.to_json())
     situation = Situation(graph, Cluster.preset("dgx-a100"), Training(), RooflineCosts())
     plans = baseline_plans(situation)
     plans["1F1B pipeline"].plan.save("pipeline.json")

@@ -21,7 +21,6 @@ from stratagem.face import diagnosis, verbs
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.misspelt_names import nearest, unknown
-from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster, preset_names
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
@@ -70,7 +69,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "answer_model", raising=False)
     (tmp_path / "answer_model.py").write_text(MODEL)
     graph = mlp([64] * 9, batch=32)
-    (tmp_path / "graph.json").write_text(graph_to_json(graph))
+    (tmp_path / "graph.json").write_text(graph.to_json())
     cluster = Cluster.preset("dgx-a100", num_nodes=1)
     plans = baseline_plans(Situation(graph, cluster, Training(), RooflineCosts()))
     plans["1F1B pipeline"].plan.save("pipeline.json")
@@ -193,7 +192,7 @@ class TestJson:
 class TestExitCodes:
     def test_no_plan_that_fits(self, place):
         """The plan is written, and the exit code says that its memory does not do."""
-        (place / "large.json").write_text(graph_to_json(mlp([60_000, 60_000], batch=8)))
+        (place / "large.json").write_text(mlp([60_000, 60_000], batch=8).to_json())
         small = ("-c", "p3.16xlarge", "--nodes", "1", "--devices", "2", "--evaluations", "5")
         shown = call("search", "large.json", *small, "-o", "large_plan.json", "--json")
         assert shown.exit_code == 1, shown.output

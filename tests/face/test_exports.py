@@ -28,7 +28,6 @@ from stratagem.searcher.space.skeletons import Options, operator_choices, skelet
 from stratagem.searcher.space.strategies import with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.files import write_text
-from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard
@@ -357,7 +356,7 @@ def test_command_line_exports_a_plan(tmp_path: Path) -> None:
     graph = graph_of("gpt")
     plan, model, out = (tmp_path / name for name in ("plan.json", "graph.json", "arguments"))
     TrainingSetup(tensor=2).plan(graph, CLUSTER).save(plan)
-    write_text(model, graph_to_json(graph))
+    write_text(model, graph.to_json())
     words = ["export", str(plan), "--model", str(model), "--out", str(out), "--to"]
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*words, "megatron"])
     assert done.exit_code == 0, done.output

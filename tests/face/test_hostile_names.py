@@ -19,9 +19,7 @@ from stratagem.cli.shared.rich_tables import simple_table
 from stratagem.exports import FORMATS, export
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import files
-from stratagem.simulator.base.files import encode
 from stratagem.simulator.base.hostile_texts import printable, python_text
-from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -56,7 +54,7 @@ def named(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[Plan, OperatorGra
     """The plan and graph with another name for an axis, a module, the plan and the model."""
     monkeypatch.setattr(files, "check_texts", lambda value, what: None)
     said = json.dumps(name)[1:-1]
-    graph = graph_from_json(graph_to_json(GRAPH).replace(f'"{MODULE}.', f'"{said}.'))
+    graph = OperatorGraph.from_json(GRAPH.to_json().replace(f'"{MODULE}.', f'"{said}.'))
     text = PLAN.to_json().replace(f'"{MODULE}.', f'"{said}.').replace(f'"{AXIS}"', f'"{said}"')
     plan = replace(Plan.from_json(text), name=name, model=name, fingerprint=graph.fingerprint)
     return plan, replace(graph, name=name)
@@ -117,13 +115,13 @@ def test_files_with_control_characters_in_a_name_are_refused(tmp_path: Path, nam
     said = json.dumps(name)[1:-1]
     texts = {
         "axis": (PLAN.to_json().replace(f'"{AXIS}"', f'"{said}"'), Plan.from_json),
-        "operator": (graph_to_json(GRAPH).replace(f'"{MODULE}.', f'"{said}.'), graph_from_json),
+        "operator": (GRAPH.to_json().replace(f'"{MODULE}.', f'"{said}.'), OperatorGraph.from_json),
     }
     for text, read in texts.values():
         with pytest.raises(ValueError, match=f"has character {character} .*take it out"):
             read(text)
     path = tmp_path / "cluster.json"
-    path.write_text(encode(CLUSTER).replace(CLUSTER.name, said))
+    path.write_text(CLUSTER.to_json().replace(CLUSTER.name, said))
     with pytest.raises(ValueError, match=f"cluster file {path} has character {character}"):
         Cluster.load(path)
 
@@ -136,7 +134,7 @@ def test_names_of_other_scripts_are_names() -> None:
 def test_markup_in_names_is_not_interpreted(tmp_path: Path) -> None:
     name = "[/b] [bold red]x[/] :smile:"
     replace(PLAN, name=name).save(tmp_path / "plan.json")
-    (tmp_path / "graph.json").write_text(graph_to_json(GRAPH))
+    (tmp_path / "graph.json").write_text(GRAPH.to_json())
     runner = CliRunner()
     out = str(tmp_path / "out.py")
     given_ = [str(tmp_path / "plan.json"), "-m", str(tmp_path / "graph.json")]

@@ -31,8 +31,6 @@ from stratagem.profiler.imports import importing
 from stratagem.profiler.imports.importing import import_file
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import files
-from stratagem.simulator.base.files import encode
-from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
@@ -162,11 +160,16 @@ def _imported(path: Path) -> object:
 KINDS = {
     "plan": Kind(lambda folder: PLAN.to_json().encode(), _plan, json=True),
     "graph": Kind(
-        lambda folder: graph_to_json(GRAPH).encode(),
-        lambda path: graph_from_json(path.read_text(errors="replace")),
+        lambda folder: GRAPH.to_json().encode(),
+        sg.OperatorGraph.load,
         json=True,
     ),
-    "cluster": Kind(lambda folder: encode(CLUSTER).encode(), _cluster, json=True),
+    "cluster": Kind(lambda folder: CLUSTER.to_json().encode(), _cluster, json=True),
+    "timeline": Kind(
+        lambda folder: simulate_plan(PLAN, GRAPH, default_costs()).timeline.to_json().encode(),
+        lambda path: sg.Timeline.load(path).to_dict(),
+        json=True,
+    ),
     "report": Kind(_report, Report.load, json=True),
     "kineto": Kind(_trace, _imported, json=True),
     "nccl-tests": Kind(lambda folder: NCCL.encode(), _imported),
@@ -333,7 +336,7 @@ def test_a_plan_that_asks_for_too_much_is_refused(
 def test_a_cluster_beyond_all_bounds_is_refused(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    (tmp_path / "cluster").write_text(json.dumps(json.loads(encode(CLUSTER)) | change))
+    (tmp_path / "cluster").write_text(json.dumps(json.loads(CLUSTER.to_json()) | change))
     refused(_cluster, tmp_path / "cluster", words)
     with pytest.raises(ValueError, match="at most 131,072"):
         sg.Cluster.preset("dgx-a100", num_nodes=10**9)
@@ -342,7 +345,7 @@ def test_a_cluster_beyond_all_bounds_is_refused(
 @pytest.mark.parametrize("figure", [1e308, 1e12])
 def test_figures_of_devices_and_links_have_bounds(tmp_path: Path, figure: float) -> None:
     for part, name in (("device_types", "memory_gib"), ("intra_node", "latency_us")):
-        content = json.loads(encode(CLUSTER))
+        content = json.loads(CLUSTER.to_json())
         holder = content[part][0] if isinstance(content[part], list) else content[part]
         holder[name] = figure
         (tmp_path / "cluster").write_text(json.dumps(content))

@@ -40,9 +40,7 @@ from stratagem.cli.search import search
 from stratagem.cli.shared.named_models import load_graph
 from stratagem.cli.shared.options import WRONG_INPUT, AsJson, Model, print_json, speaker
 from stratagem.cli.simulate import compare, diff, schedules, simulate
-from stratagem.simulator.base.files import write_text
 from stratagem.simulator.base.hostile_texts import printable
-from stratagem.simulator.graph.graph_file import graph_to_json
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 """What is wrong with the input or the machine; anything else is a mistake of this program."""
@@ -130,7 +128,7 @@ def capture(
     Example: stratagem capture examples.gpt2:build --out graph.json
     """
     graph = load_graph(model)
-    write_text(out, graph_to_json(graph))
+    graph.save(out)
     speaker(as_json).print(
         f"{graph.name}: {len(graph.operators)} operators, {graph.num_parameters:,} parameters, "
         f"batch {graph.batch}; written to {out}",

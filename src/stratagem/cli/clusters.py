@@ -25,7 +25,6 @@ from stratagem.cli.shared.options import (
     speaker,
 )
 from stratagem.cli.shared.rich_tables import simple_table
-from stratagem.simulator.base.files import encode, write_text
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED, Cluster, Link, preset_names
 
 
@@ -69,7 +68,7 @@ def clusters(
         cluster = _fitted(say, cluster, cache)
     say.print(_shown(cluster))
     if out is not None:
-        write_text(out, encode(cluster))
+        cluster.save(out)
         say_written(say, out)
     if as_json:
         print_json(_facts(cluster))

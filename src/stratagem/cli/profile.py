@@ -28,7 +28,6 @@ from stratagem.cli.shared.options import (
 )
 from stratagem.cli.shared.rich_tables import result_table
 from stratagem.face.verbs import MAX_OPERATORS
-from stratagem.simulator.base.files import encode, write_text
 from stratagem.simulator.hardware.cluster import Cluster, preset_names
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
@@ -110,7 +109,7 @@ def profile(
     _print(say, done, training)
     if out is not None:
         found = measured_links(place, cache=cache)
-        write_text(out, encode(found.cluster))
+        found.cluster.save(out)
         say.print()
         say.print(result_table(found.table))
         say.print(

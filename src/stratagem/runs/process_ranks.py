@@ -31,7 +31,6 @@ from stratagem.executor.training.training_loop import RunOptions, warn_not_finit
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.runs.batch_feeder import Fed, Feeder
 from stratagem.simulator.base.files import atomic_path
-from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import ProcessBackend, Provenance
@@ -84,7 +83,7 @@ def run_processes(
         name = str(scratch.folder)
         task = {
             "plan": plan.to_json(),
-            "graph": graph_to_json(graph),
+            "graph": graph.to_json(),
             "model_state": dict(model_state),
             "batch": dict(data) if isinstance(data, Mapping) else None,
             "backend": backend,
@@ -169,7 +168,7 @@ def main() -> None:
     rates, batch = task["rates"], task["batch"]
     result = execute(
         Plan.from_json(task["plan"]),
-        graph_from_json(task["graph"]),
+        OperatorGraph.from_json(task["graph"]),
         task["model_state"],
         Fed(folder, int(os.environ["RANK"])) if batch is None else batch,
         backend=task["backend"],

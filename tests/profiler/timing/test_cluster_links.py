@@ -19,7 +19,6 @@ from stratagem.profiler import CollectiveTiming, TimingCache, time_collectives
 from stratagem.profiler.cache.timing_keys import CollectiveEntry, CollectiveKey, Measurement
 from stratagem.profiler.timing.collective_timing import KINDS
 from stratagem.profiler.timing.link_fits import fitted_links, price
-from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Cluster, Link
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
@@ -193,7 +192,7 @@ class TestDeviceHere:
         cluster = Cluster.preset(preset)
         with pytest.raises(ValueError, match=r"the GPU here is 'NVIDIA H200', .* of H200 devices"):
             sg.profile(graph, cluster, progress=False)
-        (place / "graph.json").write_text(graph_to_json(graph))
+        (place / "graph.json").write_text(graph.to_json())
         shown = call("profile", "graph.json", "--cluster", preset)
         assert shown.exit_code == 2
         assert "the GPU here is 'NVIDIA H200'" in shown.stderr
@@ -273,7 +272,7 @@ class TestMeasuredLinks:
         assert again.intra_node.by_group_size == found.intra_node.by_group_size
 
     def test_the_command_line_writes_it(self, place: Path, asked: Any, monkeypatch: Any) -> None:
-        (place / "graph.json").write_text(graph_to_json(mlp([16, 24, 16], batch=8)))
+        (place / "graph.json").write_text(mlp([16, 24, 16], batch=8).to_json())
         given = replace(Cluster.preset("local-cpu"), name="mine", node_price_per_hour=3.0)
         (place / "mine.json").write_text(profile.encode(given))
         quick = ("--seconds", "0", "--limit", "1", "--out", "here.json")
@@ -350,7 +349,7 @@ class TestPlanBesideCluster:
         self, place: Path, graph: Any, plan: sg.Plan, given: tuple[str, str], words: str
     ) -> None:
         plan.save("plan.json")
-        Path("graph.json").write_text(graph_to_json(graph))
+        Path("graph.json").write_text(graph.to_json())
         shown = call("profile", "graph.json", "--plan", "plan.json", *given)
         assert shown.exit_code == 2
         assert words in shown.stderr

@@ -14,7 +14,6 @@ from stratagem.cli.app import app
 from stratagem.profiler import Effort, TimingCache
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
-from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -81,7 +80,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
     graph = mlp([16, 24, 16], batch=8)
-    (tmp_path / "graph.json").write_text(graph_to_json(graph))
+    (tmp_path / "graph.json").write_text(graph.to_json())
     plan_of(graph).save(tmp_path / "plan.json")
     real = profile_space.profile_operators
     monkeypatch.setattr(

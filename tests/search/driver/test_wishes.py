@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import stratagem as sg
 from stratagem.cli.app import app
 from stratagem.searcher.report.hardware_changes import _one_node_more
-from stratagem.simulator.graph.graph_file import graph_to_json
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -128,7 +127,7 @@ class TestStart:
         self, graph: OperatorGraph, plan: sg.Plan, tmp_path: Path, monkeypatch: Any
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        Path("graph.json").write_text(graph_to_json(graph))
+        Path("graph.json").write_text(graph.to_json())
         plan.save("plan.json")
         size = ("--nodes", "1", "--devices", "4", "--evaluations", "10")
         begun = ("search", "graph.json", "-c", "dgx-a100", *size, "--start", "plan.json")

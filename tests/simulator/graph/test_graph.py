@@ -32,7 +32,6 @@ from stratagem.simulator.graph.building.operator_drafts import (
     select,
     transpose,
 )
-from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
 from stratagem.simulator.operators.operator import DimKind, Operator
@@ -310,27 +309,27 @@ def small() -> OperatorGraph:
 
 def test_graph_files_round_trip() -> None:
     graph = small()
-    text = graph_to_json(graph)
-    again = graph_from_json(text)
+    text = graph.to_json()
+    again = OperatorGraph.from_json(text)
     assert again == graph
     assert again.fingerprint == graph.fingerprint
-    assert graph_to_json(again) == text
+    assert again.to_json() == text
     assert repeated_blocks(again) == repeated_blocks(graph)
     json.loads(text)
 
 
 def test_broken_graph_files_name_the_field() -> None:
-    text = graph_to_json(small())
+    text = small().to_json()
     with pytest.raises(ValueError, match=r"graph file is broken.*graph\.operators\[\d\]\.kind"):
-        graph_from_json(text.replace('"kind": "linear"', '"kind": 3'))
+        OperatorGraph.from_json(text.replace('"kind": "linear"', '"kind": 3'))
     with pytest.raises(ValueError, match=r"unknown field.*modul"):
-        graph_from_json(text.replace('"module"', '"modul"'))
+        OperatorGraph.from_json(text.replace('"module"', '"modul"'))
     with pytest.raises(ValueError, match="version 2"):
-        graph_from_json(text.replace('"version": 1', '"version": 2'))
+        OperatorGraph.from_json(text.replace('"version": 1', '"version": 2'))
     with pytest.raises(ValueError, match="is broken"):
-        graph_from_json(text[: len(text) // 2])
+        OperatorGraph.from_json(text[: len(text) // 2])
     with pytest.raises(ValueError, match="unknown parameter"):
-        graph_from_json(text.replace('"parameter": "w0"', '"parameter": "w9"'))
+        OperatorGraph.from_json(text.replace('"parameter": "w0"', '"parameter": "w9"'))
 
 
 def test_a_parameter_has_the_same_factors_for_all_its_users() -> None:

@@ -20,7 +20,6 @@ from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import Slices
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -327,7 +326,7 @@ def test_an_operator_of_pairs_is_cut_between_them() -> None:
 def test_files_keep_what_may_be_cut() -> None:
     for loss in (ADDS_UP["penalty"][0], STAYS_WHOLE["root"][0]):
         graph = case_of(loss).graph
-        again = graph_from_json(graph_to_json(graph))
+        again = OperatorGraph.from_json(graph.to_json())
         assert again.whole_batch == graph.whole_batch
         assert again.microbatch_counts == graph.microbatch_counts
 

@@ -159,7 +159,7 @@ def test_impossible_sizes_are_refused(message: str, build: Callable[[], Operator
 
 
 def test_models_need_no_torch() -> None:
-    rooms = ("models", "graph_file", "building.graph_builder")
+    rooms = ("models", "operator_graph", "building.graph_builder")
     code = "import sys; " + "".join(f"import stratagem.simulator.graph.{r}; " for r in rooms)
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

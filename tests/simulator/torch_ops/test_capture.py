@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
 from stratagem.simulator.operators.operator import (
     DimKind,
@@ -232,7 +231,7 @@ def check(
     result = Evaluation(graph, known, stored)
     torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-5, atol=1e-6)
     assert graph.num_parameters == sum(p.numel() for p in model.parameters())
-    assert graph_from_json(graph_to_json(graph)) == graph
+    assert OperatorGraph.from_json(graph.to_json()) == graph
     for operator in graph.operators:
         assert operator.kind in RULES
         known_steps = SOURCE_FUNCTIONS if operator.kind == "source" else STEP_FUNCTIONS

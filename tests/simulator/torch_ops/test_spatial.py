@@ -22,7 +22,6 @@ from stratagem.executor.program.verify import verify
 from stratagem.searcher.space.skeletons import operator_choices
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.graph_file import graph_from_json, graph_to_json
 from stratagem.simulator.graph.image_splits import split_images
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard, check_config, local_sizes
@@ -113,7 +112,7 @@ def test_only_images_are_split() -> None:
     split = split_images(graph)
     assert split_images(split) == split
     assert split.fingerprint != graph.fingerprint
-    assert graph_from_json(graph_to_json(split)) == split
+    assert OperatorGraph.from_json(split.to_json()) == split
     stem = split.operator("conv1")
     assert stem.windows == {"height": "in_height", "width": "in_width"}
     assert window_of(stem, "height") == Window(7, 2, 3, 1, 224)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.basics.source_places import at_place
-from stratagem.simulator.base.files import read_text
-from stratagem.simulator.graph.graph_file import graph_from_json
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster, preset_names
 
@@ -37,7 +35,7 @@ def load_graph(spec: str) -> OperatorGraph:
                 f"model {spec!r} is a Python file; name the function in it that returns (model, "
                 f"inputs), as {Path(spec).stem}:build"
             )
-        return graph_from_json(read_text(spec, "graph file"))
+        return OperatorGraph.load(spec)
     from stratagem.simulator.torch_ops.capture.capture import capture
 
     model, inputs = load_model(spec)

@@ -1,0 +1,129 @@
+"""Graphs, clusters, plans and what is made of them: saved, loaded, equal; shown in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stratagem as sg
+from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.simulator.base import packed_numbers
+from stratagem.simulator.base.files import encode
+from stratagem.simulator.base.packed_numbers import packed, unpacked
+from stratagem.simulator.base.saved_values import SavedValue
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows
+
+SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}
+GRAPH = sg.models.gpt(num_layers=2, **SMALL)
+CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1)
+PLAN = TrainingSetup(tensor=2, pipeline=2, microbatch=2).plan(GRAPH, CLUSTER)
+SIMULATION = sg.simulate(PLAN, GRAPH)
+VALUES: dict[str, SavedValue] = {
+    "graph": GRAPH,
+    "cluster": CLUSTER,
+    "plan": PLAN,
+    "timeline": SIMULATION.timeline,
+}
+
+
+@pytest.fixture(params=VALUES)
+def value(request: pytest.FixtureRequest) -> SavedValue:
+    return VALUES[request.param]
+
+
+def test_what_is_loaded_is_what_was_saved(value: SavedValue, tmp_path: Path) -> None:
+    """Its file is that of the loaded one, to the byte; so nothing was dropped on the way."""
+    path = tmp_path / "value.json"
+    value.save(path)
+    again = type(value).load(path)
+    assert again.to_json() == value.to_json() == path.read_text()
+    assert repr(again) == repr(value)
+
+
+def test_its_repr_is_one_short_line(value: SavedValue) -> None:
+    assert "\n" not in repr(value)
+    assert repr(value).startswith(f"<{type(value).__name__} ")
+    assert len(repr(value)) < 120
+
+
+def test_files_of_another_version_are_named(value: SavedValue, tmp_path: Path) -> None:
+    path = tmp_path / "later.json"
+    content = json.loads(value.to_json())
+    path.write_text(json.dumps({**content, "version": content["version"] + 1, "more": 1}))
+    says = rf"{value.FILE} .*later\.json has version \d, this program reads \d; .* again"
+    with pytest.raises(ValueError, match=says):
+        type(value).load(path)
+
+
+def test_files_of_another_value_are_refused(value: SavedValue, tmp_path: Path) -> None:
+    for name, other in VALUES.items():
+        if other is value:
+            continue
+        other.save(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{value.FILE} .*{name} (is|has)"):
+            type(value).load(tmp_path / name)
+
+
+def test_a_missing_file_is_told(value: SavedValue, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{value.FILE} .*gone cannot be read: No such file"):
+        type(value).load(tmp_path / "gone")
+
+
+def test_cluster_files_without_a_version_are_read_as_before(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(encode(CLUSTER))
+    assert "version" not in json.loads((tmp_path / "c.json").read_text())
+    assert sg.Cluster.load(tmp_path / "c.json") == CLUSTER
+
+
+# -- timelines ------------------------------------------------------------------------------------
+
+TIMES = st.integers(-(2**40), 2**60)
+ROWS = st.lists(
+    st.builds(
+        lambda name, kind, lane, start, length: Row(name, kind, lane, start, start + length),
+        st.sampled_from(["0F0", "h.1 forward", "0⇢1"]),
+        st.sampled_from(list(TaskKind)),
+        st.sampled_from(["stage 0 · compute", "stage 0 · link", "rank 1"]),
+        TIMES,
+        st.integers(0, 2**40),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_any_timeline_is_kept_to_the_nanosecond(rows: list[Row]) -> None:
+    timeline = from_rows(rows, label="drawn")
+    again = Timeline.from_json(timeline.to_json())
+    assert again.to_dict() == timeline.to_dict()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-(2**62), 2**62), max_size=50))
+def test_packed_numbers_are_kept(numbers: list[int]) -> None:
+    assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers
+
+
+def test_packed_numbers_may_not_unpack_to_very_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = packed(np.zeros(1000, np.int64))
+    monkeypatch.setattr(packed_numbers, "MOST_PACKED", 100)
+    with pytest.raises(ValueError, match="unpack to more than"):
+        unpacked(text)
+    with pytest.raises(ValueError, match="1,000 numbers in one column"):
+        packed(np.zeros(1000, np.int64))
+
+
+@pytest.mark.parametrize("change", [{"task": "AA=="}, {"lane": "no"}, {"tasks": []}])
+def test_damaged_timelines_are_refused(change: dict[str, object], tmp_path: Path) -> None:
+    content = json.loads(SIMULATION.timeline.to_json())
+    content["timeline"].update(change)
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"timeline file .*t\.json is broken: "):
+        Timeline.load(tmp_path / "t.json")
