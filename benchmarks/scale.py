@@ -196,7 +196,7 @@ def measure(case: Case) -> dict[str, object]:
 
 def num_tasks(predicted: simulation.Simulation) -> int:
     """Tasks of all blocks of a simulation and of its macro graph."""
-    model = predicted._model
+    model = predicted._step.model
     blocks = [block for stage in model.stages for block in stage.blocks.all]
     return model.macro.graph.num_tasks + sum(block.base.size for block in blocks)
 

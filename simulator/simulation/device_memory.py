@@ -9,9 +9,9 @@ other microbatch that waits for its backward pass:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -118,13 +118,12 @@ class DeviceMemory:
     working: int
     in_flight: int
     capacity: int
-    _tensors: Mapping[int, StageTensors]
-    _moment: tuple[Situation, int]
+    _find_alive: Callable[[], tuple[Alive, ...]]
 
     @cached_property
     def alive(self) -> tuple[Alive, ...]:
         """Everything that is in memory at the peak, largest first."""
-        return _alive(self._tensors, *self._moment)
+        return self._find_alive()
 
     @property
     def peak(self) -> int:
@@ -194,8 +193,7 @@ def device_memory(
             if num_entries is None or held.stage < num_entries
         ),
         capacity=capacity,
-        _tensors=tensors,
-        _moment=(situation, which),
+        _find_alive=partial(_alive, tensors, situation, which),
     )
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
+import msgspec
+
+from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.hostile_texts import check_numbers
+from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.base.units import format_bytes, format_duration
-from stratagem.simulator.engine.event_engine import Times, simulate
+from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
 from stratagem.simulator.kernel_times.cost_model import CostModel, Source
@@ -18,6 +25,8 @@ from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.simulation import predictions
 from stratagem.simulator.simulation.device_memory import DeviceMemory, MemoryTimeline
 from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.simulation.saved_step import KeptMemory, KeptStep, StepLeftOut
+from stratagem.simulator.simulation.simulated_step import PlayedStep, SimulatedStep
 from stratagem.simulator.timeline.step_critical_path import StepPath
 from stratagem.simulator.timeline.timeline import Timeline
 from stratagem.simulator.timeline.timeline_tables import (
@@ -26,10 +35,28 @@ from stratagem.simulator.timeline.timeline_tables import (
     operator_table,
 )
 
+SIMULATION_FORM = FileForm(
+    version=1, remedy="simulate the plan again", format="stratagem simulation"
+)
+
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
+class Simulation(SavedValue):
     """What the simulator says of a plan.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+        >>> graph = mlp([64, 64], batch=32)
+        >>> plan = TrainingSetup().plan(graph, Cluster.preset("dgx-a100"))
+        >>> simulation = simulate_plan(plan, graph, default_costs())
+        >>> Simulation.from_json(simulation.to_json()).step_time == simulation.step_time
+        True
+
+    A loaded simulation says all that it said when it was saved: it is printed, drawn and compared
+    without the graph and the costs that it was made of, and nothing is simulated again.
 
     Attributes:
         step_time: seconds from the first task to the last.
@@ -40,13 +67,14 @@ class Simulation:
             measured. If not, `in_words`, reports and tables say so.
     """
 
+    FILE: ClassVar[str] = "simulation file"
+
     plan: Plan
     step_time: float
     memory: tuple[DeviceMemory, ...]
     relative_error: float
     is_calibrated: bool
-    _model: PlanModel
-    _macro_times: Times
+    _step: SimulatedStep
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -63,7 +91,7 @@ class Simulation:
     @property
     def stage_seconds(self) -> tuple[float, ...]:
         """What the passes of one microbatch take in each stage."""
-        return predictions.stage_seconds(self._model)
+        return self._step.stage_seconds()
 
     @property
     def fits(self) -> bool:
@@ -99,19 +127,70 @@ class Simulation:
     def __repr__(self) -> str:
         return f"<Simulation of {self.plan.name!r}: {self.in_words}>"
 
+    def to_json(self) -> str:
+        """The text of a simulation file: figures, timeline, critical path and memory of all ranks.
+
+        Example:
+            >>> simulation.save("step.json")  # doctest: +SKIP
+            >>> Simulation.load("step.json").timeline  # doctest: +SKIP
+            <Timeline 'predicted': 39.7 ms, 9,120 rows on 16 lanes>
+        """
+        return encode({**SIMULATION_FORM.head, "simulation": self.kept()})
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str | None = None) -> Simulation:
+        """Read the text of a simulation file."""
+        what = what or cls.FILE
+        SIMULATION_FORM.check(text, what)
+        file = decode(text, _SimulationFile, what)
+        with reading(what):
+            return cls.from_kept(file.simulation)
+
+    def kept(self, *, brief: bool = False) -> KeptSimulation:
+        """What is kept in files: of a brief one only the plan, its step time and its peaks."""
+        return KeptSimulation(
+            json.loads(self.plan.to_json()),
+            self.step_time,
+            self.relative_error,
+            self.is_calibrated,
+            tuple(KeptMemory.of(rank) for rank in self.memory),
+            None if brief else KeptStep.of(self._step, len(self.memory)),
+        )
+
+    @classmethod
+    def from_kept(cls, kept: KeptSimulation) -> Simulation:
+        """The simulation that was kept.
+
+        Raises:
+            ValueError: if it is none; the message says why.
+        """
+        plan = Plan.from_json(json.dumps(kept.plan), what="its plan")
+        check_numbers(msgspec.to_builtins(kept), "its simulation", least=1e-30, most=2.0**62)
+        wanted = len(set(plan.rank_of))
+        if len(kept.memory) != wanted or (kept.step and len(kept.step.memory) != wanted):
+            raise ValueError(f"it has the memory of {len(kept.memory)} ranks; the plan {wanted}")
+        return cls(
+            plan,
+            kept.step_time,
+            tuple(each.memory() for each in kept.memory),
+            kept.relative_error,
+            kept.is_calibrated,
+            kept.step.step() if kept.step else StepLeftOut(plan.name),
+        )
+
     def memory_timeline(self, rank: int) -> MemoryTimeline:
         """The memory of one device of a rank over the step."""
-        return predictions.memory_timeline(self._model, self._macro_times, rank)
+        return self._step.memory_timeline(rank)
 
     @cached_property
     def timeline(self) -> Timeline:
         """Every task of the step, microbatch by microbatch."""
-        return predictions.step_timeline(self._model, self._macro_times)
+        return self._step.timeline()
 
     @cached_property
     def critical_path(self) -> StepPath:
         """The chain of tasks that the step time is made of, and why each waited."""
-        return predictions.critical_path(self._model, self._macro_times)
+        return self._step.critical_path()
 
     @cached_property
     def groups(self) -> Table:
@@ -131,7 +210,7 @@ class Simulation:
     @cached_property
     def communication_bytes(self) -> dict[str, int]:
         """Bytes per device that each communication moves once, by its name, where known."""
-        return predictions.communication_bytes(self._model)
+        return self._step.communication_bytes()
 
     def _repr_html_(self) -> str:
         gib = self.peak_memory / 2**30
@@ -140,6 +219,27 @@ class Simulation:
             f"a step ({self.error_in_words}), {gib:.2f} GiB per device "
             f"({self._verdict})"
         )
+
+
+@dataclass(frozen=True)
+class KeptSimulation:
+    """A simulation as files hold it; without `step` a brief one."""
+
+    plan: dict[str, Any]
+    step_time: float
+    relative_error: float
+    is_calibrated: bool
+    memory: tuple[KeptMemory, ...]
+    step: KeptStep | None = None
+
+
+@dataclass(frozen=True)
+class _SimulationFile:
+    """What a simulation file holds."""
+
+    format: str
+    version: int
+    simulation: KeptSimulation
 
 
 def simulate_plan(
@@ -171,8 +271,7 @@ def simulate_model(model: PlanModel) -> Simulation:
         memory=predictions.rank_memory(model),
         relative_error=_relative_error(model),
         is_calibrated=_spread(model) == 0.0,
-        _model=model,
-        _macro_times=times,
+        _step=PlayedStep(model, times),
     )
 
 

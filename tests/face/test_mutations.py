@@ -73,6 +73,15 @@ def _cluster(path: Path) -> object:
     return simulate_plan(TrainingSetup(tensor=2).plan(GRAPH, cluster), GRAPH, default_costs())
 
 
+def _simulation(path: Path) -> object:
+    """Read and show it."""
+    found = sg.Simulation.load(path)
+    curves = [found.memory_timeline(rank).peak for rank in range(len(found.memory))]
+    shown = [repr(found), found._repr_html_(), found.critical_path._repr_html_()]
+    tables = [found.groups, found.operators, found.collectives, *(m.table for m in found.memory)]
+    return curves, shown, [str(table) for table in tables]
+
+
 def _trained(folder: Path) -> Path:
     """A checkpoint of two steps."""
     model = MLP([6, 8, 3])
@@ -168,6 +177,11 @@ KINDS = {
     "timeline": Kind(
         lambda folder: simulate_plan(PLAN, GRAPH, default_costs()).timeline.to_json().encode(),
         lambda path: sg.Timeline.load(path).to_dict(),
+        json=True,
+    ),
+    "simulation": Kind(
+        lambda folder: simulate_plan(PLAN, GRAPH, default_costs()).to_json().encode(),
+        _simulation,
         json=True,
     ),
     "report": Kind(_report, Report.load, json=True),

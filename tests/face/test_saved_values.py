@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ VALUES: dict[str, SavedValue] = {
     "cluster": CLUSTER,
     "plan": PLAN,
     "timeline": SIMULATION.timeline,
+    "simulation": SIMULATION,
 }
 
 
@@ -79,6 +81,68 @@ def test_cluster_files_without_a_version_are_read_as_before(tmp_path: Path) -> N
     (tmp_path / "c.json").write_text(encode(CLUSTER))
     assert "version" not in json.loads((tmp_path / "c.json").read_text())
     assert sg.Cluster.load(tmp_path / "c.json") == CLUSTER
+
+
+# -- simulations ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded() -> sg.Simulation:
+    return sg.Simulation.from_json(SIMULATION.to_json())
+
+
+def test_a_loaded_simulation_says_what_the_first_said(loaded: sg.Simulation) -> None:
+    """In words, tables and pictures, without the graph's prices."""
+    assert str(sg.describe(loaded, GRAPH)) == str(sg.describe(SIMULATION, GRAPH))
+    assert loaded._repr_html_() == SIMULATION._repr_html_()
+    assert loaded.interval == SIMULATION.interval
+    assert loaded.stage_seconds == SIMULATION.stage_seconds
+    for name in ("groups", "operators", "collectives"):
+        assert getattr(loaded, name).to_dict() == getattr(SIMULATION, name).to_dict()
+    assert loaded.critical_path.tasks == SIMULATION.critical_path.tasks
+    assert loaded.critical_path._repr_html_() == SIMULATION.critical_path._repr_html_()
+    assert loaded.timeline.to_dict() == SIMULATION.timeline.to_dict()
+
+
+def test_a_loaded_simulation_keeps_every_byte_of_memory(loaded: sg.Simulation) -> None:
+    for rank, (ours, theirs) in enumerate(zip(loaded.memory, SIMULATION.memory, strict=True)):
+        assert ours.alive == theirs.alive
+        assert ours._repr_html_() == theirs._repr_html_()
+        curve, truth = loaded.memory_timeline(rank), SIMULATION.memory_timeline(rank)
+        assert (curve.label, curve.capacity) == (truth.label, truth.capacity)
+        assert np.array_equal(curve.times, truth.times)
+        assert np.array_equal(curve.nbytes, truth.nbytes)
+        assert curve.peak == ours.peak
+
+
+def test_a_loaded_simulation_may_have_another_memory_limit(loaded: sg.Simulation) -> None:
+    """As the search replaces it where constraints leave room free."""
+    tight = [replace(each, capacity=each.peak - 1) for each in loaded.memory]
+    assert loaded.fits
+    assert not replace(loaded, memory=tuple(tight)).fits
+
+
+def test_a_brief_simulation_says_what_it_lacks() -> None:
+    brief = sg.Simulation.from_kept(SIMULATION.kept(brief=True))
+    assert (brief.step_time, brief.peak_memory) == (SIMULATION.step_time, SIMULATION.peak_memory)
+    assert brief.kept(brief=True) == SIMULATION.kept(brief=True)
+    with pytest.raises(ValueError, match=f"plan {PLAN.name!r} only step time and peaks were kept"):
+        _ = brief.timeline
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"memory": []}, "memory of 0 ranks; the plan 2"),
+        ({"step_time": 1e308}, r"step_time is 1e\+308"),
+        ({"plan": {"version": 1}}, "its plan has version 1"),
+    ],
+)
+def test_broken_simulation_files_are_refused(change: dict[str, object], words: str) -> None:
+    content = json.loads(SIMULATION.to_json())
+    content["simulation"].update(change)
+    with pytest.raises(ValueError, match=f"simulation file is broken: .*{words}"):
+        sg.Simulation.from_json(json.dumps(content))
 
 
 # -- timelines ------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ class TestContent:
     def test_the_critical_path_covers_the_step(self, pipelined, written):
         """By the tasks drawn, but in last backwards that send before they end."""
         shown = data_of(written)["timeline"]
-        macro, times = pipelined.simulation._model.macro, pipelined.simulation._macro_times
+        step = pipelined.simulation._step
+        macro, times = step.model.macro, step.times
         early = [(times.start[task], times.end[task]) for task in macro.rests]
         assert sum(length for _, _, length in shown["path"]) == shown["end"]
         for lane, start, length in shown["path"]:

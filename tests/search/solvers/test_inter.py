@@ -115,7 +115,7 @@ def test_stages_cost_what_their_blocks_take_in_the_simulator(tensor, zero):
     held = microbatches_held("1f1b", 2, plan.num_microbatches)[::-1]
     for stage, (first, last) in enumerate(ranges):
         ours = costs[:, first, last]
-        times = simulation._model.block_times[stage]
+        times = simulation._step.model.block_times[stage]
         assert ours[0] == pytest.approx(times[FORWARD].makespan, rel=0.04)
         assert ours[1] == pytest.approx(times[BACKWARD].makespan, rel=0.06)
         assert ours[1] + ours[3] == pytest.approx(times[LAST_BACKWARD].makespan, rel=0.09)

@@ -205,7 +205,7 @@ def test_path_of_every_baseline_covers_its_step_by_tasks_of_its_timeline(
 
 def left_early(simulation: Simulation) -> list[tuple[int, int]]:
     """When last backwards run that send before they end: as backwards that are not the last."""
-    macro, times = simulation._model.macro, simulation._macro_times
+    macro, times = simulation._step.model.macro, simulation._step.times
     return [(int(times.start[task]), int(times.end[task])) for task in macro.rests]
 
 
