@@ -65,6 +65,15 @@ class Incumbent:
 
 
 @dataclass(frozen=True)
+class TracePoint:
+    """After so many evaluations, on which skeleton, the best score so far in seconds a step."""
+
+    evaluations: int
+    skeleton: str
+    best: float
+
+
+@dataclass(frozen=True)
 class FrontPoint:
     """A plan that no other met in the search beats in time and memory on as few devices."""
 

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import enum
 import html
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
-from stratagem.searcher.driver.incumbent import FrontPoint
-from stratagem.searcher.improvement.outcomes import Fate
-from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.searcher.driver.incumbent import FrontPoint, TracePoint
+from stratagem.searcher.driver.saved_result import (
+    KeptPoint,
+    KeptSeconds,
+    KeptSpace,
+    KeptTrace,
+    kept_seconds,
+    read_seconds,
+)
+from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
+from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.hostile_texts import check_numbers, printable
+from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.drawing.convergence_curve import convergence_curve
@@ -21,7 +34,7 @@ from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
 from stratagem.simulator.operators.operator import shape_of
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.idle_devices import vain_devices
-from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.simulation.simulation import KeptSimulation, Simulation
 
 PROVED_GAP = 5e-4
 """A plan that is nearer to a bound is the best there is, for all that matters."""
@@ -83,32 +96,22 @@ class Budget:
         return Budget(self.evaluations // count, seconds)
 
 
-@dataclass(frozen=True)
-class TracePoint:
-    """After so many evaluations, on which skeleton, the best score so far in seconds a step."""
-
-    evaluations: int
-    skeleton: str
-    best: float
-
-
-@dataclass(frozen=True)
-class SkeletonRecord:
-    """A skeleton of the space, what became of it, and what is known of its plans.
-
-    `bound` is what none of its plans is under (s), `best` the best simulated plan that fits.
-    """
-
-    skeleton: Skeleton
-    fate: Fate
-    bound: float
-    best: float | None
-    why: str = ""
+RESULT_FORM = FileForm(version=1, remedy="search again", format="stratagem search result")
 
 
 @dataclass(frozen=True, eq=False)
-class SearchResult:
+class SearchResult(SavedValue):
     """The best plan found, beside every baseline on the same simulator.
+
+    Example:
+        >>> result = sg.search(graph, cluster)  # doctest: +SKIP
+        >>> result.save("result.json")  # doctest: +SKIP
+        >>> sg.SearchResult.load("result.json").certificate == result.certificate  # doctest: +SKIP
+        True
+
+    A loaded result is printed, drawn, reported, compared and certified as the first one, and a
+    search may start from its plan. Of baselines only plan, step time and peaks are kept: for the
+    timeline of one, simulate its plan again.
 
     Attributes:
         plan: the plan, its prediction in it.
@@ -130,6 +133,8 @@ class SearchResult:
         seconds: wall time of the search.
     """
 
+    FILE: ClassVar[str] = "search result"
+
     graph: OperatorGraph
     plan: Plan
     simulation: Simulation
@@ -144,6 +149,35 @@ class SearchResult:
     stop_reason: StopReason
     evaluations: int
     seconds: float
+
+    def to_json(self) -> str:
+        """The text of the file of a search: all of the above, baselines in brief."""
+        kept = _KeptResult(
+            graph=json.loads(self.graph.to_json()),
+            plan=json.loads(self.plan.to_json()),
+            simulation=self.simulation.kept(),
+            baselines={name: each.kept(brief=True) for name, each in self.baselines.items()},
+            bound=None if self.bound is None else kept_seconds(self.bound),
+            listed_bound=None if self.listed_bound is None else kept_seconds(self.listed_bound),
+            bounds_all=self.bounds_all,
+            space=KeptSpace.of(self.space),
+            front=tuple(map(KeptPoint.of, self.front)),
+            trace=tuple(map(KeptTrace.of, self.trace)),
+            notes={printable(what): printable(why) for what, why in self.notes.items()},
+            stop_reason=self.stop_reason.name.lower(),
+            evaluations=self.evaluations,
+            seconds=self.seconds,
+        )
+        return encode({**RESULT_FORM.head, "result": kept})
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str | None = None) -> SearchResult:
+        """Read the text of the file of a search."""
+        what = what or cls.FILE
+        RESULT_FORM.check(text, what)
+        file = decode(text, _ResultFile, what)
+        with reading(what):
+            return _read(file.result)
 
     @property
     def gap(self) -> float | None:
@@ -298,3 +332,57 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         return f"{self.table._repr_html_()}<p>{html.escape(self._words)}</p>{self.curve}"
+
+
+@dataclass(frozen=True)
+class _KeptResult:
+    graph: dict[str, Any]
+    plan: dict[str, Any]
+    simulation: KeptSimulation
+    baselines: dict[str, KeptSimulation]
+    bound: KeptSeconds | None
+    listed_bound: KeptSeconds | None
+    bounds_all: bool
+    space: KeptSpace
+    front: tuple[KeptPoint, ...]
+    trace: tuple[KeptTrace, ...]
+    notes: dict[str, str]
+    stop_reason: str
+    evaluations: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _ResultFile:
+    """What the file of a search holds."""
+
+    format: str
+    version: int
+    result: _KeptResult
+
+
+def _read(kept: _KeptResult) -> SearchResult:
+    graph = OperatorGraph.from_json(json.dumps(kept.graph), what="its graph")
+    plan = Plan.from_json(json.dumps(kept.plan), what="its plan")
+    plan.check(plan.rewrite(graph).graph)
+    figures = {
+        name: msgspec.to_builtins(getattr(kept, name))
+        for name in ("bound", "listed_bound", "space", "front", "trace", "evaluations", "seconds")
+    }
+    check_numbers(figures, "its result", least=1e-30, most=2.0**62)
+    return SearchResult(
+        graph=graph,
+        plan=plan,
+        simulation=Simulation.from_kept(kept.simulation),
+        baselines={name: Simulation.from_kept(each) for name, each in kept.baselines.items()},
+        bound=None if kept.bound is None else read_seconds(kept.bound),
+        listed_bound=None if kept.listed_bound is None else read_seconds(kept.listed_bound),
+        bounds_all=kept.bounds_all,
+        space=kept.space.space(),
+        front=tuple(each.point() for each in kept.front),
+        trace=tuple(each.point() for each in kept.trace),
+        notes=kept.notes,
+        stop_reason=StopReason[kept.stop_reason.upper()],
+        evaluations=kept.evaluations,
+        seconds=kept.seconds,
+    )

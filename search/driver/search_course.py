@@ -11,8 +11,8 @@ import numpy as np
 
 from stratagem.searcher.annealing.chains import Chain, chain_seed, run_chains
 from stratagem.searcher.driver.improver import Improver
-from stratagem.searcher.driver.incumbent import Incumbent
-from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason, TracePoint
+from stratagem.searcher.driver.incumbent import Incumbent, TracePoint
+from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason
 from stratagem.searcher.driver.skeleton_entries import Entry, Space, first_policies
 from stratagem.searcher.driver.skeleton_work import Sharpener, remade
 from stratagem.searcher.driver.starting_plans import entry_of

@@ -9,8 +9,7 @@ from functools import cached_property
 from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
-from stratagem.searcher.driver.result import SkeletonRecord
-from stratagem.searcher.improvement.outcomes import Fate
+from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.schedule_traits import traits_of

@@ -101,3 +101,17 @@ class Fate(enum.Enum):
     ANNEALED = "searched"
     ENUMERATED = "enumerated: every plan of it was scored"
     OPEN = "open: only its computing was bounded"
+
+
+@dataclass(frozen=True)
+class SkeletonRecord:
+    """A skeleton of the space, what became of it, and what is known of its plans.
+
+    `bound` is what none of its plans is under (s), `best` the best simulated plan that fits.
+    """
+
+    skeleton: Skeleton
+    fate: Fate
+    bound: float
+    best: float | None
+    why: str = ""

@@ -82,6 +82,17 @@ def _simulation(path: Path) -> object:
     return curves, shown, [str(table) for table in tables]
 
 
+def _found(folder: Path) -> bytes:
+    quick = {"budget": sg.Budget(0), "num_bounded": 0, "progress": False}
+    return sg.search(GRAPH, CLUSTER, **quick).to_json().encode()
+
+
+def _result(path: Path) -> object:
+    """Read and show it."""
+    found = sg.SearchResult.load(path)
+    return found.rows, str(found), found._repr_html_(), str(found.space_table)
+
+
 def _trained(folder: Path) -> Path:
     """A checkpoint of two steps."""
     model = MLP([6, 8, 3])
@@ -184,6 +195,7 @@ KINDS = {
         _simulation,
         json=True,
     ),
+    "search result": Kind(_found, _result, json=True),
     "report": Kind(_report, Report.load, json=True),
     "kineto": Kind(_trace, _imported, json=True),
     "nccl-tests": Kind(lambda folder: NCCL.encode(), _imported),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +29,31 @@ GRAPH = sg.models.gpt(num_layers=2, **SMALL)
 CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1)
 PLAN = TrainingSetup(tensor=2, pipeline=2, microbatch=2).plan(GRAPH, CLUSTER)
 SIMULATION = sg.simulate(PLAN, GRAPH)
-VALUES: dict[str, SavedValue] = {
-    "graph": GRAPH,
-    "cluster": CLUSTER,
-    "plan": PLAN,
-    "timeline": SIMULATION.timeline,
-    "simulation": SIMULATION,
+
+
+@cache
+def found() -> sg.SearchResult:
+    return sg.search(GRAPH, CLUSTER, budget=sg.Budget(0), num_bounded=0, progress=False)
+
+
+VALUES: dict[str, Callable[[], SavedValue]] = {
+    "graph": lambda: GRAPH,
+    "cluster": lambda: CLUSTER,
+    "plan": lambda: PLAN,
+    "timeline": lambda: SIMULATION.timeline,
+    "simulation": lambda: SIMULATION,
+    "search result": found,
 }
 
 
 @pytest.fixture(params=VALUES)
 def value(request: pytest.FixtureRequest) -> SavedValue:
-    return VALUES[request.param]
+    return VALUES[request.param]()
+
+
+@pytest.fixture(scope="module")
+def result() -> sg.SearchResult:
+    return found()
 
 
 def test_what_is_loaded_is_what_was_saved(value: SavedValue, tmp_path: Path) -> None:
@@ -64,10 +81,10 @@ def test_files_of_another_version_are_named(value: SavedValue, tmp_path: Path) -
 
 
 def test_files_of_another_value_are_refused(value: SavedValue, tmp_path: Path) -> None:
-    for name, other in VALUES.items():
-        if other is value:
+    for name, make in VALUES.items():
+        if make() is value:
             continue
-        other.save(tmp_path / name)
+        make().save(tmp_path / name)
         with pytest.raises(ValueError, match=f"{value.FILE} .*{name} (is|has)"):
             type(value).load(tmp_path / name)
 
@@ -143,6 +160,69 @@ def test_broken_simulation_files_are_refused(change: dict[str, object], words: s
     content["simulation"].update(change)
     with pytest.raises(ValueError, match=f"simulation file is broken: .*{words}"):
         sg.Simulation.from_json(json.dumps(content))
+
+
+# -- results of searches --------------------------------------------------------------------------
+
+
+def test_a_loaded_result_certifies_and_shows_what_the_first_did(
+    result: sg.SearchResult, tmp_path: Path
+) -> None:
+    result.save(tmp_path / "result.json")
+    loaded = sg.SearchResult.load(tmp_path / "result.json")
+    assert str(loaded) == str(result)
+    assert loaded._repr_html_() == result._repr_html_()
+    assert (loaded.gap, loaded.certificate) == (result.gap, result.certificate)
+    assert (loaded.plan, loaded.graph) == (result.plan, result.graph)
+    assert loaded.space == result.space
+    assert (loaded.front, loaded.trace) == (result.front, result.trace)
+    assert str(loaded.space_table) == str(result.space_table)
+    assert loaded.notes == result.notes
+    assert (loaded.tokens_per_second, loaded.rows) == (result.tokens_per_second, result.rows)
+    name, brief = next(iter(loaded.baselines.items()))
+    again = sg.simulate(brief.plan, loaded.graph)
+    assert again.step_time == brief.step_time == result.baselines[name].step_time
+
+
+@pytest.mark.slow
+def test_a_loaded_result_makes_the_same_page(result: sg.SearchResult, tmp_path: Path) -> None:
+    loaded = sg.SearchResult.from_json(result.to_json())
+    pages = []
+    for name, each in (("first", result), ("loaded", loaded)):
+        sg.report(each, tmp_path / name, budget=sg.Budget(0), progress=False)
+        pages.append(re.sub(r"plans in [0-9.]+ m?s", "", (tmp_path / name).read_text()))
+    assert pages[0] == pages[1]
+
+
+def test_a_search_without_bound_or_fit_is_kept_too(result: sg.SearchResult) -> None:
+    """Bounds are infinite where nothing fits, which JSON has no number for."""
+    record = replace(result.space[0], bound=math.inf, best=None)
+    kept = replace(result, bound=math.inf, listed_bound=None, space=(record,))
+    loaded = sg.SearchResult.from_json(kept.to_json())
+    assert (loaded.bound, loaded.listed_bound, loaded.space) == (math.inf, None, (record,))
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "words"),
+    [
+        (("stop_reason",), "tired", "'TIRED' is missing"),
+        (("space", "operators"), [], "its space names operator 0 of 0"),
+        (("space", "meshes"), [], "its space names mesh 0 of 0"),
+        (("plan", "version"), 1, "its plan has version 1"),
+        (("plan", "fingerprint"), "other", "fingerprint"),
+        (("evaluations",), 10**30, "evaluations is 1e"),
+    ],
+)
+def test_broken_results_are_refused(
+    result: sg.SearchResult, place: tuple[str, ...], given: object, words: str
+) -> None:
+    content = json.loads(result.to_json())
+    holder = content["result"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = given
+    with pytest.raises(ValueError, match=f"search result is broken: .*{words}"):
+        sg.SearchResult.from_json(json.dumps(content))
 
 
 # -- timelines ------------------------------------------------------------------------------------

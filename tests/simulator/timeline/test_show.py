@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import stratagem as sg
-from stratagem.searcher.driver.result import TracePoint
+from stratagem.searcher.driver.incumbent import TracePoint
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.drawing.convergence_curve import convergence_curve
 from stratagem.simulator.drawing.pictures import picture_of
