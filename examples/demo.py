@@ -11,7 +11,7 @@ from rich.padding import Padding
 import stratagem as sg
 from examples import gpt2, small_gpt
 from stratagem.cli.shared.rich_tables import comparison_table, strategy_table
-from stratagem.executor.results.result_file import Report
+from stratagem.executor import ExecutionResult
 from stratagem.executor.running.launch import launch
 from stratagem.simulator.base.units import format_duration
 
@@ -101,14 +101,14 @@ def report_search(result: sg.SearchResult) -> None:
     console.print()
 
 
-def report_check(report: Report) -> None:
+def report_check(result: ExecutionResult) -> None:
     """Whether loss and gradients are those of one process of plain torch."""
-    verdict = report.verdict
+    verdict = result.verdict
     assert verdict is not None
     say(f"Checked: a step {verdict.sentence()}.")
     if not verdict.agrees:
         raise SystemExit("error: the plan trains another model")
-    first, last = report.losses[0], report.losses[-1]
+    first, last = result.losses[0], result.losses[-1]
     say(f"Over {STEPS} steps the loss falls from {first:.3f} to {last:.3f}.")
 
 

@@ -12,7 +12,6 @@ from stratagem.executor.program.grid import grid
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
 from stratagem.executor.results.execution_result import ExecutionResult
-from stratagem.executor.results.result_file import Report
 from stratagem.executor.running.execute import execute
 from stratagem.executor.running.launch import launch
 from stratagem.executor.state.parameter_parts import model_state
@@ -20,7 +19,6 @@ from stratagem.executor.state.parameter_parts import model_state
 __all__ = [
     "ExecutionResult",
     "Program",
-    "Report",
     "execute",
     "grid",
     "launch",

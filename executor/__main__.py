@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -26,7 +27,6 @@ from stratagem.basics.progress import Show, progress_bar, status_file
 from stratagem.executor.checkpoints.folder import KEEP
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
-from stratagem.executor.results.result_file import report_of
 from stratagem.executor.results.run_origin import provenance_of
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.checking import judge
@@ -96,7 +96,7 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
         show: Show = status_file(arguments.status) if arguments.status else bar
         result = train(interpreter, batches, options, place=place, show=show)
     if comm.rank == 0 and arguments.out:
-        report_of(plan.name, result, verdict).save(arguments.out)
+        replace(result, verdict=verdict).save(arguments.out)
 
 
 _SAME_MODEL = (

@@ -25,11 +25,24 @@ class Verdict:
         errors: relative errors by name, max |a − b| / max |b|.
         allowed: how large each may be.
         reference: what was compared with, in words.
+
+    Raises:
+        ValueError: when there is no error, or one of which is not said how large it may be.
     """
 
     errors: Mapping[str, float]
     allowed: Mapping[str, float]
     reference: str = "one process of torch"
+
+    def __post_init__(self) -> None:
+        if not self.errors:
+            raise ValueError("a verdict has 0 errors; it has at least that of the loss")
+        for name in self.errors:
+            if not self.allowed.get(name, 0.0) > 0.0:
+                raise ValueError(
+                    f"a verdict has an error of {name!r}, of which {self.allowed.get(name, 0.0)} "
+                    "is allowed; say how large above 0 it may be"
+                )
 
     @property
     def worst(self) -> str:

@@ -15,7 +15,7 @@ from stratagem.basics.progress import Show, show_status
 from stratagem.executor.backends.rank_stores import STORE_FOLDER
 from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
 from stratagem.executor.cuda.own_gpu import check_gpus
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.world import default_backend
 from stratagem.executor.training.training_loop import warn_not_finite
 from stratagem.executor.watching.failures import failure_of, keep_logs
@@ -54,12 +54,12 @@ def launch(
     timeout: float | None = 600.0,
     folder: str | Path | None = None,
     show: Show | None = None,
-) -> Report:
+) -> ExecutionResult:
     """Run a plan as processes on this machine, one a device, and return what was measured.
 
     Example:
-        >>> report = launch("plan.json", "mymodels:gpt", steps=10, check=True)  # doctest: +SKIP
-        >>> report.verdict.agrees, report.verdict.max_error  # doctest: +SKIP
+        >>> result = launch("plan.json", "mymodels:gpt", steps=10, check=True)  # doctest: +SKIP
+        >>> result.verdict.agrees, result.verdict.max_error  # doctest: +SKIP
         (True, 4.1e-07)
 
     Args:
@@ -128,9 +128,9 @@ def launch(
             scratch=scratch,
             result=out,
         )
-        report = Report.load(out)
-    warn_not_finite(report.losses, steps - len(report.losses))
-    return report
+        result = ExecutionResult.load(out)
+    warn_not_finite(result.losses, result.first_step)
+    return result
 
 
 def run_ranks(

@@ -415,10 +415,11 @@ def _result(
     if comm.rank == 0:
         parameters |= as_tensors(interpreter.counters.at(start + len(losses)))
     return ExecutionResult(
+        plan=program.plan.name,
         losses=tuple(shared.tolist()),
         step_times=times,
         timeline=timeline(program, spans),
-        parameters=parameters,
+        whole_parameters=parameters,
         provenance=provenance_of(comm, program.plan.training.precision),
         gradients=interpreter.whole_gradients() if gradients else None,
         first_step=start,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -89,8 +90,11 @@ class FileForm:
         """
         with reading(what):
             given = msgspec.json.decode(text)
-        if not isinstance(given, dict):
-            return
+        if isinstance(given, dict):
+            self.check_head(given, what)
+
+    def check_head(self, given: Mapping[str, Any], what: str) -> None:
+        """The same of what was read from a file."""
         kind = given.get("format", self.format)
         if self.format and kind != self.format:
             raise ValueError(

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from stratagem.cli.app import app
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.face import verbs
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
@@ -209,7 +209,9 @@ def test_compare_with_diff(place: Path) -> None:
     graph = mlp([64, 64, 64], batch=32)
     timeline = verbs.simulate(Plan.load("plan.json"), graph).timeline
     slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
-    found = Report("plan", (1.0,), (slower.duration,), slower, peak_bytes=(3 << 20, 5 << 20))
+    found = ExecutionResult(
+        "plan", (1.0,), (slower.duration,), slower, peak_bytes=(3 << 20, 5 << 20)
+    )
     found.save("run.json")
     shown = call("compare", "plan.json", "graph.json", "run.json", "--diff", "--tables", "d.json")
     assert shown.exit_code == 0, shown.output

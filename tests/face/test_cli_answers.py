@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from stratagem.basics import extras, progress
 from stratagem.cli.app import app
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.face import diagnosis, verbs
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
@@ -76,7 +76,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plans["data parallel"].plan.save("plan.json")
     timeline = verbs.simulate(plans["data parallel"].plan, graph).timeline
     slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
-    Report("plan", (1.0,), (slower.duration,), slower).save("run.json")
+    ExecutionResult("plan", (1.0,), (slower.duration,), slower).save("run.json")
     return tmp_path
 
 

@@ -12,7 +12,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 import stratagem as sg
 from examples.models import MLP
-from stratagem.executor.results.result_file import Report, report_of
+from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.execute import execute
 from stratagem.executor.state.parameter_parts import model_state
@@ -108,13 +108,18 @@ def _checkpoint(path: Path) -> object:
     return {name: tensor.tolist() for name, tensor in state.items()}
 
 
-def _report(folder: Path) -> bytes:
+def _run(folder: Path) -> bytes:
     model = MLP([6, 8, 3])
     batch = {"x": torch.randn(4, 6), "target": torch.randint(0, 3, (4,))}
     plan, graph = make_plan(model, batch), capture(model, kwargs=batch)
     result = execute(plan, graph, model_state(model), batch, steps=2)
-    report_of(plan.name, result, Verdict({"loss": 1e-7}, {"loss": 1e-4})).save(folder / "report")
-    return (folder / "report").read_bytes()
+    return replace(result, verdict=Verdict({"loss": 1e-7}, {"loss": 1e-4})).to_json().encode()
+
+
+def _shown(path: Path) -> object:
+    """Read and show it."""
+    found = ExecutionResult.load(path)
+    return repr(found), found._repr_html_()
 
 
 def _filled(path: Path) -> list[Any]:
@@ -196,7 +201,7 @@ KINDS = {
         json=True,
     ),
     "search result": Kind(_found, _result, json=True),
-    "report": Kind(_report, Report.load, json=True),
+    "run": Kind(_run, _shown, json=True),
     "kineto": Kind(_trace, _imported, json=True),
     "nccl-tests": Kind(lambda folder: NCCL.encode(), _imported),
     "csv": Kind(lambda folder: to_csv(_filled(folder / "c")).encode(), _imported, sums=True),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from stratagem.simulator.base.files import encode
 from stratagem.simulator.base.packed_numbers import packed, unpacked
 from stratagem.simulator.base.saved_values import SavedValue
 from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.plan.provenance import Environment, Provenance
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows
 
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}
@@ -29,6 +31,19 @@ GRAPH = sg.models.gpt(num_layers=2, **SMALL)
 CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1)
 PLAN = TrainingSetup(tensor=2, pipeline=2, microbatch=2).plan(GRAPH, CLUSTER)
 SIMULATION = sg.simulate(PLAN, GRAPH)
+WHERE = Provenance("gloo", "float32", Environment("cpu", "2.11.0"), ("cpu",) * 2, "0.1.0", "3.12")
+RUN = sg.ExecutionResult(
+    "a plan",
+    (2.5, 2.25),
+    (0.01, 0.02),
+    SIMULATION.timeline,
+    {"w": torch.ones(2)},
+    WHERE,
+    first_step=3,
+    peak_bytes=(5 << 20, 3 << 20),
+    wall_times=(0.02, 0.03),
+    verdict=sg.Verdict({"loss": 1e-7}, {"loss": 1e-4}),
+)
 
 
 @cache
@@ -43,6 +58,7 @@ VALUES: dict[str, Callable[[], SavedValue]] = {
     "timeline": lambda: SIMULATION.timeline,
     "simulation": lambda: SIMULATION,
     "search result": found,
+    "run": lambda: RUN,
 }
 
 
@@ -223,6 +239,52 @@ def test_broken_results_are_refused(
     holder[place[-1]] = given
     with pytest.raises(ValueError, match=f"search result is broken: .*{words}"):
         sg.SearchResult.from_json(json.dumps(content))
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def test_a_loaded_run_is_compared_and_shown_as_the_first(tmp_path: Path) -> None:
+    RUN.save(tmp_path / "run.json")
+    loaded = sg.ExecutionResult.load(tmp_path / "run.json")
+    for name in ("losses", "step_times", "wall_times", "peak_bytes", "first_step", "no_graph"):
+        assert getattr(loaded, name) == getattr(RUN, name), name
+    assert (loaded.provenance, loaded.verdict, loaded.backend) == (WHERE, RUN.verdict, "gloo")
+    assert (loaded.step_time, loaded._repr_html_()) == (RUN.step_time, RUN._repr_html_())
+    assert loaded.timeline.to_dict() == RUN.timeline.to_dict()
+
+
+def test_a_loaded_run_says_that_it_has_no_parameters() -> None:
+    loaded = sg.ExecutionResult.from_json(RUN.to_json())
+    assert list(RUN.parameters) == ["w"]
+    with pytest.raises(ValueError, match=r"'a plan' has no parameters; load a checkpoint"):
+        _ = loaded.parameters
+
+
+def test_losses_that_are_no_numbers_are_kept_and_the_file_is_json() -> None:
+    """Python's own writer says NaN, which no other reader of JSON takes."""
+    verdict = sg.Verdict({"loss": math.nan}, {"loss": 1e-4})
+    run = replace(RUN, losses=(2.0, math.nan, math.inf), verdict=verdict)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    json.loads(run.to_json(), parse_constant=refuse)
+    loaded = sg.ExecutionResult.from_json(run.to_json())
+    assert repr(loaded.losses) == repr(run.losses)
+    assert not loaded.verdict.agrees
+
+
+def test_result_files_from_before_are_read() -> None:
+    """With what is no number as Python writes it, and without what later files tell."""
+    content = json.loads(RUN.to_json())
+    for name in ("first_step", "peak_bytes", "no_graph", "provenance", "wall_times"):
+        del content[name]
+    content["losses"] = [1.0, math.nan]
+    old = sg.ExecutionResult.from_json(json.dumps(content))
+    assert repr(old.losses) == "(1.0, nan)"
+    assert (old.first_step, old.peak_bytes, old.provenance, old.wall_times) == (0, (), None, ())
+    assert old.backend == ""
 
 
 # -- timelines ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.costs.learn_from_runs import learn
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -10,12 +10,14 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import Provenance
 
 
-def learn_from(report: Report, graph: OperatorGraph, plan: Plan, cache: TimingCache) -> int:
+def learn_from(
+    result: ExecutionResult, graph: OperatorGraph, plan: Plan, cache: TimingCache
+) -> int:
     """Keep the operators of a run as times of what ran it, on whatever machine this is.
 
     Example:
         >>> with TimingCache() as cache:  # doctest: +SKIP
-        ...     learn_from(Report.load("run.json"), graph, plan, cache)
+        ...     learn_from(ExecutionResult.load("run.json"), graph, plan, cache)
         48
 
     Returns:
@@ -25,12 +27,12 @@ def learn_from(report: Report, graph: OperatorGraph, plan: Plan, cache: TimingCa
         ValueError: when the file does not say what ran it, or it was threads of one process,
             devices of several types, or another precision than the plan's.
     """
-    return learn(report.timeline, graph, plan, cache, _checked(report, plan).environment)
+    return learn(result.timeline, graph, plan, cache, _checked(result, plan).environment)
 
 
-def _checked(report: Report, plan: Plan) -> Provenance:
+def _checked(result: ExecutionResult, plan: Plan) -> Provenance:
     """What ran it, if its times are those of one kind of device."""
-    where, what = report.provenance, f"result file of plan {report.plan!r}"
+    where, what = result.provenance, f"result file of plan {result.plan!r}"
     if where is None:
         raise ValueError(
             f"{what} does not say on which device, by which backend and with which versions it "

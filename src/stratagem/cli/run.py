@@ -100,7 +100,7 @@ def run(
     if backend is not None and chosen is None:
         raise unknown("backend", backend, PROCESS_BACKENDS)
     with progress_bar() as show:
-        report = launch(
+        result = launch(
             plan,
             model,
             steps=steps,
@@ -123,33 +123,33 @@ def run(
         )
     console = speaker(as_json)
     console.print(
-        f"{len(report.losses)} steps, {format_duration(report.step_time)} each (median); loss "
-        f"{report.losses[0]:.4g} → {report.losses[-1]:.4g}; {report.provenance}",
+        f"{len(result.losses)} steps, {format_duration(result.step_time)} each (median); loss "
+        f"{result.losses[0]:.4g} → {result.losses[-1]:.4g}; {result.provenance}",
         soft_wrap=True,
     )
-    elsewhere = report.provenance.elsewhere(Plan.load(plan)) if report.provenance else ""
+    elsewhere = result.provenance.elsewhere(Plan.load(plan)) if result.provenance else ""
     if elsewhere:
         console.print(elsewhere, style="yellow", soft_wrap=True)
-    if report.peak_bytes:
-        fullest = format_bytes(max(report.peak_bytes))
+    if result.peak_bytes:
+        fullest = format_bytes(max(result.peak_bytes))
         console.print(f"{fullest} in the memory of the fullest device")
-    if report.no_graph:
-        console.print(not_graphed(report.no_graph), style="yellow")
-    verdict = report.verdict
+    if result.no_graph:
+        console.print(not_graphed(result.no_graph), style="yellow")
+    verdict = result.verdict
     if verdict is not None:
         console.print(f"a step {verdict.sentence()}", style="" if verdict.agrees else "bold red")
     if out is not None:
-        report.save(out)
+        result.save(out)
         console.print(f"Written to {out}", soft_wrap=True)
     if as_json:
         facts: dict[str, object] = {
-            "step_time": report.step_time,
-            "losses": report.losses,
-            "provenance": report.provenance and asdict(report.provenance),
+            "step_time": result.step_time,
+            "losses": result.losses,
+            "provenance": result.provenance and asdict(result.provenance),
             "out": out,
         }
-        if report.peak_bytes:
-            facts["peak_bytes"] = report.peak_bytes
+        if result.peak_bytes:
+            facts["peak_bytes"] = result.peak_bytes
         if verdict is not None:
             facts |= {
                 "agrees": verdict.agrees,

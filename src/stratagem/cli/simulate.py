@@ -45,7 +45,7 @@ from stratagem.simulator.timeline.step_difference import TimelineDiff, diff_time
 from stratagem.simulator.timeline.timeline_tables import collective_table, operator_table
 
 if TYPE_CHECKING:
-    from stratagem.executor.results.result_file import Report
+    from stratagem.executor.results.execution_result import ExecutionResult
     from stratagem.simulator.graph.operator_graph import OperatorGraph
 
 TABLES = ("groups", "operators", "collectives", "critical_path")
@@ -139,12 +139,12 @@ def compare(
 
     Example: stratagem compare plan.json examples.small_gpt:build run.json --diff --plot both.png
     """
-    from stratagem.executor.results.result_file import Report
+    from stratagem.executor.results.execution_result import ExecutionResult
     from stratagem.runs.predicted_and_measured import compare as lay_beside
 
-    loaded, report, graph = Plan.load(plan), Report.load(result), load_graph(model)
-    comparison = lay_beside(simulated(loaded, graph, measure), report, plot)
-    kept = _learn(report, graph, loaded) if learn else 0
+    loaded, run, graph = Plan.load(plan), ExecutionResult.load(result), load_graph(model)
+    comparison = lay_beside(simulated(loaded, graph, measure), run, plot)
+    kept = _learn(run, graph, loaded) if learn else 0
     if trace is not None:
         comparison.save_trace(trace)
     say = speaker(as_json)
@@ -158,7 +158,7 @@ def compare(
         print_tables(say, comparison.stage_table, comparison.task_table)
     if learn:
         say.print(
-            f"kept {kept} measured passes of {report.provenance} in the timing cache, which "
+            f"kept {kept} measured passes of {run.provenance} in the timing cache, which "
             "predict where the profiler has measured nothing itself",
             soft_wrap=True,
         )
@@ -180,13 +180,13 @@ def compare(
         print_json({**answer, "diff": comparison.diff.to_dict()} if diff else answer)
 
 
-def _learn(report: Report, graph: OperatorGraph, plan: Plan) -> int:
+def _learn(run: ExecutionResult, graph: OperatorGraph, plan: Plan) -> int:
     """Keep what a result file shows, as times of the device that it names."""
     from stratagem.calibration.learned_times import learn_from
     from stratagem.profiler.cache.timing_cache import TimingCache
 
     with TimingCache() as cache:
-        return learn_from(report, graph, plan, cache)
+        return learn_from(run, graph, plan, cache)
 
 
 def diff(

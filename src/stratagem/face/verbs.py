@@ -434,7 +434,8 @@ def execute(
             cuda_graph=cuda_graph,
             show=show,
         )
-    elsewhere = result.provenance.elsewhere(plan) if backend == "nccl" else ""
+    ran = result.provenance if backend == "nccl" else None
+    elsewhere = "" if ran is None else ran.elsewhere(plan)
     if elsewhere:
         warnings.warn(f"execute: {elsewhere}", stacklevel=2)
     return result

@@ -11,10 +11,9 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -33,8 +32,7 @@ from stratagem.runs.batch_feeder import Fed, Feeder
 from stratagem.simulator.base.files import atomic_path
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.plan.provenance import ProcessBackend, Provenance
-from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.plan.provenance import ProcessBackend
 
 TASK, RESULT, STATUS = "task.pt", "result.pt", "status.json"
 
@@ -120,21 +118,11 @@ def run_processes(
                 result=Path(name, RESULT),
             )
         found = torch.load(Path(name, RESULT), map_location="cpu", weights_only=True)
-    if found["no_graph"]:
-        warnings.warn(not_graphed(found["no_graph"]), stacklevel=3)
-    warn_not_finite(found["losses"], found["first_step"])
-    return ExecutionResult(
-        losses=tuple(found["losses"]),
-        step_times=tuple(found["step_times"]),
-        timeline=Timeline.from_dict(found["timeline"]),
-        parameters=found["parameters"],
-        provenance=msgspec.convert(found["provenance"], Provenance),
-        gradients=found["gradients"],
-        first_step=found["first_step"],
-        peak_bytes=tuple(found["peak_bytes"]),
-        no_graph=found["no_graph"],
-        wall_times=tuple(found["wall_times"]),
-    )
+    result = ExecutionResult.from_json(found["result"])
+    if result.no_graph:
+        warnings.warn(not_graphed(result.no_graph), stacklevel=3)
+    warn_not_finite(result.losses, result.first_step)
+    return replace(result, whole_parameters=found["parameters"], gradients=found["gradients"])
 
 
 def _feeder(
@@ -178,15 +166,8 @@ def main() -> None:
     )
     if os.environ["RANK"] == "0":
         found = {
-            "losses": list(result.losses),
-            "step_times": list(result.step_times),
-            "wall_times": list(result.wall_times),
-            "timeline": result.timeline.to_dict(),
+            "result": result.to_json(),
             "parameters": dict(result.parameters),
-            "provenance": asdict(result.provenance),
-            "first_step": result.first_step,
-            "peak_bytes": list(result.peak_bytes),
-            "no_graph": result.no_graph,
             "gradients": None if result.gradients is None else dict(result.gradients),
         }
         with atomic_path(Path(folder, RESULT)) as path:

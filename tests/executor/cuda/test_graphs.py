@@ -26,7 +26,6 @@ from stratagem.executor.backends.nccl import NcclCommunicator
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.results.execution_result import ExecutionResult
-from stratagem.executor.results.result_file import Report
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.graphed_steps import FIRST_STEPS, GraphedSteps, refusal
 from stratagem.executor.training.learning_rates import RateSchedule
@@ -323,13 +322,13 @@ def test_the_command_line_runs_steps_as_a_graph(
     told = call(STEPS, "--memory")
     assert "CUDA graph" not in told
     assert graphs == [STEPS - FIRST_STEPS - 1] * 2
-    report = Report.load("run.json")
+    report = ExecutionResult.load("run.json")
     assert report.no_graph == ""
     assert f"{format_bytes(max(report.peak_bytes))} in the memory of the fullest device" in told
     assert len(report.peak_bytes) == 2
     with pytest.warns(UserWarning, match="steps are not run as a CUDA graph: the first 3 steps"):
         assert "steps are not run as a CUDA graph: the first 3 steps and the last" in call(4)
-    assert "so 4 steps leave none" in Report.load("run.json").no_graph
+    assert "so 4 steps leave none" in ExecutionResult.load("run.json").no_graph
 
 
 # -- refusals -----------------------------------------------------------------------------------

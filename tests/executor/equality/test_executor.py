@@ -30,7 +30,8 @@ from stratagem.executor.program.instructions import (
 )
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.running import launch
 from stratagem.executor.running.launch import launch
 from stratagem.simulator.graph.placement import REPLICATE, Pin
 from stratagem.simulator.hardware.cluster import Cluster
@@ -427,7 +428,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def launched(case: Case, folder: Path, plan: Plan, model: str = "gpt", **options: float) -> Report:
+def launched(
+    case: Case, folder: Path, plan: Plan, model: str = "gpt", **options: float
+) -> ExecutionResult:
     plan.save(folder / "plan.json")
     spec = f"launched_model:{model}"
     return launch(folder / "plan.json", spec, check=True, folder=folder, **options)  # type: ignore

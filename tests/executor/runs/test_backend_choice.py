@@ -21,7 +21,8 @@ from stratagem.executor import model_state
 from stratagem.executor.backends.nccl import join_nccl
 from stratagem.executor.cuda.cupy_kernels import check_gpu
 from stratagem.executor.cuda.own_gpu import claim, own_gpu
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.running import launch
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.world import default_backend
@@ -435,7 +436,7 @@ class TestResult:
         assert shown.exit_code == 0, shown.output
         assert "; gloo on 2 × " in shown.output
         assert "is for H100-80GB, but runs on CPUs" in shown.output
-        report = Report.load("run.json")
+        report = ExecutionResult.load("run.json")
         assert report.provenance is not None
         assert report.provenance.backend == "gloo"
         assert report.provenance.environment.load == 1

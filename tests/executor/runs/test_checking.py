@@ -18,7 +18,6 @@ import stratagem as sg
 from examples.models import SmallGPT
 from stratagem.cli.app import app
 from stratagem.executor import ExecutionResult, execute, model_state
-from stratagem.executor.results.result_file import Report
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.torch_reference import statistics_apart
@@ -326,6 +325,6 @@ def test_a_run_that_differs_ends_with_1(tmp_path: Path, monkeypatch: pytest.Monk
     assert "worst is inner.2.bias" in facts["verdict"]
     assert not facts["agrees"]
     assert facts["worst"] == "inner.2.bias"
-    verdict = Report.load("run.json").verdict
+    verdict = ExecutionResult.load("run.json").verdict
     assert verdict is not None
     assert not verdict.agrees

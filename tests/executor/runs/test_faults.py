@@ -24,7 +24,7 @@ import torch
 from examples.models import MLP
 from stratagem.executor.checkpoints.folder import complete_checkpoints
 from stratagem.executor.checkpoints.reader import load_checkpoint
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.world import process_rank
 from stratagem.executor.watching.judges import Beat, Follower, Judge, Limits
@@ -352,7 +352,7 @@ def test_processes_go_on_bit_for_bit(place: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 steps, ")
-    assert Report.load("rest.json").losses == whole.losses[4:]
+    assert ExecutionResult.load("rest.json").losses == whole.losses[4:]
     one, two = load_checkpoint("all"), load_checkpoint("parts")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

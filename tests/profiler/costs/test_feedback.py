@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stratagem.calibration.learned_times import learn_from
-from stratagem.executor.results.result_file import Report
+from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.profiler import (
     Effort,
     Environment,
@@ -205,18 +205,18 @@ def test_the_passes_of_an_operator_are_those_that_are_timed(graph: OperatorGraph
 # -- whose times they are -----------------------------------------------------------------------
 
 
-def result_file(plan: Plan, **changes: Any) -> Report:
+def result_file(plan: Plan, **changes: Any) -> ExecutionResult:
     timeline = simulate_plan(plan, GRAPH, RooflineCosts()).timeline
     card = Environment("NVIDIA H100 80GB HBM3", "2.13.0+cu128", cuda="12.8")
     ran = Provenance("nccl", plan.training.precision, card, (card.device,) * 2, "0.1.0", "3.12.1")
-    return Report(plan.name, (1.0,), (1.0,), timeline, provenance=replace(ran, **changes))
+    return ExecutionResult(plan.name, (1.0,), (1.0,), timeline, provenance=replace(ran, **changes))
 
 
 def test_times_are_filed_under_what_ran_them(tmp_path: Path) -> None:
     """A bfloat16 run on H100s was once kept as times of the CPU that read its file."""
     plan = replace(plan_on_cpus(), training=Training("bfloat16"))
     result_file(plan).save(tmp_path / "run.json")
-    report = Report.load(tmp_path / "run.json")
+    report = ExecutionResult.load(tmp_path / "run.json")
     assert report.provenance == result_file(plan).provenance
     with TimingCache(tmp_path / "timings.sqlite") as cache:
         assert learn_from(report, GRAPH, plan, cache) >= len(cache) > 0
