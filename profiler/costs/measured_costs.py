@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from scipy.optimize import nnls
 
-from stratagem.profiler.cache.timing_cache import TimingCache
+from stratagem.profiler.cache.csv_and_json import from_json, to_json
 from stratagem.profiler.cache.timing_keys import (
     DISPATCH_KIND,
     UPDATE_KIND,
@@ -19,16 +23,20 @@ from stratagem.profiler.cache.timing_keys import (
     update_key,
 )
 from stratagem.profiler.costs.correction import Correction, Sample, learn
+from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit, Value
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import (
     Cost,
     CostModel,
     Direction,
+    RooflineCosts,
     Source,
     local_operator,
     tensor_bytes,
 )
+from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.operator_kinds import rule_of
@@ -43,7 +51,24 @@ LEAST_ERROR = 0.02
 """What repeats in one process cannot show: other neighbours, another place in memory."""
 
 
-class MeasuredCosts:
+COSTS_FORM = FileForm(version=1, remedy="profile again", format="stratagem costs")
+
+FALLBACKS: Mapping[str, type[CostModel]] = {
+    "fitted": KernelModelCosts,
+    "roofline": RooflineCosts,
+}
+"""Cost models without anything of their own, by their names in files."""
+
+
+class Timings(Protocol):
+    """What has timings, such as a timing cache."""
+
+    def entries(self) -> list[TimingEntry]:
+        """All of them."""
+        ...
+
+
+class MeasuredCosts(SavedValue):
     """Costs from a timing cache, over a fallback for what was not measured.
 
     Example:
@@ -56,7 +81,11 @@ class MeasuredCosts:
     What the executor spends around an operator comes on top, if the cache has it. An update costs
     a + b·n, fitted to the cached updates of the same optimizer.
 
-    The cache is read once, here: make a new model after profiling more.
+    The cache is read once, here: make a new model after profiling more. The file of costs has
+    these timings, so that a search elsewhere prices as one here:
+
+        >>> costs.save("costs.json")  # doctest: +SKIP
+        >>> sg.search(graph, cluster, costs=sg.MeasuredCosts.load("costs.json"))  # doctest: +SKIP
 
     Args:
         cache: may be closed afterwards.
@@ -65,18 +94,62 @@ class MeasuredCosts:
         fallback: prices what was not measured.
     """
 
+    FILE: ClassVar[str] = "costs file"
+
     def __init__(
-        self, cache: TimingCache, environments: Mapping[str, Environment], fallback: CostModel
+        self, cache: Timings, environments: Mapping[str, Environment], fallback: CostModel
     ) -> None:
         self._environments = dict(environments)
         self._fallback = fallback
         entries = [e for e in cache.entries() if not e.measurement.error]
+        self._entries = tuple(entries)
         self._measured = {e.key.digest: e.measurement for e in entries}
         self._groups: dict[_Group, list[TimingEntry]] = {}
         for entry in entries:
             for group in _groups_of(entry.key):
                 self._groups.setdefault(group, []).append(entry)
         self._corrections: dict[tuple[str, _Group], Correction] = {}
+
+    def __repr__(self) -> str:
+        where = " and ".join(self._environments) or "no device"
+        fallback = type(self._fallback).__name__
+        return f"<MeasuredCosts: {len(self._entries):,} timings of {where}, else {fallback}>"
+
+    def _repr_html_(self) -> str:
+        counts = Counter((e.key.operator.kind, e.key.direction.value) for e in self._entries)
+        columns = {"operators": Unit.TEXT, "direction": Unit.TEXT, "timings": Unit.COUNT}
+        rows = tuple((*key, count) for key, count in sorted(counts.items()))
+        return f"<p>{html.escape(repr(self))}</p>{Table('timings', columns, rows)._repr_html_()}"
+
+    def to_json(self) -> str:
+        """The text of a costs file: all timings, where they were taken, and the fallback's name.
+
+        Raises:
+            ValueError: when the fallback is a cost model of one's own, which no file can hold.
+        """
+        names = [n for n, kind in FALLBACKS.items() if type(self._fallback) is kind]
+        if not names:
+            raise ValueError(
+                f"costs fall back on {type(self._fallback).__name__}, which no file can hold; "
+                f"save costs over {' or '.join(kind.__name__ for kind in FALLBACKS.values())}"
+            )
+        timings = json.loads(to_json(self._entries))
+        file = _CostsFile(
+            COSTS_FORM.format, COSTS_FORM.version, names[0], self._environments, timings
+        )
+        return encode(file)
+
+    @classmethod
+    def from_json(cls, text: str, *, what: str | None = None) -> MeasuredCosts:
+        """Read the text of a costs file."""
+        what = what or cls.FILE
+        COSTS_FORM.check(text, what)
+        file = decode(text, _CostsFile, what)
+        with reading(what):
+            found = from_json(json.dumps(file.timings), "its timings")
+            entries = [each for each in found if isinstance(each, TimingEntry)]
+            fallback = FALLBACKS[file.fallback]()
+            return cls(_Loaded(entries), file.environments, fallback)
 
     def operator_cost(
         self,
@@ -187,6 +260,27 @@ class MeasuredCosts:
         return (
             cost if dispatch is None else replace(cost, seconds=cost.seconds + dispatch.median_s)
         )
+
+
+@dataclass(frozen=True)
+class _CostsFile:
+    """What a costs file holds; `timings` as in an export of the timing cache."""
+
+    format: str
+    version: int
+    fallback: str
+    environments: dict[str, Environment]
+    timings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The timings of a file."""
+
+    found: list[TimingEntry]
+
+    def entries(self) -> list[TimingEntry]:
+        return self.found
 
 
 def _sample(operator: Operator, plain: Cost, training: Training) -> Sample:

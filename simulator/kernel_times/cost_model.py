@@ -104,6 +104,9 @@ class RooflineCosts:
 
     relative_error = 0.15
 
+    def __repr__(self) -> str:
+        return "<RooflineCosts: arithmetic or memory, whichever takes longer>"
+
     def operator_cost(
         self,
         operator: Operator,

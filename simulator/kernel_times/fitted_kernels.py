@@ -75,6 +75,9 @@ class KernelModelCosts:
     def __init__(self) -> None:
         self._roofline = RooflineCosts()
 
+    def __repr__(self) -> str:
+        return "<KernelModelCosts: fitted constants of devices, rooflines where there are none>"
+
     def operator_cost(
         self,
         operator: Operator,

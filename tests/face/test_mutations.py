@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,13 @@ def _filled(path: Path) -> list[Any]:
         return [*cache.entries(), *cache.collective_entries()]
 
 
+def _costs(folder: Path) -> sg.MeasuredCosts:
+    entries = [each for each in _filled(folder / "costs") if isinstance(each.key, TimingKey)]
+    return sg.MeasuredCosts(
+        SimpleNamespace(entries=lambda: entries), {"cpu": ENVIRONMENT}, default_costs()
+    )
+
+
 def _cache(path: Path) -> object:
     """Every time that is there, under its key."""
     for beside in ("-wal", "-shm"):
@@ -204,6 +212,11 @@ KINDS = {
     "run": Kind(_run, _shown, json=True),
     "kineto": Kind(_trace, _imported, json=True),
     "nccl-tests": Kind(lambda folder: NCCL.encode(), _imported),
+    "costs": Kind(
+        lambda folder: _costs(folder).to_json().encode(),
+        lambda path: repr(sg.MeasuredCosts.load(path)),
+        json=True,
+    ),
     "csv": Kind(lambda folder: to_csv(_filled(folder / "c")).encode(), _imported, sums=True),
     "json": Kind(
         lambda folder: to_json(_filled(folder / "c")).encode(), _imported, sums=True, json=True

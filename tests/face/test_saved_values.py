@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
+from stratagem.face.notebook import DRAWN
+from stratagem.profiler import Measurement, TimingKey
+from stratagem.profiler.cache.timing_keys import TimingEntry, update_key
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import packed_numbers
 from stratagem.simulator.base.files import encode
 from stratagem.simulator.base.packed_numbers import packed, unpacked
 from stratagem.simulator.base.saved_values import SavedValue
 from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.drawing.pictures import picture_of
+from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.plan.provenance import Environment, Provenance
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows
 
@@ -46,6 +53,27 @@ RUN = sg.ExecutionResult(
 )
 
 
+HERE = Environment("A100-80GB", "2.11.0")
+
+
+def timings() -> list[TimingEntry]:
+    """Of a third of the operators, both ways, and of two updates."""
+    training = PLAN.training
+    timed = [each for each in GRAPH.operators if each.kind != "source"][::3]
+    keys = [TimingKey(HERE, each, training.precision, way) for each in timed for way in Direction]
+    keys += [update_key(n, training, HERE) for n in (1000, 50_000)]
+    return [
+        TimingEntry(key, Measurement(1e-5 * (k + 1) / 3, 0.01, 30), 1e9 + k / 7)
+        for k, key in enumerate(keys)
+    ]
+
+
+@cache
+def costs() -> sg.MeasuredCosts:
+    device = CLUSTER.device_type(0).name
+    return sg.MeasuredCosts(SimpleNamespace(entries=timings), {device: HERE}, default_costs())
+
+
 @cache
 def found() -> sg.SearchResult:
     return sg.search(GRAPH, CLUSTER, budget=sg.Budget(0), num_bounded=0, progress=False)
@@ -59,6 +87,7 @@ VALUES: dict[str, Callable[[], SavedValue]] = {
     "simulation": lambda: SIMULATION,
     "search result": found,
     "run": lambda: RUN,
+    "costs": costs,
 }
 
 
@@ -83,8 +112,15 @@ def test_what_is_loaded_is_what_was_saved(value: SavedValue, tmp_path: Path) -> 
 
 def test_its_repr_is_one_short_line(value: SavedValue) -> None:
     assert "\n" not in repr(value)
-    assert repr(value).startswith(f"<{type(value).__name__} ")
+    assert re.match(rf"<{type(value).__name__}[ :]", repr(value))
     assert len(repr(value)) < 120
+
+
+def test_a_notebook_shows_it(value: SavedValue) -> None:
+    """By a table of its own, or by a picture where the type knows nothing of pictures."""
+    drawn = (type(value).__module__, type(value).__name__) in DRAWN
+    shown = picture_of(value) if drawn else value._repr_html_()
+    assert re.match("<(div|p|b|table)", shown)
 
 
 def test_files_of_another_version_are_named(value: SavedValue, tmp_path: Path) -> None:
@@ -285,6 +321,51 @@ def test_result_files_from_before_are_read() -> None:
     assert repr(old.losses) == "(1.0, nan)"
     assert (old.first_step, old.peak_bytes, old.provenance, old.wall_times) == (0, (), None, ())
     assert old.backend == ""
+
+
+# -- costs ----------------------------------------------------------------------------------------
+
+
+def test_loaded_costs_price_as_the_first_to_the_last_bit(tmp_path: Path) -> None:
+    """What was measured, what is corrected by that, updates, and the fallback's own."""
+    costs().save(tmp_path / "costs.json")
+    loaded, device = sg.MeasuredCosts.load(tmp_path / "costs.json"), CLUSTER.device_type(0)
+    training = PLAN.training
+    other = sg.DeviceType.preset("H100-80GB")
+    sources = set()
+    for operator in GRAPH.operators:
+        for way in Direction:
+            for place in (device, other):
+                ask = (operator, operator.sizes, way, training, place)
+                cost = loaded.operator_cost(*ask)
+                assert cost == costs().operator_cost(*ask)
+                sources.add(cost.source)
+    assert len(sources) == 2
+    for count in (1000, 12_345):
+        assert loaded.update_cost(count, training, device) == costs().update_cost(
+            count, training, device
+        )
+    assert loaded._repr_html_() == costs()._repr_html_()
+    step = sg.simulate(PLAN, GRAPH, loaded).step_time
+    assert step == sg.simulate(PLAN, GRAPH, costs()).step_time != SIMULATION.step_time
+
+
+def test_costs_over_a_model_of_ones_own_have_no_file() -> None:
+    """The message says which cost models have."""
+
+    class Own(sg.RooflineCosts):
+        pass
+
+    own = sg.MeasuredCosts(SimpleNamespace(entries=timings), {}, Own())
+    with pytest.raises(ValueError, match=r"fall back on Own, .* over KernelModelCosts or"):
+        own.to_json()
+
+
+def test_a_changed_timing_is_seen() -> None:
+    content = json.loads(costs().to_json())
+    content["timings"]["timing"][0]["median_s"] *= 2
+    with pytest.raises(ValueError, match=r"costs file is broken: its timings .*field check"):
+        sg.MeasuredCosts.from_json(json.dumps(content))
 
 
 # -- timelines ------------------------------------------------------------------------------------
