@@ -2,7 +2,7 @@
 
     python -m benchmarks.fit_devices --data DIR
 
-Rewrites `simulator/devices/*.json` from the timings under `DIR/kernels` (see
+Rewrites `simulator/hardware/devices/*.json` from the timings under `DIR/kernels` (see
 `benchmarks.kernel_data`) and the data-sheet figures in those files. Deterministic: equal data
 gives equal files. Every residual is the logarithm of said over measured, under a loss that is
 linear beyond `OUTLIER`, so that a few rows which ran otherwise do not bend the rest. The error

@@ -108,6 +108,16 @@ class TestBlocks:
         del sys.modules["mine"]
 
 
+class TestNames:
+    def test_files_that_are_named_are_there(self) -> None:
+        texts = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        folders = "simulator|search|profiler|executor|src|docs|tests|benchmarks|examples"
+        named = re.compile(rf"`((?:{folders})/[\w./-]*)`")
+        found = [(text.name, name) for text in texts for name in named.findall(text.read_text())]
+        assert len(found) > 50
+        assert [each for each in found if not (ROOT / each[1]).exists()] == []
+
+
 class TestReference:
     def test_every_public_name_has_an_entry(self) -> None:
         text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))

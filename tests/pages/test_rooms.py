@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 FILE = Path(__file__).parents[2] / "docs" / "rooms.py"
+CHAPTERS = FILE.parent / "design"
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +50,32 @@ def test_a_ring_is_found(rooms: ModuleType) -> None:
     ring = rooms.ring_of({"a": {"b"}, "b": {"c"}, "c": {"a"}})
     assert set(ring) == {"a", "b", "c"}
     assert ring[0] == ring[-1]
+
+
+def named_in(chapter: Path) -> list[str]:
+    """The rooms that a chapter of the design says it explains."""
+    line = re.search(r"^Rooms: (.*?)\.$", chapter.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`]+)`", line[1]) if line else []
+
+
+class TestChapters:
+    def test_every_room_is_explained(self, rooms: ModuleType) -> None:
+        known, _ = rooms.import_graph()
+        having = {rooms.room_of(n, known) for n, p in known.items() if p.name != "__init__.py"}
+        packages = {"stratagem", *(f"stratagem.{each}" for row in rooms.SHELVES for each in row)}
+        explained = {room for chapter in CHAPTERS.glob("*.md") for room in named_in(chapter)}
+        explained = {f"stratagem.{room.removeprefix('stratagem.')}" for room in explained}
+        assert explained == having - packages
+
+    def test_each_begins_with_the_decision(self) -> None:
+        shape = r"# [^\n]+\n\nRooms: [^*]+\.\n\n\*\*Decision\.\*\* .+?\n\n## Why\n"
+        for chapter in CHAPTERS.glob("*.md"):
+            if chapter.stem not in ("index", "limits"):
+                assert re.match(shape, chapter.read_text("utf-8"), re.DOTALL), chapter.name
+
+    def test_the_index_names_the_rooms_of_each(self) -> None:
+        index = (CHAPTERS / "index.md").read_text("utf-8")
+        rows = re.findall(r"^\| \[[^\]]+\]\(([\w-]+\.md)\) \| (`.*`) \|$", index, re.MULTILINE)
+        assert len(rows) > 20
+        for name, listed in rows:
+            assert re.findall(r"`([^`]+)`", listed) == named_in(CHAPTERS / name), name
