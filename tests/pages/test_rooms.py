@@ -79,3 +79,22 @@ class TestChapters:
         assert len(rows) > 20
         for name, listed in rows:
             assert re.findall(r"`([^`]+)`", listed) == named_in(CHAPTERS / name), name
+
+
+def test_the_readme_lists_the_rooms_of_every_package(rooms: ModuleType) -> None:
+    known, _ = rooms.import_graph()
+    text = (FILE.parents[1] / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[(?:src/)?(\w+)/\]\([\w/]+\) \| .* \| (`.*) \|$", text, re.MULTILINE)
+    listed = {folder: set(re.findall(r"`(\w+)`", cell)) for folder, cell in rows}
+    packages = {"simulator": "simulator", "search": "searcher", "profiler": "profiler"}
+    packages |= {"executor": "executor", "stratagem": ""}
+    for folder, package in packages.items():
+        first = [
+            name.removeprefix(f"stratagem.{package}".rstrip(".") + ".")
+            for name in known
+            if known[name].name == "__init__.py" and rooms._package(name) == package
+        ]
+        assert listed[folder] == {name for name in first if "." not in name} - {
+            "stratagem",
+            f"stratagem.{package}",
+        }
