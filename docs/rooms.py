@@ -5,13 +5,20 @@
 
 A room is a folder of modules. Imports count wherever they stand: for types only, or inside a
 function too. No two modules and no two rooms may import one another, however indirectly. A room
-has at most `MOST` modules, and its docstring says what comes in, what goes out, what it imports.
+has at most `MOST` modules, and its docstring says what comes in, what goes out, what it imports:
+
+    Imports: plan, stage and below.
+    Imports: cache, the simulator; no torch.
+
+Names are those of rooms of the same package, of others with the package in front; *below* is what
+the named rooms import, however indirectly; *the simulator* is any room of it.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +34,9 @@ MOST = 12
 """Modules side by side in a room."""
 SAYS = ("In:", "Out:", "Imports:")
 """How the sentences of a room's docstring begin."""
+PACKAGES = {"search": "searcher"}
+"""How packages are imported that are called otherwise."""
+TORCH = re.compile(r"^ *(import|from) (torch\b|stratagem\.simulator\.torch_ops)", re.MULTILINE)
 SHELVES = (("", "executor"), ("searcher", "profiler"), ("simulator",))
 """Packages in the picture, by row; the one without a name is what stands above them."""
 ABOVE = "command line, exports and what joins the packages"
@@ -87,6 +97,55 @@ def ring_of(graph: Graph) -> list[str]:
     return []
 
 
+def stated(docstring: str) -> list[str]:
+    """What a docstring says that a room imports, word by word.
+
+    Example:
+        >>> stated("In: a. Imports: plan, stage and below; no torch.")
+        ['plan', 'stage', 'below', 'no torch']
+    """
+    words = " ".join(docstring.partition(SAYS[-1])[2].split()).removesuffix(".")
+    return re.split(r"[,;] | and ", words)
+
+
+def meant(word: str, room: str, graph: Graph) -> set[str]:
+    """The rooms that a word of a room's docstring stands for; none where there are none."""
+    if word.startswith("the "):
+        package = f"stratagem.{PACKAGES.get(word[4:], word[4:])}"
+        return {each for each in graph if f"{each}.".startswith(f"{package}.")}
+    if word == "its own rooms":
+        return {each for each in graph if each.startswith(f"{room}.")}
+    own = ".".join(room.split(".")[:2]) if _package(room) else "stratagem"
+    return {f"{start}.{word}" for start in (own, "stratagem")} & set(graph)
+
+
+def untrue(room: str, words: Iterable[str], graph: Graph) -> Iterator[str]:
+    """What is wrong with what a room says that it imports, one sentence each."""
+    may: set[str] = set()
+    for word in words:
+        if word in ("nothing of ours", "no torch", "below"):
+            continue
+        rooms = meant(word, room, graph) - {room}
+        if not rooms & graph[room]:
+            yield f"{room} says that it imports {word!r}, and does not"
+        may |= rooms
+    below = [each for each in may if "below" in words]
+    while below:
+        more = graph[below.pop()] - may
+        may |= more
+        below += more
+    for each in sorted(graph[room] - may):
+        yield f"{room} imports {each}, which its docstring does not say"
+
+
+def with_torch(room: str, known: Mapping[str, Path]) -> Path | None:
+    """Some module of a room that imports torch, or what captures with it; None without any."""
+    for name, path in sorted(known.items()):
+        if room_of(name, known) == room and TORCH.search(path.read_text("utf-8")):
+            return path
+    return None
+
+
 def complaints() -> Iterator[str]:
     """What is wrong with the rooms, one sentence each."""
     known, graph = import_graph()
@@ -103,6 +162,10 @@ def complaints() -> Iterator[str]:
             words = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
             if missing := [each for each in SAYS if f"\n{each}" not in words]:
                 yield f"the docstring of {name} has no line that begins with {missing[0]!r}"
+            else:
+                yield from untrue(name, stated(words), between_rooms(known, graph))
+                if "no torch" in stated(words) and (path := with_torch(name, known)):
+                    yield f"{name} says {'no torch'!r}, and {path.relative_to(SOURCE)} imports it"
 
 
 def levels(graph: Graph) -> dict[str, int]:

@@ -4,7 +4,7 @@ Plan ──lower──▶ Program ──verify──▶ ──execute──▶ l
 
 In:      a plan, a model, data.
 Out:     losses, parameters, a measured timeline.
-Imports: its rooms, when they are first used.
+Imports: running and below, the simulator.
 """
 
 from stratagem.executor.lowering.lower import lower

@@ -2,5 +2,5 @@
 
 In:      a rank and its world.
 Out:     a communicator.
-Imports: cuda, communication.
+Imports: communication, cuda, the simulator.
 """

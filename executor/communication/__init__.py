@@ -2,5 +2,5 @@
 
 In:      tensors.
 Out:     the interface that every backend keeps.
-Imports: the simulator's hardware.
+Imports: simulator.hardware.
 """

@@ -4,5 +4,5 @@ CuPy is imported when something here is first used, never before.
 
 In:      tensors on a GPU.
 Out:     the same through CuPy and NCCL, in order.
-Imports: communication.
+Imports: communication, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      a plan and its graph.
 Out:     instructions for every rank.
-Imports: program; no torch.
+Imports: program, the simulator; no torch.
 """

@@ -2,5 +2,5 @@
 
 In:      local shards and steps.
 Out:     local shards.
-Imports: communication.
+Imports: communication, cuda, the simulator.
 """

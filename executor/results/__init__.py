@@ -2,5 +2,5 @@
 
 In:      clock readings.
 Out:     timelines, results and their files.
-Imports: program, communication.
+Imports: basics, communication, program, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      a plan, a model, data.
 Out:     what it came to, checked if wished.
-Imports: everything of the executor.
+Imports: training, lowering and below, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      whole tensors.
 Out:     parts, updated; whole tensors again.
-Imports: resharding, cuda, program.
+Imports: resharding, cuda, communication, program, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      signs of life.
 Out:     who is to blame.
-Imports: backends, program, interpreter.
+Imports: basics, backends, interpreter, program.
 """

@@ -2,5 +2,5 @@
 
 In:      the cache.
 Out:     a cost model, corrected where nothing was measured.
-Imports: cache; no torch.
+Imports: cache, the simulator; no torch.
 """

@@ -2,5 +2,5 @@
 
 In:      their files.
 Out:     entries of the cache.
-Imports: machine, cache.
+Imports: cache, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      operators, updates, collectives.
 Out:     entries of the cache.
-Imports: machine, cache.
+Imports: machine, cache, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      a problem and a choice to begin with.
 Out:     better choices.
-Imports: problem, processes and the simulator.
+Imports: problem, processes, the simulator.
 """

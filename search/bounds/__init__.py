@@ -2,5 +2,5 @@
 
 In:      skeletons and problems.
 Out:     lower bounds on seconds and bytes, with their proofs.
-Imports: problem, space and the simulator.
+Imports: problem, space, the simulator.
 """

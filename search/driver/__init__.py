@@ -2,5 +2,5 @@
 
 In:      a situation, a budget, wishes.
 Out:     the best plan found, and how far from the best it can be.
-Imports: everything of the search but its report.
+Imports: methods and below, the simulator.
 """

@@ -5,5 +5,5 @@ A solver of its own: it knows nothing of operators, meshes or plans. `instance` 
 
 In:      a problem.
 Out:     its best choices, proved, or why there are none.
-Imports: its own rooms.
+Imports: its own rooms, simulator.base.
 """

@@ -2,5 +2,5 @@
 
 In:      a plan.
 Out:     what work on it came to.
-Imports: problem, annealing, ilp, stage_dp and below.
+Imports: annealing, bounds, ilp, stage_dp.tables and below.
 """

@@ -2,5 +2,5 @@
 
 In:      a situation and a name.
 Out:     a plan.
-Imports: improvement and below.
+Imports: methods.literature, improvement, stage_dp and below.
 """

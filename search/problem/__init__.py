@@ -2,5 +2,5 @@
 
 In:      a skeleton and its choices.
 Out:     arrays in which a plan is scored by look-ups; all plans of a small one.
-Imports: space and the simulator.
+Imports: space, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      functions and their arguments.
 Out:     their results; files to go on from.
-Imports: the simulator's plans.
+Imports: simulator.base, simulator.plan.
 """

@@ -4,5 +4,5 @@
 
 In:      a result.
 Out:     one HTML page.
-Imports: driver, the simulator's drawing, basics.
+Imports: driver, space, basics, the simulator.
 """

@@ -2,5 +2,5 @@
 
 In:      a graph, a cluster, wishes.
 Out:     skeletons (stages, meshes, schedules) and the choices of their operators.
-Imports: the simulator.
+Imports: processes, the simulator.
 """

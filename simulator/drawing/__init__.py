@@ -5,5 +5,5 @@ that they are read on a light one and on a dark one.
 
 In:      plans, clusters, graphs, timelines, memory.
 Out:     SVG and pictures of matplotlib.
-Imports: everything of the simulator but torch_ops.
+Imports: simulation and below.
 """

@@ -2,5 +2,5 @@
 
 In:      choices, meshes, a schedule.
 Out:     a checked plan and its file.
-Imports: schedules, sharding, kernel_times and below.
+Imports: schedules, sharding, kernel_times, graph.substitutions and below.
 """

@@ -52,6 +52,46 @@ def test_a_ring_is_found(rooms: ModuleType) -> None:
     assert ring[0] == ring[-1]
 
 
+def test_what_a_docstring_says_of_imports_is_held_to_them(rooms: ModuleType) -> None:
+    a, b, c = (f"stratagem.executor.{name}" for name in "abc")
+    graph = {
+        a: {b},
+        b: {c, "stratagem.simulator.base"},
+        c: set(),
+        "stratagem.simulator.base": set(),
+    }
+    assert rooms.stated("In: x.\nImports: b, c and\n  below; no torch.") == [
+        *("b", "c", "below", "no torch"),
+    ]
+    assert list(rooms.untrue(a, ["b"], graph)) == []
+    assert list(rooms.untrue(b, ["c", "the simulator"], graph)) == []
+    assert list(rooms.untrue(b, ["c", "simulator.base"], graph)) == []
+    assert list(rooms.untrue(a, ["b", "c"], graph)) == [
+        f"{a} says that it imports 'c', and does not"
+    ]
+    assert list(rooms.untrue(b, ["c"], graph)) == [
+        f"{b} imports stratagem.simulator.base, which its docstring does not say"
+    ]
+    graph[a] = {b, c}
+    assert list(rooms.untrue(a, ["b", "below"], graph)) == []
+    assert len(list(rooms.untrue(a, ["b"], graph))) == 1
+
+
+def test_torch_is_found_wherever_it_is_imported(rooms: ModuleType, tmp_path: Path) -> None:
+    file, room = tmp_path / "m.py", tmp_path / "__init__.py"
+    room.write_text("")
+    known = {"pkg": room, "pkg.m": file}
+    for text in (
+        "import torch\n",
+        "def f():\n    from torch import nn\n",
+        "from stratagem.simulator.torch_ops.kernels.shards import Shards\n",
+    ):
+        file.write_text(text)
+        assert rooms.with_torch("pkg", known) == file
+    file.write_text("import torchless\n")
+    assert rooms.with_torch("pkg", known) is None
+
+
 def named_in(chapter: Path) -> list[str]:
     """The rooms that a chapter of the design says it explains."""
     line = re.search(r"^Rooms: (.*?)\.$", chapter.read_text("utf-8"), re.MULTILINE | re.DOTALL)

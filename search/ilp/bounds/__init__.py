@@ -2,5 +2,5 @@
 
 In:      a reduced problem.
 Out:     bounds by dual ascent and linear relaxation.
-Imports: ilp.problem.
+Imports: ilp.problem, simulator.base.
 """

@@ -2,5 +2,5 @@
 
 In:      files of a contest.
 Out:     problems.
-Imports: ilp.problem.
+Imports: ilp.problem, simulator.base.
 """

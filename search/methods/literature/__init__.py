@@ -6,7 +6,7 @@ the same simulator as any other.
 
 In:      a situation.
 Out:     candidate plans by the name of a paper or system.
-Imports: space and the simulator.
+Imports: space, the simulator.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 In:      their models.
 Out:     the best splits.
-Imports: planners.inputs.
+Imports: planners.inputs, simulator.base.
 """

@@ -2,5 +2,5 @@
 
 In:      a situation.
 Out:     prices of runs of operators on meshes, in tables.
-Imports: space and the simulator.
+Imports: space, the simulator.
 """

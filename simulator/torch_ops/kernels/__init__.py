@@ -2,5 +2,5 @@
 
 In:      local shards.
 Out:     their results, on any device.
-Imports: graph, plan and below.
+Imports: operators, plan.
 """

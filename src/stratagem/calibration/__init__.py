@@ -2,5 +2,5 @@
 
 In:      a space, a cluster.
 Out:     measured costs and links.
-Imports: executor, profiler, search, simulator.
+Imports: basics, the executor, the profiler, the search, the simulator.
 """

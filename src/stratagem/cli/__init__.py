@@ -2,5 +2,5 @@
 
 In:      words.
 Out:     tables, files, exit codes.
-Imports: the face and everything below.
+Imports: cli.shared, exports, calibration, the profiler and below.
 """

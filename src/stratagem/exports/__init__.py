@@ -5,7 +5,7 @@ predicted to cost.
 
 In:      a plan and its graph.
 Out:     files of other programs, and what they cannot say.
-Imports: exports.reading, search, simulator.
+Imports: exports.reading, the search, the simulator.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 In:      a plan, a model, batches.
 Out:     results and comparisons.
-Imports: executor, simulator.
+Imports: basics, the executor, the simulator.
 """

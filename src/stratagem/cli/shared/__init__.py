@@ -2,5 +2,5 @@
 
 In:      options.
 Out:     models, clusters, tables.
-Imports: the face and everything below.
+Imports: face, runs and below.
 """

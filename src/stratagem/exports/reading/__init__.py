@@ -2,5 +2,5 @@
 
 In:      a plan and its graph.
 Out:     degrees, placements, units and styles, with what is lost.
-Imports: search, simulator.
+Imports: the search, the simulator.
 """
