@@ -12,9 +12,9 @@ blocks of all stages, the macro graph, playing both, and the memory of every sta
 `macro_ms`, `play_ms` and `memory_ms` are its parts. Not in it are `table_ms`, pricing the tables
 with all rows known, as a search does it, and `plan_ms`, all of `simulate_plan` so. Each is the
 best of several repeats. `extrapolating` is how many times longer blocks and memory take where
-every layer is written out (see `repeats`), in turns with the others. `tasks` are those of all
-blocks and of the macro graph, `mb` the most memory that Python and numpy hold for one simulation,
-tables included, in 10⁶ bytes.
+every layer is written out (see `repeated_layers`), in turns with the others. `tasks` are those of
+all blocks and of the macro graph, `mb` the most memory that Python and numpy hold for one
+simulation, tables included, in 10⁶ bytes.
 """
 
 from __future__ import annotations

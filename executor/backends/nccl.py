@@ -8,9 +8,9 @@ to any other one:
     beside                              all-reduce ────────┘
     0 ▶ 1        send ────────  send ────────
 
-Messages have no tags, see `postings`. The host only issues work; it waits at barriers and where
-somebody reads a result. All ranks issue their communications in one common order, in which devices
-start them too, see `gpu.launch_order`.
+Messages have no tags, see `receive_postings`. The host only issues work; it waits at barriers and
+where somebody reads a result. All ranks issue their communications in one common order, in which
+devices start them too, see `cuda.launch_order`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiling and starting the kernels of `gpu.sources` on torch tensors, through CuPy."""
+"""Compiling and starting the kernels of `cuda_sources` on torch tensors, through CuPy."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ ranks wait, never starts:
     rank 0   places: ▐ B ▌   waiting for one: A       the order in which the host gave them: A, B
     rank 1   places: ▐ A ▌   waiting for one: B
 
-So kernels must start in the order in which the host gave them, which `postings` makes a common one
-of all ranks. NCCL sees to that by itself from 2.26 on, if it is told to; elsewhere each operation
-waits here for the one before it, of whichever stream.
+So kernels must start in the order in which the host gave them, which `receive_postings` makes a
+common one of all ranks. NCCL sees to that by itself from 2.26 on, if it is told to; elsewhere each
+operation waits here for the one before it, of whichever stream.
 """
 
 from __future__ import annotations

@@ -164,7 +164,9 @@ class Context:
     # -- placements -----------------------------------------------------------------------------
 
     def mesh(self, stage: int) -> DeviceMesh:
-        """The mesh of a stage in this direction, or of both of its homes (see `homes`)."""
+        """The mesh of a stage in this direction, or of both of its homes (see
+        `numbered_meshes`).
+        """
         return meshes_of(self.plan, stage)[-1 if self.upward else 0]
 
     @cached_property
@@ -407,7 +409,8 @@ class Context:
         return inside and self.made(edge) != self.wanted(edge)
 
     def has_company(self, edge: Edge, *, again: bool = False) -> bool:
-        """Whether the consumer of an edge may read a copy that others read too (see `sharing`).
+        """Whether the consumer of an edge may read a copy that others read too (see
+        `shared_conversions`).
 
         Likewise its gradient may be added to those of others before they are converted. What is
         pinned, or read in pieces, is its own; what is read `again` is read as a whole.

@@ -11,7 +11,8 @@ from stratagem.simulator.stage.recompute_triggers import Triggers
 
 
 class Copies:
-    """What a stage has converted so far: each copy once for all its readers (see `sharing`).
+    """What a stage has converted so far: each copy once for all its readers (see
+    `shared_conversions`).
 
     What runs again at one time reads one copy, and so does what only has its inputs converted
     again.

@@ -1,7 +1,7 @@
 """How many bytes of a rank's tensors are alive at once, found without running anything.
 
 Instructions are played in order over storages: a value is a storage or a view of one, a tape holds
-the storages of what its operator's backward pass needs (`operators.saved_for_backward`), and a
+the storages of what its operator's backward pass needs (`saved_for_backward`), and a
 storage is alive as long as any of them is. What kernels allocate inside, and messages on their
 way, do not count.
 """

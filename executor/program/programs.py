@@ -84,7 +84,7 @@ class Program:
     `whole` is the graph of the whole batch, `graph` that of one microbatch; `homes` has every
     parameter that the program keeps. `maps` make the graph's parameters of the model's, where
     the plan has substitutions. With token `slices`, each of which has a graph of its own, `graph`
-    is that of the first, and `plan` has a choice for every prefix (see `sliced_plan`).
+    is that of the first, and `plan` has a choice for every prefix (see `token_slice_plan`).
     """
 
     plan: Plan
@@ -147,7 +147,7 @@ class Program:
         return tuple(found.values())
 
     def mesh(self, stage: int, device: int | None = None) -> DeviceMesh:
-        """The mesh of a stage, or of both of its homes (see `homes`).
+        """The mesh of a stage, or of both of its homes (see `numbered_meshes`).
 
         Of several homes it is that which has `device`, the first one where none is given.
         """

@@ -57,7 +57,8 @@ class Limits:
         return max(self.stalled, self.patience * expected)
 
     def quiet(self, state: str) -> int:
-        """Periods that a rank may say nothing whose process is in a state (`activity.state_of`).
+        """Periods that a rank may say nothing whose process is in a state
+        (`process_activity.state_of`).
 
         Code in C that holds Python's lock, such as a big file that json reads, silences a rank
         that computes.

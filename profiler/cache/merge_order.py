@@ -2,9 +2,9 @@
 
 A time is better than a failure, since it proves that the device can run it. What our profiler
 measured is better than what was learned from a run, and that is better than what was imported from
-another program (`keys.Trust`). Of two times that from more repeats wins, then the newer one, then
-the shorter one; what is still equal is settled by the text of the row. That is a total order, so a
-merge of any caches in any order keeps the same rows.
+another program (`timing_keys.Trust`). Of two times that from more repeats wins, then the newer
+one, then the shorter one; what is still equal is settled by the text of the row. That is a total
+order, so a merge of any caches in any order keeps the same rows.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class TimingCache:
         0.0012
 
     Every call that writes is one transaction of a write-ahead log: it is there whole or not at
-    all, whatever happens to the process (`store` says why). A connection belongs to the thread
-    that opened it. A file of version 1 is brought up to date when it is opened.
+    all, whatever happens to the process (`sqlite_store` says why). A connection belongs to the
+    thread that opened it. A file of version 1 is brought up to date when it is opened.
 
     Raises:
         ValueError: the file cannot be opened, is no database, or has a later version; names the
@@ -94,7 +94,8 @@ class TimingCache:
         return [entry for entry in found if isinstance(entry, CollectiveEntry)]
 
     def merge(self, entries: Iterable[Entry]) -> MergeReport:
-        """Take over entries, all of them or none; of two with equal keys `merging.better` stays.
+        """Take over entries, all of them or none; of two with equal keys `merge_order.better`
+        stays.
 
         Example:
             >>> with TimingCache("other.sqlite") as other:  # doctest: +SKIP

@@ -1,8 +1,9 @@
 """The links of a cluster as the collectives in the timing cache show them.
 
-Those inside a node are fitted as measured ones are (`links.fit_link`). Between nodes a collective
-also crosses the link inside, and shares the network cards of its nodes: latency and bandwidth are
-those with which the simulator's own price of such a group (`DeviceMesh.link`) comes nearest.
+Those inside a node are fitted as measured ones are (`collective_timing.fit_link`). Between nodes a
+collective also crosses the link inside, and shares the network cards of its nodes: latency and
+bandwidth are those with which the simulator's own price of such a group (`DeviceMesh.link`) comes
+nearest.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the step itself.
 What a task takes longer than another kind of block is a difference of two entries, or nothing
 where that is negative, so sums hold for it too.
 
-Where every resource serves its tasks in the same order under every table (`chain_arrays` proves
+Where every resource serves its tasks in the same order under every table (`chain_state` proves
 it when it can), the step is a longest path in that order, without a queue. The longest path of the
 plan as it is joins the bounds: it is what most worse proposals fail at.
 """

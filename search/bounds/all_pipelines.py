@@ -28,7 +28,7 @@ class PipelineWork:
     together, the least over all shards of (number of shards × time of one). Ranks of n₀, n₁, …
     devices take Tᵣ seconds for a microbatch, forward and backward, so Σ nᵣ Tᵣ ≥ W = Σ w. A step
     of z seconds has time for M microbatches on each, and where backward is whole, before and
-    behind them for one on the ranks before (see `computing`):
+    behind them for one on the ranks before (see `compute_bound`):
 
         M · Tᵣ + Σ_{q < r} T_q ≤ z,   hence   Tᵣ ≤ z/M · (1 − 1/M)ʳ   at the largest Σ nᵣ Tᵣ
 

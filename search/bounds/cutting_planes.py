@@ -21,14 +21,14 @@ As a load, and in memory, each counts with 1/n. On a path it counts once whoever
 them wait for it from the same tensor on.) So
 t_b ≥ Σ_q λ_q f_bq for weights λ that sum to 1. The last sum is at most 0 where a plan fits. ∎
 
-The right side is a sum of look-ups by the choices of one or two operators (`lookups`), so its
-minimum over *all* choices can be bounded by a dynamic program along a spanning forest (`forest`),
-for any multipliers. The best multipliers are found by cutting planes (Kelley 1960): each round
-adds the choices found to a linear program, and with them what binds there: the paths that are
-longest under them and the moments at which they are over the memory. Every round yields a valid
-bound, the best one counts. Cuts are per rank (Birge and Louveaux 1988): what each rank takes is
-at most what its part of any choices met makes of it, so a plan need not be met as a whole. Choices
-met on the way are plans too, and often good ones.
+The right side is a sum of look-ups by the choices of one or two operators (`linear_measures`), so
+its minimum over *all* choices can be bounded by a dynamic program along a spanning forest
+(`spanning_forest`), for any multipliers. The best multipliers are found by cutting planes (Kelley
+1960): each round adds the choices found to a linear program, and with them what binds there: the
+paths that are longest under them and the moments at which they are over the memory. Every round
+yields a valid bound, the best one counts. Cuts are per rank (Birge and Louveaux 1988): what each
+rank takes is at most what its part of any choices met makes of it, so a plan need not be met as a
+whole. Choices met on the way are plans too, and often good ones.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Choices cut tensors over the devices of a stage's mesh at most, so of whatever all of them hold
 together one device holds at least its share. That is known of a stage without any choices: its
 parameters with gradients and optimizer state, and, of every microbatch in flight, the results that
-some backward pass needs (see `lifetimes`, which says when they live under given choices).
+some backward pass needs (see `tensor_lifetimes`, which says when they live under given choices).
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class SearchResult(SavedValue):
         simulation: what the simulator says of it: step time, memory, timeline.
         baselines: the known strategies' plans, simulated.
         bound: seconds under which no plan of the searched space is, or None if the search ended
-            before it was known (see `bound.lower_bound`).
+            before it was known (see `cutting_planes.lower_bound`).
         listed_bound: the same of plans on the skeletons in `space`, which are bounded one by one;
             pipelines that are cut otherwise are bounded together (see `PipelineWork`).
         bounds_all: whether `bound` holds for these as well, as it does on up to `SMALL_CLUSTER`

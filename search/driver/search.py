@@ -61,14 +61,14 @@ def search(
 
     Baselines are simulated first. Every skeleton of the space (stages × meshes × microbatches) is
     bounded by what it computes; those that no bound excludes are ranked by known strategies. Of
-    the best, and of those with the weakest bounds, the bound is sharpened (`bound`). On the
-    `num_skeletons` whose best plan known and bound are together least Markov chains step to
-    neighbouring skeletons (`walk`); there an integer program chooses for all operators (`intra`),
-    Metropolis–Hastings chains go on from the best plans under the event simulator (FlexFlow, Jia
-    et al. 2019), and windows of operators are solved anew along the critical path (`windows`). The
-    least bound of all skeletons makes the certificate. The result is never worse than the best
-    baseline that meets the constraints. Equal arguments give equal plans, unless the budget's time
-    runs out.
+    the best, and of those with the weakest bounds, the bound is sharpened (`cutting_planes`). On
+    the `num_skeletons` whose best plan known and bound are together least Markov chains step to
+    neighbouring skeletons (`skeleton_walk`); there an integer program chooses for all operators
+    (`choice_program`), Metropolis–Hastings chains go on from the best plans under the event
+    simulator (FlexFlow, Jia et al. 2019), and windows of operators are solved anew along the
+    critical path (`windows`). The least bound of all skeletons makes the certificate. The result
+    is never worse than the best baseline that meets the constraints. Equal arguments give equal
+    plans, unless the budget's time runs out.
 
     Example:
         >>> from stratagem.simulator.graph.models import mlp
@@ -98,8 +98,8 @@ def search(
             first; fewer of larger models when left out.
         options: recomputing, pieces, fusion and buckets; see `Options`.
         constraints: what every plan must meet; see `Constraints`.
-        baselines: names of `methods.METHODS` to compare with, beside the simple strategies; those
-            of `QUICK_METHODS` when left out.
+        baselines: names of `methods.registry.METHODS` to compare with, beside the simple
+            strategies; those of `QUICK_METHODS` when left out.
         start: a plan for this model and cluster to go on from; its skeleton is searched too, but
             for plans of kinds that a search does not choose for (the notes say why).
         checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
@@ -107,8 +107,8 @@ def search(
             large models; the cores that this process may use when left out. The plan does not
             depend on it.
         num_rewritten: how many graphs that compute the same are searched as well, those that
-            algebraic substitutions make best of (see `rewriting`); evaluations and seconds of the
-            budget are shared.
+            algebraic substitutions make best of (see `graph_rewrites`); evaluations and seconds of
+            the budget are shared.
         progress: called often with a `Progress`.
 
     Returns:

@@ -43,7 +43,7 @@ SURVEYED, WALKED = 0.4, 0.6
 """Of the seconds of a budget, how many may pass before walks over skeletons begin, and end."""
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
-large: the sum of their work is limited then (see `sharpening.Sharpened`)."""
+large: the sum of their work is limited then (see `outcomes.Sharpened`)."""
 ASKED = 0.95
 """Of the seconds of a budget, when nothing is begun any more: what was begun has to end, too."""
 ROUND = 8

@@ -59,7 +59,7 @@ class Entry:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sorts entries by their best plan (see `baselines.rank`); those without come last."""
+        """Sorts entries by their best plan (see `situation.rank`); those without come last."""
         return rank(self.simulation) if self.simulation is not None else (float("inf"), 0.0)
 
     @property

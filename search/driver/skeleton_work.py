@@ -1,6 +1,6 @@
 """What a search does for one skeleton, whatever it knows of others: bound it, settle or refine.
 
-So several processes can do it for skeletons at the same time (see `workers`).
+So several processes can do it for skeletons at the same time (see `worker_processes`).
 """
 
 from __future__ import annotations

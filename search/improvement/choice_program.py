@@ -1,9 +1,9 @@
 """Integer programs over the choices of a skeleton: all of them, or a window with the rest fixed.
 
-The objective is a weighted sum of the look-ups that the simulator reads (see `lookups`). With the
-number of times that each task runs as its weight it is the objective of OptCNN (Jia et al. 2018)
-and of Alpa (Zheng et al. 2022), in which nothing overlaps. With weights from the simulated
-critical path it is what a step waits for.
+The objective is a weighted sum of the look-ups that the simulator reads (see `linear_measures`).
+With the number of times that each task runs as its weight it is the objective of OptCNN (Jia et
+al. 2018) and of Alpa (Zheng et al. 2022), in which nothing overlaps. With weights from the
+simulated critical path it is what a step waits for.
 """
 
 from __future__ import annotations

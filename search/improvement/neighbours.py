@@ -1,7 +1,7 @@
 """Neighbours of a pipeline: plans that differ in a cut, microbatches, schedule, rounds or policy.
 
-What searches skeletons one change at a time goes to these: downhill (`refine`) or as a Markov
-chain (`walk`).
+What searches skeletons one change at a time goes to these: downhill (`downhill`) or as a Markov
+chain (`skeleton_walk`).
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def neighbours(
     """Plans that differ in a cut, microbatches, the schedule, stages a rank or a stage's policy.
 
     A cut goes to the next place in either direction where the graph is cut anyway (see
-    `inter.chain`), or where no more tensors cross than now: a part of a layer may change sides. Of
-    the slowest stage single operators go to those beside it too.
+    `stage_dp.tables.operator_chain`), or where no more tensors cross than now: a part of a layer
+    may change sides. Of the slowest stage single operators go to those beside it too.
     An operator that comes into another stage chooses as its like does there; where there is none,
     it keeps its choice, if the meshes have one shape. Smaller microbatches may be too small for
     the choices (see `Plan.check`).

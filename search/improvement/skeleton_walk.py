@@ -1,11 +1,11 @@
 """Markov chains over skeletons: a proposal is a neighbour, on which a chain over choices settles.
 
-The chains of `anneal` know the prices of one skeleton and decide on choices in microseconds. What
-they cannot change is changed here: a stage boundary, the number of microbatches, the schedule, how
-many stages a rank has, what a stage recomputes (see `neighbours`). A proposal is priced, a short
-chain goes on from the choices carried over, and its best is accepted or not as by Metropolis et
-al. (1953). Chains whose steps end in an optimization are the large-step Markov chains of Martin,
-Otto and Felten (1991).
+The chains of `annealing.chains` know the prices of one skeleton and decide on choices in
+microseconds. What they cannot change is changed here: a stage boundary, the number of
+microbatches, the schedule, how many stages a rank has, what a stage recomputes (see `neighbours`).
+A proposal is priced, a short chain goes on from the choices carried over, and its best is accepted
+or not as by Metropolis et al. (1953). Chains whose steps end in an optimization are the large-step
+Markov chains of Martin, Otto and Felten (1991).
 
 The random number is drawn first: what is accepted is then known as seconds of a step, and a
 neighbour whose bound is above them is rejected without pricing it.

@@ -1,7 +1,8 @@
 """Scores of plans from nothing, in numba: every block, the pipeline, memory tensor by tensor.
 
 Kernels know arrays only; `problem.priced_skeleton` says what they mean. The event engine is that
-of the simulator. `_anneal` scores changes of plans, and shares what is cheap with this file.
+of the simulator. `_chain_kernels` scores changes of plans, and shares what is cheap with this
+file.
 
 Only kernels that Python calls are cached (see `base.compiling`).
 """

@@ -5,8 +5,8 @@ twice as many choices of an operator with weights, four times as many pairs, and
 a skeleton on which no plan can be over its memory. That is proved by the plan that no choices
 make: every tensor at the largest that any pair of choices gives it.
 
-The lower bound of what is left (`bound`) holds for all: a plan that gathers again has every task
-of the one that does not, and more, and memory binds neither.
+The lower bound of what is left (`cutting_planes`) holds for all: a plan that gathers again has
+every task of the one that does not, and more, and memory binds neither.
 """
 
 from __future__ import annotations

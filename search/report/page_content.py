@@ -41,7 +41,7 @@ def page_content(result: SearchResult, changes: Table, version: str) -> dict[str
 
     Args:
         result: of the search.
-        changes: of `changes.hardware_changes`.
+        changes: of `hardware_changes.hardware_changes`.
         version: of this program.
     """
     plan, simulation = result.plan, result.simulation

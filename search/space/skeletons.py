@@ -76,7 +76,8 @@ class Options:
         0
 
     Attributes:
-        recompute: policies tried one after the other until a plan fits (see `segments`).
+        recompute: policies tried one after the other until a plan fits (see
+            `checkpoint_segments`).
         chunks: in how many pieces a matrix product may run, to overlap with its collectives.
         fuse: whether elementwise work may run inside collectives.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes.

@@ -55,7 +55,8 @@ class TrainingSetup:
             its plans compute what the model does.)
         zero: ZeRO stage of all parameters, over the data-parallel ranks and over those that repeat
             what tensor parallelism leaves whole (Rajbhandari et al. 2020).
-        recompute: ``none``, ``selective`` or ``full`` (see `segments.recomputed_operators`).
+        recompute: ``none``, ``selective`` or ``full`` (see
+            `checkpoint_segments.recomputed_operators`).
         expert: expert-parallel ways, into which data-parallel ranks are divided: each has its
             share of the experts (Lepikhin et al. 2020), which tensor parallelism then cuts inside.
             With 1 way experts are copied, or shared out by tensor parallelism.

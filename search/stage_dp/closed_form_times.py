@@ -23,9 +23,9 @@ back, for as many microbatches as it has stages, hence
 
     P = max over windows of (Σ t + Σ s inside) / number of stages.
 
-Which of them holds for a schedule is read from its actions (see `pipelining`): whether it splits
-backward, gives a rank several stages, or runs all forwards first; and so is what stages hold, for
-which the formulas say what the named ones do.
+Which of them holds for a schedule is read from its actions (see `schedule_traits`): whether it
+splits backward, gives a rank several stages, or runs all forwards first; and so is what stages
+hold, for which the formulas say what the named ones do.
 
 The formulas are exact for stages of equal times and bounds from below where transfers wait for
 links; the program minimises them with P ≤ max (t + s) and the e of the first stage for E, which

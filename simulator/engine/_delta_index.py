@@ -1,7 +1,7 @@
 """What delta re-simulation keeps of a played graph, and how it looks things up, in numba.
 
 `engine.delta_engine` says what it is for. Kernels here are compiled into those of
-`_delta_kernels`, which alone are cached: a cached kernel does not see that one in another file has
+`_delta_replay`, which alone are cached: a cached kernel does not see that one in another file has
 changed.
 """
 

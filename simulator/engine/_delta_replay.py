@@ -1,7 +1,7 @@
 """Kernels of delta re-simulation: propose, accept and reject changes of a played graph.
 
 `engine.delta_engine` says what they do and why that is exact. Those that other code calls are at
-the end, and are kept compiled (see `_compiling`).
+the end, and are kept compiled (see `base.compiling`).
 """
 
 from __future__ import annotations

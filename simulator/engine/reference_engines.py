@@ -22,7 +22,7 @@ AFTER_ARRIVALS = EventPriority(2)
 
 
 def simulate_plain(graph: TaskGraph) -> Times:
-    """Play a task graph in plain Python; the same times as `engine.simulate`."""
+    """Play a task graph in plain Python; the same times as `event_engine.simulate`."""
     held, successors, durations = _sets(graph), _successors(graph), graph.durations.tolist()
     ready, start, end = ([0] * graph.num_tasks for _ in range(3))
     remaining = graph.num_predecessors.tolist()
@@ -49,7 +49,7 @@ def simulate_plain(graph: TaskGraph) -> Times:
 
 
 def simulate_simpy(graph: TaskGraph) -> Times:
-    """Play a task graph with SimPy; the same times as `engine.simulate`."""
+    """Play a task graph with SimPy; the same times as `event_engine.simulate`."""
     return _SimpyRun(graph).run()
 
 

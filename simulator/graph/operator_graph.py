@@ -191,7 +191,8 @@ class OperatorGraph(SavedValue):
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
-        """The segment of every operator, numbered by its first operator (see `segments`).
+        """The segment of every operator, numbered by its first operator (see
+        `checkpoint_segments`).
 
         Each repeat of a block is one, cut where the least bytes go from one repeat to the next.
         Elsewhere a segment ends where a single tensor goes on, as between residual blocks.
@@ -235,7 +236,7 @@ class OperatorGraph(SavedValue):
         """The graph of one of `num_microbatches` equal microbatches: sample dims divided.
 
         What is the same for every microbatch and is added to a sum over samples, such as a penalty
-        on weights, is divided too (see `microbatches`).
+        on weights, is divided too (see `sums_over_samples`).
 
         Raises:
             ValueError: if the batch is not a multiple of `num_microbatches`, or if the losses of

@@ -64,7 +64,7 @@ class Pin:
 
 @dataclass(frozen=True, order=True)
 class Flat:
-    """A range of the elements that the axes which shard leave here (ZeRO); see `parts`."""
+    """A range of the elements that the axes which shard leave here (ZeRO); see `tensor_parts`."""
 
     def __str__(self) -> str:
         return "F"
@@ -231,7 +231,7 @@ def local_sizes(operator: Operator, config: Config, shape: Sequence[int]) -> dic
 
 
 def split_with(operator: Operator, dim: str) -> str:
-    """The dim whose sharding shards `dim`: itself, or what slides over it (see `spatial`)."""
+    """The dim whose sharding shards `dim`: itself, or what slides over it (see `image_splits`)."""
     return next((loop for loop, inside in operator.windows.items() if inside == dim), dim)
 
 
@@ -296,7 +296,9 @@ def weight_gradient_placements(weight: Weight, config: Config) -> Placements:
 
 
 def flat_axes(placements: Placements) -> tuple[int, ...]:
-    """The axes on which a tensor is flat, the one that cuts first in front (see `parts`)."""
+    """The axes on which a tensor is flat, the one that cuts first in front (see
+    `tensor_parts`).
+    """
     return tuple(i for i in reversed(range(len(placements))) if type(placements[i]) is Flat)
 
 

@@ -24,7 +24,8 @@ class GroupFigures:
     """Ring bandwidth and latency per message that collectives of groups of `size` showed.
 
     A collective is cut into pieces that follow one another; `piece_us` is what one more piece
-    costs, which is why the bandwidth is reached so slowly as messages grow (see `collectives`).
+    costs, which is why the bandwidth is reached so slowly as messages grow (see
+    `collective_times`).
 
     `wait` is how long members wait for the last of them before they meet, as a share of their mean
     computing since they met before (0.1: a tenth). Each is a little slower one time, a little

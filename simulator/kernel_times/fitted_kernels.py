@@ -1,8 +1,8 @@
 """The cost model of devices whose kernels were timed: what operators cost by fitted constants.
 
-An operator is the kernels that its passes run. Matrix products go by `product_costs`, fused
-attention by its share of the peak, everything else by the bytes that it moves (`bytes_moved`). The
-host launches one kernel after the other, so no operator takes less than its launches.
+An operator is the kernels that its passes run. Matrix products go by `matrix_products`, fused
+attention by its share of the peak, everything else by the bytes that it moves (`memory_traffic`).
+The host launches one kernel after the other, so no operator takes less than its launches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the steps of an elementwise chain make of sums over samples (see `microbatches`)."""
+"""What the steps of an elementwise chain make of sums over samples (see `sums_over_samples`)."""
 
 from __future__ import annotations
 

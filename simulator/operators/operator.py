@@ -46,7 +46,7 @@ class Input:
     `order[j]` is the factor of the source tensor that the j-th factor of `layout` reads, and
     `select` fixes the source factors that are not read: ``((2, 0),)`` takes index 0 of source
     factor 2. `windows` pairs dims of the result that slide over this input with the dims of
-    `layout` that they slide over: sharding the first shards the second too (see `spatial`).
+    `layout` that they slide over: sharding the first shards the second too (see `image_splits`).
     """
 
     source: str

@@ -119,9 +119,9 @@ class Rule:
     `flops` of one forward pass from the operator and its local sizes; `matmul` says that they run
     on matrix units; `backward_flops` is the ratio backward / forward; `passes` how often forward
     moves its inputs and outputs through memory; `saved_inputs` (None: all) and `saved_output`
-    which tensors backward needs (`saved` knows what elementwise chains keep); `inner` the
-    collectives inside the kernel; `weight_share` the part of backward that makes the gradients of
-    parameters, which may run later than that of the inputs.
+    which tensors backward needs (`saved_for_backward` knows what elementwise chains keep); `inner`
+    the collectives inside the kernel; `weight_share` the part of backward that makes the gradients
+    of parameters, which may run later than that of the inputs.
     """
 
     flops: Callable[[Operator, Sizes], float]

@@ -1,6 +1,6 @@
 """Bytes per device that one operator or edge of a plan needs, by what they are for.
 
-When they are allocated and freed is said by `lifetimes`.
+When they are allocated and freed is said by `tensor_lifetimes`.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _loss_bytes(logits: int, training: Training) -> tuple[int, int]:
 
     It keeps probabilities in float32, and makes gradients in float32 twice: of the logarithms and
     of the logits. The gradient in the precision of the logits is their producer's, and comes
-    behind that (see `lifetimes`). A fused one keeps the logits and writes their gradient over
-    them.
+    behind that (see `tensor_lifetimes`). A fused one keeps the logits and writes their gradient
+    over them.
     """
     if training.fused_loss:
         return training.parameter_bytes * logits, 0

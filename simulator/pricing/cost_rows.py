@@ -65,7 +65,7 @@ class OperatorRow:
     ns that collectives inside the passes take, of one piece. `saved_slots` are the inputs that
     backward needs, `saves_output` says whether it needs the output. `runs_again` says whether
     recomputing it means to run it again, or only to bring back its inputs (see
-    `segments.run_again`).
+    `checkpoint_segments.run_again`).
     """
 
     choices: tuple[Choice, ...]
@@ -188,8 +188,8 @@ class EdgeRow:
     not run again, where backward needs the input), `regather` where only its input is converted
     again. `copy_bytes` is the size of the converted copy. `launches`
     are None where launching a collective costs its hosts nothing. `shares` are, by `SharedBy`, a
-    number for each consumer choice, equal for edges of one result that share (see `sharing`), −1
-    where nothing is shared; None where nothing ever is converted.
+    number for each consumer choice, equal for edges of one result that share (see
+    `shared_conversions`), −1 where nothing is shared; None where nothing ever is converted.
     """
 
     forward: Timed

@@ -6,7 +6,7 @@ A schedule of two stages and three microbatches, one rank a stage, one column a 
     rank 1   ... 1F0 1B0 1F1 1B1 1F2 1B2 ...
 
 A step lasts as long as its slowest action; the real times come from the event simulator. The
-schedules that have a name are in `schedules`.
+schedules that have a name are in `named_schedules`.
 """
 
 from __future__ import annotations

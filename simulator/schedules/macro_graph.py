@@ -190,7 +190,7 @@ def macro_graph(
             leaves a last backward early does not.
         longer: the actions that are ``LAST_…`` blocks; those that end in an update if left out.
         num_stages: of the model, where `schedule` counts a stage's second home as one more (see
-            `chimera.unfolded`).
+            `named_schedules.unfolded`).
         blocking_syncs: per stage whether its gradient sync keeps the cores of its rank busy, which
             then does not go on meanwhile.
         copies: per stage the tasks of its copies; one sum and an update on each if left out.

@@ -22,7 +22,8 @@ class Choice:
             reduce-scattered after every microbatch; 3 also the parameters, gathered before every
             use.
         recompute: what it makes for its own segment is dropped after the forward pass and made
-            again in the backward pass, with the conversions of its inputs (see `segments`).
+            again in the backward pass, with the conversions of its inputs (see
+            `checkpoint_segments`).
         chunks: in how many pieces its passes run, so that a piece's conversion to or from its
             neighbours overlaps with the next piece (CoCoNet, Jangda et al. 2022).
         fused: its elementwise work runs inside the kernel of the collective that feeds it

@@ -2,8 +2,8 @@
 
 Between two pipeline stages both the devices and the placements change, so there is no axis along
 which to convert. Every device of the target mesh needs a box of the tensor (or several, see
-`parts`); the source mesh holds the tensor cut into tiles, each on one device or on several. A
-move is one tile's intersection with one box:
+`tensor_parts`); the source mesh holds the tensor cut into tiles, each on one device or on several.
+A move is one tile's intersection with one box:
 
     source: 2 rows of tiles        target: 3 columns of boxes        6 moves
     ┌───────┐                      ┌──┬──┬──┐                        ┌──┬──┬──┐

@@ -47,7 +47,7 @@ def fuses_forward(operator: Operator) -> bool:
 
 
 def shares_conversion(operator: Operator, choice: Choice, slot: int) -> bool:
-    """Whether an operator may read a copy that another one reads too (see `sharing`).
+    """Whether an operator may read a copy that another one reads too (see `shared_conversions`).
 
     What it reads in pieces, or inside a conversion, is its own.
     """

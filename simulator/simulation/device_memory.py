@@ -28,7 +28,7 @@ PASSES = {
     ActionKind.INPUT_GRADIENT: (1,),
     ActionKind.WEIGHT_GRADIENT: (2,),
 }
-"""Which passes over its places (see `lifetimes`) an action makes."""
+"""Which passes over its places (see `tensor_lifetimes`) an action makes."""
 
 
 def passes_of(kind: ActionKind, *, split: bool) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """The flat graph of a plan: every task of every block of every microbatch in one task graph.
 
 Two levels say what a plan means: blocks are played alone, then a step is played with a block as
-one task (`pipeline`). The flat graph says the same in tasks alone, for plans small enough. Around
-the tasks of a block stand two idle ones:
+one task (`macro_graph`). The flat graph says the same in tasks alone, for plans small enough.
+Around the tasks of a block stand two idle ones:
 
     what the block waits for ──▶ begin ──▶ its tasks ──▶ end ──▶ next block of the rank, transfers
 

@@ -59,7 +59,7 @@ class StageModel:
         table: of its operators.
         blocks: folded, all its devices as one.
         tensors: what its devices keep in memory.
-        split: the axes of its mesh that split its devices into cells (see `cells`).
+        split: the axes of its mesh that split its devices into cells (see `device_cells`).
     """
 
     builder: TableBuilder
@@ -102,9 +102,9 @@ class PlanModel:
     With K token slices, stage s has K entries in `stages`, from s · K on, one for each slice, and
     `slices` has the models of the single slices; graph and boundaries are those of the first.
     Where stages have two homes, `stages` and the stages of `macro` are those on their first homes
-    and then those on their second ones (see `chimera`), and `mirror` is the pipeline the other
-    way round by itself; `home_tasks` are what the homes of all stages do together, by `copies` of
-    `macro`.
+    and then those on their second ones (see `mirrored_stages`), and `mirror` is the pipeline the
+    other way round by itself; `home_tasks` are what the homes of all stages do together, by
+    `copies` of `macro`.
     """
 
     graph: OperatorGraph
@@ -161,7 +161,8 @@ class PlanModel:
     def split_along(self, axes: Sequence[Sequence[int]]) -> PlanModel:
         """The same with the devices of each stage cut into cells along other axes of its mesh.
 
-        Along all axes every device has tasks of its own; the times are the same (see `cells`).
+        Along all axes every device has tasks of its own; the times are the same (see
+        `device_cells`).
         """
         stages = [
             replace(stage, split=tuple(a)) for stage, a in zip(self.stages, axes, strict=True)

@@ -78,7 +78,7 @@ def compare_schedules(
         graph: the model at its whole batch.
         costs: prices of operators.
         token_slices: of a microbatch under TeraPipe, which is left out for 1 slice.
-            Chimera is left out where plans cannot have it (see `chimera.check_homes`).
+            Chimera is left out where plans cannot have it (see `mirrored_stages.check_homes`).
         memory: rows priced before under the same `costs`.
 
     Raises:

@@ -8,8 +8,8 @@ of microbatches. On top come, for each attention,
     gradients for those of earlier    from the backward pass of the last slice, which makes all of
     slices                            them, until the slice that they belong to takes them
 
-In the tables of `memory` a slice of a stage stands where else a stage does: slice k of K is entry
-stage · K + k. Gradients that wait are entries of their own behind those.
+In the tables of `device_memory` a slice of a stage stands where else a stage does: slice k of K is
+entry stage · K + k. Gradients that wait are entries of their own behind those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which gates are shut (see `sharing`), in numba."""
+"""Which gates are shut (see `shared_conversions`), in numba."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ Gathers of sharded parameters are prefetched while the operators before run, two
 recomputed is made again when backward comes to the first operator that may need it; inputs that
 are only converted again are so beside the operator before. An operator
 that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
-operator that makes the tensor, or piece j of its reader waits for it (see `overlap`). Readers of
-one tensor may have a conversion in common (see `sharing`), so they are made in their order, and
-gradients, against it, when all are there. Where the
+operator that makes the tensor, or piece j of its reader waits for it (see `pieces_and_fusion`).
+Readers of one tensor may have a conversion in common (see `shared_conversions`), so they are made
+in their order, and gradients, against it, when all are there. Where the
 host's time counts, passes and conversions wait for their launches, one after the other. Syncs of a
 bucket wait for its last gradient, and a path of collectives that two of them share pays its
 latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
@@ -521,7 +521,7 @@ class _Pass:
     def places(self) -> Iterator[int]:
         """Places of operators in the order of the pass, but those of copies that need no writing.
 
-        See `repeats`.
+        See `repeated_layers`.
         """
         repeat, size = self._table.repeat, len(self._table.operators)
         if repeat is not None and self._backwards:

@@ -24,7 +24,7 @@ class StageShapes:
     """Builds blocks and lifetimes, each shape once.
 
     `split`, `bucket_bytes`, `slowdown`, `inputs_first` and `stashes` are those of `stage_blocks`;
-    `apart` says whether sync and update are there apart too (see `apart`).
+    `apart` says whether sync and update are there apart too (see `tails_of_backwards`).
     """
 
     split: bool = False

@@ -1,4 +1,5 @@
-"""What both homes of a stage do about its parameters: sums, updates, publishing (`chimera`).
+"""What both homes of a stage do about its parameters: sums, updates, publishing
+(`mirrored_stages`).
 
 Behind the last backward block of a stage on either home its gradients are summed, an operator's
 after the other, while both ranks go on with other blocks. Updates and what publishes them come

@@ -53,7 +53,7 @@ class Sharing:
 
     @property
     def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """What kernels take (see `_sharing_kernels.is_shut`)."""
+        """What kernels take (see `_shut_gates.is_shut`)."""
         return self.starts, self.operators, self.offsets, self.ids
 
     @cached_property

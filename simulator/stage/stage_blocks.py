@@ -7,7 +7,7 @@ is idle. A task's duration and resources are one look-up in the stage's *pool*, 
     base + choice of its first operator · stride + choice of its second operator
 
 so a change of choice is a change of a few durations. What another reader of a tensor has is idle
-(see `sharing`). Which tasks there are is said in `block_tasks`.
+(see `shared_conversions`). Which tasks there are is said in `block_tasks`.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class StageBlocks:
 
     `input_backward` and `weight_backward` are `backward` in two parts, for schedules that run the
     gradients of parameters later; None where the schedule does not. `apart` are backward blocks in
-    the parts that ranks with several stages run apart, by kind (see `apart`).
+    the parts that ranks with several stages run apart, by kind (see `tails_of_backwards`).
     """
 
     forward: Block
@@ -200,7 +200,7 @@ class StageBlocks:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The kinds of macro tasks (see `pipeline`) that these blocks are."""
+        """The kinds of macro tasks (see `macro_graph`) that these blocks are."""
         whole = (FORWARD, BACKWARD, LAST_BACKWARD)
         parts = (INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT)
         both = whole if self.input_backward is None else whole + parts

@@ -2,7 +2,7 @@
 
 A rank with several stages sums the gradients of one beside its next blocks, and updates behind all
 of them. Where weights are stashed, what a backward sends on leaves before its sync and update (see
-`pipeline`). Each part is the block itself, in which all tasks but its own have nothing to do.
+`macro_graph`). Each part is the block itself, in which all tasks but its own have nothing to do.
 """
 
 from __future__ import annotations

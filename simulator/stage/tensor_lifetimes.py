@@ -62,10 +62,10 @@ class Lifetimes:
 
         pool[base[k] + choice[first[k]]·stride[k] + choice[second[k]]·second_stride[k]]   bytes
 
-    and none where its `gate` is shut, because another reader keeps the same copy (see `sharing`).
-    Parameters, gradients and optimizer state live from −1 to 3n: through the step. Where each
-    microbatch has an update, gradients live until its backward is over, and the oldest version of
-    the weights until the backward of its operator.
+    and none where its `gate` is shut, because another reader keeps the same copy (see
+    `shared_conversions`). Parameters, gradients and optimizer state live from −1 to 3n: through
+    the step. Where each microbatch has an update, gradients live until its backward is over, and
+    the oldest version of the weights until the backward of its operator.
     """
 
     num_operators: int
@@ -209,7 +209,7 @@ class _Writer:
             self.readers.setdefault(edge.producer, []).append(edge)
 
     def sparing(self, items: Sequence[int], repeat: Repeat | None) -> Iterator[int]:
-        """Operators or edges, but those whose tensors need no writing (see `repeats`)."""
+        """Operators or edges, but those whose tensors need no writing (see `repeated_layers`)."""
         marks: list[int] = []
 
         def skip(times: int) -> bool:

@@ -6,9 +6,9 @@ transfers, in which every block is replaced by the path through its own tasks.
     path of the step     ─ block 0F3 ─┬─ 0⇢1 ─┬─ block 1F3 ─┬─ …
     path of the blocks    f f c f c f │       │ c f f f c f │
 
-A block may be two tasks of the upper level (see `pipeline`): where the path goes from one to the
-other it goes through the block as a whole, else through a block that nothing follows, whose tasks
-may run a little earlier than in the timeline: syncs do not slow them down.
+A block may be two tasks of the upper level (see `macro_graph`): where the path goes from one to
+the other it goes through the block as a whole, else through a block that nothing follows, whose
+tasks may run a little earlier than in the timeline: syncs do not slow them down.
 """
 
 from __future__ import annotations

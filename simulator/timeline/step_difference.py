@@ -1,9 +1,9 @@
 """Where the milliseconds went: the difference of two steps, told apart to the last nanosecond.
 
-Every nanosecond of every group of lanes belongs to one row or to waiting (`attribution`), so a
-step is the sum of its parts, averaged over its groups, and the difference of two steps is the sum
-of the differences of their parts. It is told in three ways, by kind, by operator and collective,
-and by lane; each is complete.
+Every nanosecond of every group of lanes belongs to one row or to waiting (`time_attribution`), so
+a step is the sum of its parts, averaged over its groups, and the difference of two steps is the
+sum of the differences of their parts. It is told in three ways, by kind, by operator and
+collective, and by lane; each is complete.
 """
 
 from __future__ import annotations

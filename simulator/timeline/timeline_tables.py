@@ -107,7 +107,7 @@ def collective_table(
     Returns:
         A row per edge between operators or stages (``a → b``, back ``a ← b``) and per use of a
         parameter (sync, gather, publish). Times and bytes are summed over microbatches and groups;
-        what is exposed is time of the group in which nothing computes (see `attribution`). A
+        what is exposed is time of the group in which nothing computes (see `time_attribution`). A
         transfer between stages belongs to the stage that sends.
     """
     found = _collectives(timeline, sizes or {}, by_layer)

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the host: compiled as C, and started as `gpu.kernels.start` starts them."""
+"""The CUDA kernels on the host: compiled as C, and started as `cupy_kernels.start` starts them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def host_kernels() -> ctypes.CDLL:
 
 
 def start_on_host(name: str, num_threads: int, *arguments: Any) -> None:
-    """What `gpu.kernels.start` does, on the host."""
+    """What `cupy_kernels.start` does, on the host."""
     getattr(host_kernels(), name)(*map(passed, arguments))
 
 

@@ -22,7 +22,7 @@ from stratagem.simulator.base.arrays import Floats, Ints
 class Dual:
     """Messages and prices of a problem. `messages[i, j]` go from the edge ij to node i.
 
-    Signs are those of the duals of the marginal constraints of `relax.Program`.
+    Signs are those of the duals of the marginal constraints of `linear_relaxation.Program`.
     """
 
     def __init__(self, problem: Problem, prices: Floats) -> None:

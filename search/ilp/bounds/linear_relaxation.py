@@ -3,7 +3,7 @@
 Columns are strategies x_i(k) and allowed pairs y_ij(k, l); the pairs add up to the strategies on
 either side (the local polytope); rows of memory add up bytes. Rows come in only when a solution
 breaks them. The bound does not rest on the solver's tolerances: it is computed from the duals
-(see `dual.Dual`), for which any values will do.
+(see `dual_bound.Dual`), for which any values will do.
 """
 
 from __future__ import annotations

@@ -60,20 +60,20 @@ class Memory:
         return len(self.limits)
 
     def keep(self, node: int, strategies: Ints) -> None:
-        """See `reduce.keep`."""
+        """See `reductions.keep`."""
         window = self.windows[node]
         if window.nbytes.shape[1]:
             self.windows[node] = Window(window.first, window.nbytes[strategies])
 
     def fix(self, node: int) -> None:
-        """See `reduce.fix`."""
+        """See `reductions.fix`."""
         window = self.windows[node]
         if window.nbytes.shape[1]:
             self.limits[window.first : window.end] -= window.nbytes[0]
         self.windows[node] = EMPTY
 
     def merge(self, leader: int, node: int, follows: Ints) -> None:
-        """See `reduce.merge`."""
+        """See `reductions.merge`."""
         one, other = self.windows[leader], self.windows[node]
         self.windows[node] = EMPTY
         if not other.nbytes.shape[1]:
@@ -273,7 +273,7 @@ def _runs(nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
-    """Rows of an instance whose nodes follow `roots` by `maps` (see `reduce.Problem.maps`).
+    """Rows of an instance whose nodes follow `roots` by `maps` (see `reductions.Problem.maps`).
 
     Raises:
         OverLimitError: a row is over its limit whatever is chosen.

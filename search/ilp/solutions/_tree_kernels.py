@@ -8,11 +8,15 @@ from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.base.compiling import kernel
 
 Graph = tuple[Ints, Ints, Ints, Ints, Ints, Floats]
-"""Starts of the nodes' strategies, adjacency, neighbours, reverse, tables, pool (`flat.Flat`)."""
+"""Starts of the nodes' strategies, adjacency, neighbours, reverse, tables, pool
+(`flat_arrays.Flat`).
+"""
 Held = tuple[Ints, Ints, Ints, Ints]
-"""First rows, widths, places and bytes of the nodes' windows (`memory.FlatWindows`)."""
+"""First rows, widths, places and bytes of the nodes' windows (`memory_rows.FlatWindows`)."""
 Spans = tuple[Ints, Ints, Ints, Ints, Ints]
-"""First spans of the nodes; first rows, ends, places and bytes of the spans (`memory.Spans`)."""
+"""First spans of the nodes; first rows, ends, places and bytes of the spans
+(`memory_rows.Spans`).
+"""
 
 MIXED = 64
 """Waiting nodes of which one is drawn to join a tree."""

@@ -4,7 +4,7 @@ Where a few nodes hold a large share of a limit, a relaxation mixes "all of them
 of them much", and its bound is far under the optimum until it is settled who holds how much. Such
 a part differs from the one above in a few strategies only, so it is neither copied nor reduced:
 strategies that it does not have cost as much as forbidden pairs, and few passes bound it. What is
-left when all is settled goes to `branch`, which reduces and relaxes it.
+left when all is settled goes to `branch_and_bound`, which reduces and relaxes it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Better solutions by large neighbourhoods: a region chooses anew, everything else stays.
 
 Regions grow along edges from a few nodes that hold memory at one moment, so that they can trade
-bytes. Each is solved by `branch` under the incumbent's cost (Shaw 1998); regions grow while they
-are solved to the end and shrink where they are not.
+bytes. Each is solved by `branch_and_bound` under the incumbent's cost (Shaw 1998); regions grow
+while they are solved to the end and shrink where they are not.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Price:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sorts prices as `baselines.rank` sorts simulations: those that fit by time first."""
+        """Sorts prices as `situation.rank` sorts simulations: those that fit by time first."""
         return (0.0 if self.fits else self.peak / self.capacity, self.step_time)
 
 

@@ -1,8 +1,9 @@
 """The best of many training setups: few are simulated, all others bounded or estimated.
 
-Setups that differ in degrees share their layers, so a model of three layers (see `shortened`)
-prices all of them: per operator the time of its passes and of the conversions before it, and the
-bytes that wait between its forward and backward pass. Sums over a stage then give, for each setup,
+Setups that differ in degrees share their layers, so a model of three layers (see
+`shortened_models`) prices all of them: per operator the time of its passes and of the conversions
+before it, and the bytes that wait between its forward and backward pass. Sums over a stage then
+give, for each setup,
 
     a bound     computing alone: the busiest rank is never idle, M microbatches of it
     an estimate computing and conversions, the pipeline filled, gradients reduced

@@ -24,7 +24,7 @@ class Limits:
         zero_stages: ZeRO stages of its parameters; stage 1 reduces gradients once a step, where 2
             and 3 do after every microbatch.
         microbatches: numbers of microbatches.
-        recompute: policies (see `segments.recomputed_operators`).
+        recompute: policies (see `checkpoint_segments.recomputed_operators`).
         headroom: part of a device's memory that stays free.
         equal_meshes: whether all stages get equally many devices.
 

@@ -54,7 +54,7 @@ class Profile:
     shares_link: bool
 
     def range_costs(self, chain: Chain, *, limit: float = np.inf, whole: bool = False) -> Ints:
-        """[NUM_COSTS, cuts, cuts], see `kernels.range_costs`."""
+        """[NUM_COSTS, cuts, cuts], see `_dp_kernels.range_costs`."""
         size = chain.cuts.size
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
         order, offsets, starts = chain.by_consumer

@@ -49,7 +49,7 @@ class Ways:
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """Options of a stage on some devices, by range of operators (see `kernels.offer`).
+    """Options of a stage on some devices, by range of operators (see `_dp_kernels.offer`).
 
     Attributes:
         num_devices: of the stage.

@@ -120,7 +120,7 @@ class GraphBuilderBase:
         sample_dim: int | None = None,
         name: str = "source",
     ) -> Tensor:
-        """A tensor computed from graph inputs by a program (`steps.SOURCE_FUNCTIONS`)."""
+        """A tensor computed from graph inputs by a program (`step_programs.SOURCE_FUNCTIONS`)."""
         draft = self._draft("source", name)
         check_steps(steps, known=SOURCE_FUNCTIONS, where=draft.where)
         draft.attributes["steps"] = steps

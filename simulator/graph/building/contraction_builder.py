@@ -19,7 +19,7 @@ ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.
 
 
 def label(tensor: Tensor, dims: Sequence[int], name: str, priority: int) -> None:
-    """Propose a name for dims of a tensor (see `factors.name_factors`)."""
+    """Propose a name for dims of a tensor (see `factor_unification.name_factors`)."""
     for dim in dims:
         name_factors(tensor.dims[dim], name, priority)
 

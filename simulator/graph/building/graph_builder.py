@@ -26,8 +26,8 @@ class GraphBuilder(ExpertBuilder):
         >>> [o.name for o in b.build(b.cross_entropy(logits, labels)).operators]
         ['x', 'labels', 'count', 'layer', 'cross_entropy']
 
-    Methods take and return `Tensor` handles and keep to the conventions of `rules`. Views are the
-    functions of `draft` (`reshape`, `permute`, `select`, `part`, `expand`).
+    Methods take and return `Tensor` handles and keep to the conventions of `operator_kinds`. Views
+    are the functions of `operator_drafts` (`reshape`, `permute`, `select`, `part`, `expand`).
     """
 
     def layer_norm(

@@ -3,8 +3,8 @@
 Every input whose first dim is as long as the batch is taken to have a sample a row. That may be
 wrong: a batch of 8 beside 8 positions, which are an input too; or too much: a batch seen in pairs,
 8 = 4 × 2, has 4 parts that can be told apart. Whether parts of the batch make the whole can be
-worked out (`microbatches`), so factors that stand in the way are not counted as samples, if the
-rest then may be cut. What is computed of them is computed by every microbatch, so no more than
+worked out (`sums_over_samples`), so factors that stand in the way are not counted as samples, if
+the rest then may be cut. What is computed of them is computed by every microbatch, so no more than
 `LARGEST_REPEATED` of the work may be done for them alone.
 """
 

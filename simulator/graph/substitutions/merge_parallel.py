@@ -6,8 +6,8 @@
 
 The columns of the merged weight are a product of factors, ``("part", "head", "head_dim")``, whose
 first says which of the operators a column is of; readers select it on their edges. So the parts
-must be equal: 32 heads of queries beside 8 of keys are no product of factors (see `unequal`), and
-keys and values are merged without the queries.
+must be equal: 32 heads of queries beside 8 of keys are no product of factors (see
+`merge_unequal`), and keys and values are merged without the queries.
 """
 
 from __future__ import annotations

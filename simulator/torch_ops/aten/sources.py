@@ -1,4 +1,4 @@
-"""aten operators as functions of source programs (`steps.SOURCE_FUNCTIONS`)."""
+"""aten operators as functions of source programs (`step_programs.SOURCE_FUNCTIONS`)."""
 
 from __future__ import annotations
 

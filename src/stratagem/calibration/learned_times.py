@@ -21,7 +21,7 @@ def learn_from(
         48
 
     Returns:
-        How many passes were kept (see `feedback.learn`).
+        How many passes were kept (see `learn_from_runs.learn`).
 
     Raises:
         ValueError: when the file does not say what ran it, or it was threads of one process,

@@ -1,4 +1,6 @@
-"""The transformers of `models` compute and cost what those of the transformers package do."""
+"""The transformers of `graph.models` compute and cost what those of the transformers package
+do.
+"""
 
 from __future__ import annotations
 
