@@ -12,6 +12,7 @@ from pathlib import Path
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search_course import Course, Report
 from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
@@ -281,7 +282,7 @@ def _search_graph(
                 graph.fingerprint, cluster.to_json(), situation.training,
                 type(situation.costs).__name__, budget.evaluations, seed, schedules, zeros,
                 num_skeletons, options, wishes,
-                start.to_json() if start else None,
+                start.to_json() if start else None, *registered_moves(),
             ),
         ),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from stratagem.searcher.driver.improver import Improver
 from stratagem.searcher.driver.incumbent import Incumbent, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason
 from stratagem.searcher.driver.skeleton_entries import Entry, Space, first_policies
-from stratagem.searcher.driver.skeleton_work import Sharpener, remade
+from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.driver.starting_plans import entry_of
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
@@ -32,7 +32,6 @@ from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.searcher.stage_dp.tables.variants import standard_layouts
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.schedules.named_schedules import registered_schedules
 from stratagem.simulator.simulation.simulation import Simulation
 
 CHAINS = 4
@@ -121,7 +120,7 @@ class Course:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
         self._start_clock(schedules[0], baselines)
         large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
-        remake = remade, (registered_schedules(), *self._sharpener.arguments)
+        remake = remade, (Registered(), *self._sharpener.arguments)
         others = worker_count(self.num_threads) if large else 0
         with Workers(self._sharpener, *remake, others) as self._workers:
             try:

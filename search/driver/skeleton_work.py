@@ -6,7 +6,7 @@ So several processes can do it for skeletons at the same time (see `worker_proce
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,13 @@ from stratagem.searcher.bounds.cutting_planes import Bound, lower_bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.improvement.downhill import Refiner
-from stratagem.searcher.improvement.neighbours import Neighbourhood, recomputing_more
+from stratagem.searcher.improvement.neighbours import (
+    Move,
+    Neighbourhood,
+    recomputing_more,
+    register_move,
+    registered_moves,
+)
 from stratagem.searcher.improvement.outcomes import Fate, Known, Refined, Settled, Sharpened
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem, make_problem
@@ -29,7 +35,11 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.schedules.actions import Schedule
-from stratagem.simulator.schedules.named_schedules import Sizes, register_schedule
+from stratagem.simulator.schedules.named_schedules import (
+    Sizes,
+    register_schedule,
+    registered_schedules,
+)
 
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
@@ -288,15 +298,27 @@ class Sharpener:
         )
 
 
-def remade(own: Mapping[str, Callable[[Sizes], Schedule]], *arguments: Any) -> Sharpener:
-    """A sharpener in another process, which must learn of the schedules registered in this one.
+@dataclass(frozen=True)
+class Registered:
+    """What was registered in this process, and is not in others."""
+
+    schedules: Mapping[str, Callable[[Sizes], Schedule]] = field(
+        default_factory=registered_schedules
+    )
+    moves: Mapping[str, Move] = field(default_factory=registered_moves)
+
+
+def remade(own: Registered, *arguments: Any) -> Sharpener:
+    """A sharpener in another process, which must learn of what was registered in this one.
 
     Args:
-        own: see `registered_schedules`.
+        own: in this process.
         arguments: of the sharpener.
     """
-    for name, make in own.items():
+    for name, make in own.schedules.items():
         register_schedule(name, make)
+    for name, move in own.moves.items():
+        register_move(name, move)
     return Sharpener(*arguments)
 
 

@@ -1,17 +1,16 @@
 """Neighbours of a pipeline: plans that differ in a cut, microbatches, schedule, rounds or policy.
 
 What searches skeletons one change at a time goes to these: downhill (`downhill`) or as a Markov
-chain (`skeleton_walk`).
+chain (`skeleton_walk`). A kind of change is a *move*, and `register_move` adds one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,24 +33,49 @@ MOST_ROUNDS = 4
 """Stages that a rank may come to have."""
 
 
-class Kind(Enum):
-    """What a neighbour differs in."""
+class Change(NamedTuple):
+    """A plan that differs from another in one thing, and what that is in a few words."""
 
-    CUT = "a cut"
-    MICROBATCHES = "the number of microbatches"
-    SCHEDULE = "the schedule"
-    ROUNDS = "how many stages a rank has"
-    POLICY = "what a stage recomputes"
+    what: str
+    skeleton: Skeleton
+    choices: Choices
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A plan that differs from another in one thing, of some kind, said by `change`."""
+    """A plan that a move makes of another, said by `change`; `kind` is the name of the move."""
 
-    kind: Kind
+    kind: str
     change: str
     skeleton: Skeleton
     choices: Choices
+
+
+@dataclass(frozen=True)
+class PipelineToChange:
+    """A plan, and what may be changed in it.
+
+    Attributes:
+        skeleton: with the policy of each stage.
+        choices: of all operators.
+        graph: the model at its whole batch.
+        policies: of recomputing, that stages may have; those that recompute more come later.
+        schedules: that the pipeline may run under.
+        slowest: which stage is.
+        cutter: of `graph`, where stages are cut anew.
+    """
+
+    skeleton: Skeleton
+    choices: Choices
+    graph: OperatorGraph
+    policies: tuple[str, ...]
+    schedules: tuple[str, ...]
+    slowest: int
+    cutter: StageCutter
+
+
+Move = Callable[[PipelineToChange], Iterable[Change]]
+"""Makes plans that differ from one in one kind of thing."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +110,18 @@ class Neighbourhood:
         Where the plan fits, none only recomputes more.
         """
         choices, busy = choices_of(best.plan), best.stage_seconds
-        slowest = busy.index(max(busy))
-        found = neighbours(
+        here = PipelineToChange(
             skeleton,
             choices,
             self.situation.graph,
             self.policies,
             self.schedules,
-            slowest,
+            busy.index(max(busy)),
             self.cutter,
         )
         return [
             near
-            for near in found
+            for near in neighbours(here)
             if self.allows(near.skeleton)
             and not (best.fits and _recomputes_more(near.choices, choices))
         ]
@@ -148,16 +171,8 @@ def recomputing_more(
     return replace(skeleton, recompute=tuple(every)), choices
 
 
-def neighbours(
-    skeleton: Skeleton,
-    choices: Choices,
-    graph: OperatorGraph,
-    policies: tuple[str, ...],
-    schedules: tuple[str, ...],
-    slowest: int,
-    cutter: StageCutter,
-) -> Iterator[Neighbour]:
-    """Plans that differ in a cut, microbatches, the schedule, stages a rank or a stage's policy.
+def neighbours(here: PipelineToChange) -> Iterator[Neighbour]:
+    """Plans that differ in one thing: what every move makes of a pipeline, one after the other.
 
     A cut goes to the next place in either direction where the graph is cut anyway (see
     `stage_dp.tables.operator_chain`), or where no more tensors cross than now: a part of a layer
@@ -169,6 +184,7 @@ def neighbours(
     Where all meshes have one shape, ranks may have more stages each or fewer, so that a pipeline
     becomes interleaved (Narayanan et al. 2021) or ceases to be: the graph is cut anew, operators
     keep their choices, and a stage recomputes as the one that does most of those it is made of.
+    Schedules that give ranks several stages do so with 2 to `MOST_ROUNDS`.
 
     Example:
         >>> from stratagem.searcher.space.strategies import data_parallel
@@ -181,32 +197,18 @@ def neighbours(
         >>> choices = data_parallel(graph, (1,))
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> cutter = StageCutter(graph, Cluster.preset("dgx-a100"))
-        >>> found = neighbours(skeleton, choices, graph, ("none",), ("interleaved",), 0, cutter)
-        >>> [near.change for near in found][2:]
+        >>> under = ("interleaved",)
+        >>> here = PipelineToChange(skeleton, choices, graph, ("none",), under, 0, cutter)
+        >>> [near.change for near in neighbours(here)][2:]
         ['1 microbatch', '4 microbatches', '2 stages a rank', '3 stages a rank']
-
-    Args:
-        skeleton: of the plan, with the policy of each stage.
-        choices: of the plan.
-        graph: the model at its whole batch.
-        policies: of recomputing, that stages may have.
-        schedules: that the pipeline may run under; those that give ranks
-            several stages with 2 to `MOST_ROUNDS`.
-        slowest: which stage is.
-        cutter: of `graph`.
     """
-    yield from _other_cuts(skeleton, choices, graph, slowest)
-    yield from _other_counts(skeleton, choices, graph)
-    for name in schedules:
-        if name != skeleton.schedule and _is_plain(name) and _is_plain(skeleton.schedule):
-            yield Neighbour(Kind.SCHEDULE, name, replace(skeleton, schedule=name), choices)
-    yield from _other_rounds(skeleton, choices, graph, policies, schedules, cutter)
-    yield from _other_policies(skeleton, choices, graph, policies)
+    for name, move in MOVES.items():
+        for change in move(here):
+            yield Neighbour(name, *change)
 
 
-def _other_cuts(
-    skeleton: Skeleton, choices: Choices, graph: OperatorGraph, slowest: int
-) -> Iterator[Neighbour]:
+def _other_cuts(here: PipelineToChange) -> Iterator[Change]:
+    skeleton, choices, graph, slowest = here.skeleton, here.choices, here.graph, here.slowest
     chain = chain_of(graph)
     operators = chain.operators.tolist()
     order = [graph.names[i] for i in operators]
@@ -228,7 +230,7 @@ def _other_cuts(
             carried = _carried(skeleton, then, choices, graph)
             if carried is not None:
                 change = f"cut {s + 1} before {order[place]!r}"
-                yield Neighbour(Kind.CUT, change, then, carried)
+                yield Change(change, then, carried)
 
 
 def _by_operator(skeleton: Skeleton, values: Iterable[Value]) -> dict[str, Value]:
@@ -275,27 +277,26 @@ def _carried(
     return found
 
 
-def _other_counts(
-    skeleton: Skeleton, choices: Choices, graph: OperatorGraph
-) -> Iterator[Neighbour]:
-    now, every = skeleton.num_microbatches, list(graph.microbatch_counts)
+def _other_counts(here: PipelineToChange) -> Iterator[Change]:
+    skeleton = here.skeleton
+    now, every = skeleton.num_microbatches, list(here.graph.microbatch_counts)
     near = _around(every, now) + [n for n in every if n == 2 * now or 2 * n == now]
     for count in sorted(set(near)):
         if run_of(skeleton.schedule, len(skeleton.stages), count, skeleton.num_ranks) is None:
             continue
         what = "1 microbatch" if count == 1 else f"{count} microbatches"
-        then = replace(skeleton, num_microbatches=count)
-        yield Neighbour(Kind.MICROBATCHES, what, then, choices)
+        yield Change(what, replace(skeleton, num_microbatches=count), here.choices)
 
 
-def _other_rounds(
-    skeleton: Skeleton,
-    choices: Choices,
-    graph: OperatorGraph,
-    policies: tuple[str, ...],
-    schedules: tuple[str, ...],
-    cutter: StageCutter,
-) -> Iterator[Neighbour]:
+def _other_schedules(here: PipelineToChange) -> Iterator[Change]:
+    now = here.skeleton.schedule
+    for name in here.schedules:
+        if name != now and _is_plain(name) and _is_plain(now):
+            yield Change(name, replace(here.skeleton, schedule=name), here.choices)
+
+
+def _other_rounds(here: PipelineToChange) -> Iterator[Change]:
+    skeleton, cutter = here.skeleton, here.cutter
     ranks, parts = skeleton.num_ranks, skeleton.num_microbatches
     now, meshes = len(skeleton.stages) // ranks, skeleton.meshes[:ranks]
     alike = len({mesh.shape for mesh in meshes}) == 1
@@ -304,13 +305,13 @@ def _other_rounds(
     for rounds in range(1, min(MOST_ROUNDS, cutter.num_layers // ranks) + 1):
         if rounds == now:
             continue
-        names = [name for name in schedules if _is_plain(name) == (rounds == 1)]
+        names = [name for name in here.schedules if _is_plain(name) == (rounds == 1)]
         what = f"{rounds} stages a rank" if rounds > 1 else "1 stage a rank"
         for name in names:
             if run_of(name, rounds * ranks, parts, ranks) is not None:
                 then = Skeleton(cutter.stages(rounds * ranks), meshes * rounds, parts, name)
                 change = f"{what}, {name}" if len(names) > 1 or rounds == 1 else what
-                yield _recut(change, skeleton, then, choices, graph, policies)
+                yield _recut(change, here, then)
 
 
 def _is_plain(schedule: str) -> bool:
@@ -318,41 +319,32 @@ def _is_plain(schedule: str) -> bool:
     return traits_of(schedule).rounds == 1
 
 
-def _recut(
-    change: str,
-    old: Skeleton,
-    new: Skeleton,
-    choices: Choices,
-    graph: OperatorGraph,
-    policies: tuple[str, ...],
-) -> Neighbour:
+def _recut(what: str, here: PipelineToChange, new: Skeleton) -> Change:
     """The same choices in other stages, each with the most recomputing policy it is made of."""
-    small, made = graph.microbatch(new.num_microbatches), dict(choices)
-    policy_of = _by_operator(old, old.policies)
+    small, made = here.graph.microbatch(new.num_microbatches), dict(here.choices)
+    policy_of = _by_operator(here.skeleton, here.skeleton.policies)
     chosen: list[str] = []
     for names in new.stages:
         there = {policy_of[name] for name in names}
-        chosen.append(max(there, key=lambda policy: _place(policies, policy)))
+        chosen.append(max(there, key=lambda policy: _place(here.policies, policy)))
         if len(there) > 1:
-            own = {name: choices[name] for name in names}
+            own = {name: here.choices[name] for name in names}
             made.update(with_recompute(small, own, chosen[-1]))
     policy = chosen[0] if len(set(chosen)) == 1 else tuple(chosen)
-    return Neighbour(Kind.ROUNDS, change, replace(new, recompute=policy), made)
+    return Change(what, replace(new, recompute=policy), made)
 
 
-def _other_policies(
-    skeleton: Skeleton, choices: Choices, graph: OperatorGraph, policies: tuple[str, ...]
-) -> Iterator[Neighbour]:
-    small = graph.microbatch(skeleton.num_microbatches)
-    under = {policy: with_recompute(small, choices, policy) for policy in policies}
+def _other_policies(here: PipelineToChange) -> Iterator[Change]:
+    skeleton, choices = here.skeleton, here.choices
+    small = here.graph.microbatch(skeleton.num_microbatches)
+    under = {policy: with_recompute(small, choices, policy) for policy in here.policies}
     for s, names in enumerate(skeleton.stages):
         for policy, made in under.items():
             own = {name: made[name] for name in names}
             if all(own[name] == choices[name] for name in names):
                 continue
             every = (*skeleton.policies[:s], policy, *skeleton.policies[s + 1 :])
-            yield Neighbour(
-                Kind.POLICY,
+            yield Change(
                 f"stage {s + 1}: {policy} recompute",
                 replace(skeleton, recompute=every),
                 {**choices, **own},
@@ -366,3 +358,47 @@ def _place(policies: tuple[str, ...], policy: str) -> int:
 
 def _recomputes_more(one: Choices, other: Choices) -> bool:
     return any(choice.recompute and not other[name].recompute for name, choice in one.items())
+
+
+MOVES: dict[str, Move] = {
+    "a cut": _other_cuts,
+    "the number of microbatches": _other_counts,
+    "the schedule": _other_schedules,
+    "how many stages a rank has": _other_rounds,
+    "what a stage recomputes": _other_policies,
+}
+"""By what each changes; the order decides which of equal plans is found first."""
+
+BUNDLED = frozenset(MOVES)
+"""Those that need not be registered."""
+
+
+def register_move(name: str, move: Move) -> None:
+    """Let searches make a kind of change of one's own, beside those of `MOVES`.
+
+    Example:
+        >>> register_move("nothing at all", lambda here: [])
+        >>> list(registered_moves())
+        ['nothing at all']
+        >>> del MOVES["nothing at all"]
+
+    Args:
+        name: what the move changes, which no other move does.
+        move: makes plans of one. Those that are none (see `Plan.check`), or that the constraints
+            do not allow, are left out; all others are priced as any other, so a move can only
+            make a search find more. It must give the same changes in the same order every time.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in MOVES:
+        raise ValueError(
+            f"move {name!r} is there already, one of {len(MOVES)}: register yours under another "
+            "name"
+        )
+    MOVES[name] = move
+
+
+def registered_moves() -> Mapping[str, Move]:
+    """Those that `register_move` added: other processes must be told of them."""
+    return {name: move for name, move in MOVES.items() if name not in BUNDLED}

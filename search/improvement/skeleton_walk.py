@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stratagem.searcher.annealing._splitmix import random_below, random_float, seeded
-from stratagem.searcher.improvement.neighbours import Kind, Neighbour, Neighbourhood
+from stratagem.searcher.improvement.neighbours import MOVES, Neighbour, Neighbourhood
 from stratagem.searcher.improvement.outcomes import Settled
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.skeletons import Skeleton
@@ -120,7 +120,7 @@ class Walk:
         if skeleton not in self._around:
             simulation = self._neighbourhood.situation.simulate(self.now.plan)
             around = self._neighbourhood.around(skeleton, simulation)
-            groups = [[near for near in around if near.kind is kind] for kind in Kind]
+            groups = [[near for near in around if near.kind == kind] for kind in MOVES]
             self._around[skeleton] = [group for group in groups if group]
         return self._around[skeleton]
 

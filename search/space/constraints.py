@@ -61,7 +61,8 @@ class Constraints:
         zero_stages: ZeRO stages that parameters may have.
         microbatches: numbers of microbatches that may be tried.
         schedules: schedules of pipelines that may be tried.
-        recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the letter.
+        recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the
+            letter.
         headroom: share of each device's memory that must stay free.
 
     Raises:

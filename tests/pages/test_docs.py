@@ -18,6 +18,7 @@ import pytest
 
 import stratagem as sg
 from benchmarks import tables
+from stratagem.searcher.improvement.neighbours import MOVES
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.operators.operator_kinds import RULES
 from stratagem.simulator.schedules.named_schedules import SCHEDULES
@@ -50,7 +51,7 @@ def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """A folder, a cache, modules and tables of kinds that a page may change."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
-    kinds = (RULES, KERNELS, HANDLERS, SCHEDULES)
+    kinds = (RULES, KERNELS, HANDLERS, SCHEDULES, MOVES)
     before = [dict(table) for table in kinds]
     methods, modules = set(vars(GraphBuilder)), set(sys.modules)
     yield

@@ -31,7 +31,6 @@ from stratagem.executor.program.instructions import (
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
 from stratagem.executor.results.execution_result import ExecutionResult
-from stratagem.executor.running import launch
 from stratagem.executor.running.launch import launch
 from stratagem.simulator.graph.placement import REPLICATE, Pin
 from stratagem.simulator.hardware.cluster import Cluster

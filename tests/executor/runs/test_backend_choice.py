@@ -22,7 +22,6 @@ from stratagem.executor.backends.nccl import join_nccl
 from stratagem.executor.cuda.cupy_kernels import check_gpu
 from stratagem.executor.cuda.own_gpu import claim, own_gpu
 from stratagem.executor.results.execution_result import ExecutionResult
-from stratagem.executor.running import launch
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.world import default_backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.improvement.downhill import MORE, Refiner
 from stratagem.searcher.improvement.neighbours import (
     MOST_ROUNDS,
-    Kind,
+    MOVES,
+    Change,
     Neighbour,
     Neighbourhood,
+    PipelineToChange,
     neighbours,
+    register_move,
+    registered_moves,
 )
+from stratagem.searcher.processes.worker_processes import Workers
 from stratagem.searcher.space.choices import Choices, choices_of
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation
@@ -51,7 +57,11 @@ def near_by(
     slowest: int = 0,
 ) -> list[Neighbour]:
     cutter = StageCutter(graph, CLUSTER)
-    return list(neighbours(skeleton, choices, graph, policies, schedules, slowest, cutter))
+    return list(
+        neighbours(
+            PipelineToChange(skeleton, choices, graph, policies, schedules, slowest, cutter)
+        )
+    )
 
 
 def refiner_of(
@@ -297,7 +307,7 @@ def test_no_single_change_betters_the_pipeline_that_a_search_ends_with(
     for near in found:
         plan = situation.plan(near.skeleton, near.choices, name="near", options=Options())
         assert situation.simulate(plan).step_time >= result.simulation.step_time * (1 - 2e-4)
-    assert {near.kind for near in found} >= {Kind.CUT, Kind.MICROBATCHES}
+    assert {near.kind for near in found} >= {"a cut", "the number of microbatches"}
 
 
 EVERY = ("1f1b", "gpipe", "interleaved")
@@ -433,3 +443,54 @@ def test_of_several_that_are_like_it_an_operator_chooses_as_the_last() -> None:
         if name.startswith("layers")
     }
     assert moved == {kept[last]}
+
+
+def thrice(here: PipelineToChange) -> Iterator[Change]:
+    """Three times as many microbatches, which no move of the search makes at once."""
+    count = 3 * here.skeleton.num_microbatches
+    if count in here.graph.microbatch_counts:
+        then = replace(here.skeleton, num_microbatches=count)
+        yield Change(f"{count} microbatches at once", then, here.choices)
+
+
+@pytest.fixture
+def tripling() -> Iterator[str]:
+    name = "three times the microbatches"
+    register_move(name, thrice)
+    yield name
+    del MOVES[name]
+
+
+def two_stages() -> tuple[OperatorGraph, Skeleton, Choices]:
+    graph = mlp([256, 4096, 256, 4096, 16], batch=36)
+    skeleton = Skeleton(cut_at(graph, 3), meshes_of((1,), (1,)), 2, "1f1b")
+    return graph, skeleton, data_parallel(graph, (1,))
+
+
+def test_a_registered_move_makes_neighbours_behind_those_of_the_search(tripling: str) -> None:
+    graph, skeleton, choices = two_stages()
+    found = near_by(skeleton, choices, graph)
+    assert [near.kind for near in found].index(tripling) == len(found) - 1
+    assert found[-1].skeleton == replace(skeleton, num_microbatches=6)
+    assert list(registered_moves()) == [tripling]
+    with pytest.raises(ValueError, match=f"'{tripling}' is there already, one of {len(MOVES)}"):
+        register_move(tripling, thrice)
+
+
+def test_without_registered_moves_there_are_none() -> None:
+    assert registered_moves() == {}
+
+
+def moves_of(sharpener: Sharpener, _: int) -> tuple[str, ...]:
+    return tuple(MOVES)
+
+
+def test_other_processes_know_moves_that_were_registered(tripling: str) -> None:
+    here = situation_of(two_stages()[0])
+    wishes = Constraints().bind(here.graph)
+    sharpener = Sharpener(here, Options(), (0, 2), wishes, ("none",), 0)
+    with Workers(sharpener, remade, (Registered(), *sharpener.arguments), count=1) as workers:
+        parts = [workers.part(moves_of, number) for number in range(6)]
+        assert {part.result() for part in parts} == {tuple(MOVES)}
+        assert workers.failure == ""
+    assert tripling in MOVES

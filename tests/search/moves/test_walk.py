@@ -21,7 +21,7 @@ from stratagem.searcher.driver.search_course import Progress
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement import skeleton_walk as walks
 from stratagem.searcher.improvement.downhill import Refiner
-from stratagem.searcher.improvement.neighbours import Kind, Neighbour, Neighbourhood
+from stratagem.searcher.improvement.neighbours import Neighbour, Neighbourhood
 from stratagem.searcher.improvement.outcomes import Known, Settled
 from stratagem.searcher.improvement.skeleton_walk import Proposal, Walk, walk
 from stratagem.searcher.problem.exhaustive import exhaustive
@@ -67,7 +67,7 @@ class Line:
     def around(self, skeleton: Skeleton, best: Simulation) -> list[Neighbour]:
         here = self.place(skeleton)
         return [
-            Neighbour(Kind.MICROBATCHES, f"to {k}", self.skeletons[k], {})
+            Neighbour("the number of microbatches", f"to {k}", self.skeletons[k], {})
             for k in (here - 1, here + 1)
             if 0 <= k < len(self.times)
         ]

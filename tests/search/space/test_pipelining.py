@@ -11,7 +11,7 @@ import pytest
 from stratagem.searcher.bounds.quick_bounds import QuickBounds
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.skeleton_work import Sharpener, remade
+from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.processes.worker_processes import Workers
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import run_of, searched_schedules, traits_of
@@ -164,7 +164,7 @@ def test_other_processes_know_schedules_that_were_registered() -> None:
         skeleton = next(
             s for s in skeletons(here.graph, CLUSTER, schedule=copy) if s.num_ranks > 1
         )
-        arguments = (registered_schedules(), *sharpener.arguments)
+        arguments = (Registered(), *sharpener.arguments)
         with Workers(sharpener, remade, arguments, count=1) as workers:
             parts = [workers.part(bound_of, skeleton) for _ in range(6)]
             assert len({part.result() for part in parts}) == 1
