@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import TypeVar
@@ -31,6 +31,37 @@ T = TypeVar("T")
 
 AXES = ("node", "device", "outer", "inner", "data", "tensor")
 """What the meshes of the search call their axes (see `Constraints`)."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition of one's own, for `Constraints.rules`.
+
+    Example:
+        >>> Rule("no ZeRO for norms", choices=lambda op, c, mesh: op.kind != "norm" or c.zero == 0)
+        Rule(name='no ZeRO for norms')
+
+    Attributes:
+        name: what it says, in a few words. A search goes on from a checkpoint of rules with the
+            same names.
+        choices: whether an operator may have a choice on a mesh.
+        skeletons: whether plans on a skeleton may be tried.
+
+    Raises:
+        ValueError: it has no name, or neither of the two.
+    """
+
+    name: str
+    choices: Callable[[Operator, Choice, DeviceMesh], bool] | None = field(
+        default=None, repr=False
+    )
+    skeletons: Callable[[Skeleton], bool] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a rule without a name: say in a few words what it allows")
+        if self.choices is None and self.skeletons is None:
+            raise ValueError(f"rule {self.name!r} says nothing; give it choices or skeletons")
 
 
 @dataclass(frozen=True)
@@ -64,10 +95,11 @@ class Constraints:
         recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the
             letter.
         headroom: share of each device's memory that must stay free.
+        rules: conditions of one's own (see `Rule`).
 
     Raises:
         ValueError: a degree below 1, both a fixed degree and a limit under it, a pair that is both
-            forbidden and required, or a headroom outside [0, 1).
+            forbidden and required, a headroom outside [0, 1), or two rules with one name.
     """
 
     pin: Mapping[str, Config] = field(default_factory=dict)
@@ -82,6 +114,7 @@ class Constraints:
     schedules: tuple[str, ...] | None = None
     recompute: tuple[str, ...] | None = None
     headroom: float = 0.0
+    rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "max_pipeline", "tensor", "max_tensor"):
@@ -104,6 +137,12 @@ class Constraints:
             raise ValueError(
                 f"constraints: headroom is {self.headroom}; it is a share of the memory, from 0 "
                 "to below 1"
+            )
+        names = [rule.name for rule in self.rules]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(
+                f"constraints: {len(twice)} rules are called {twice[0]!r}; give each a "
+                "name of its own"
             )
         for name in ("zero_stages", "microbatches", "schedules", "recompute"):
             if getattr(self, name) == ():
@@ -205,6 +244,9 @@ class BoundConstraints:
         self._forbid = _by_operator(constraints.forbid, graph)
         self._require = _by_operator(constraints.require, graph)
         self._graph = graph
+        rules = constraints.rules
+        self._choice_rules = [rule.choices for rule in rules if rule.choices is not None]
+        self._skeleton_rules = [rule.skeletons for rule in rules if rule.skeletons is not None]
 
     def lost_in(self, graph: OperatorGraph) -> str:
         """Why the constraints cannot be held on a graph made from this one; empty if they can."""
@@ -221,7 +263,7 @@ class BoundConstraints:
     def allows_all(self) -> bool:
         """Whether every operator may have every choice."""
         c = self.constraints
-        named = self._pins or self._forbid or self._require
+        named = self._pins or self._forbid or self._require or self._choice_rules
         return not named and c.zero_stages is None and (c.tensor or c.max_tensor) is None
 
     def allows(
@@ -250,7 +292,9 @@ class BoundConstraints:
         ):
             return False
         most = c.tensor or c.max_tensor
-        return most is None or tensor_ways(operator, config, mesh.shape) <= most
+        if most is not None and tensor_ways(operator, config, mesh.shape) > most:
+            return False
+        return all(rule(operator, choice, mesh) for rule in self._choice_rules)
 
     def allows_skeleton(self, skeleton: Skeleton) -> bool:
         """Whether plans on a skeleton may be tried."""
@@ -263,6 +307,7 @@ class BoundConstraints:
             and (c.microbatches is None or skeleton.num_microbatches in c.microbatches)
             and (c.schedules is None or ranks == 1 or skeleton.schedule in c.schedules)
             and (not widths or all({len(mesh.axes)} == widths for mesh in skeleton.meshes))
+            and all(rule(skeleton) for rule in self._skeleton_rules)
         )
 
     @cached_property

@@ -36,6 +36,7 @@ _HOMES = {
     "OperatorGraph": "stratagem.simulator.graph.operator_graph",
     "Plan": "stratagem.simulator.plan.plan",
     "RooflineCosts": "stratagem.simulator.kernel_times.cost_model",
+    "Rule": "stratagem.searcher.space.constraints",
     "SearchResult": "stratagem.searcher.driver.result",
     "Simulation": "stratagem.simulator.simulation.simulation",
     "Stage": "stratagem.simulator.plan.plan",
