@@ -10,7 +10,8 @@ value is one of three things:
 and if sums are only added to sums, scaled by what is the same, cast or reduced. A root of a sum, a
 product of two, or a sample that looks at another one or at a sum has no such parts: the graph then
 runs with one microbatch. What is the same for every microbatch and is added to a sum, such as a
-penalty on weights, would be counted once a microbatch: each adds its share of it instead.
+penalty on weights or the bias of a layer that reads a mean over the batch, would be counted once a
+microbatch: each adds its share of it instead.
 
 The same holds for the token slices of a microbatch, whose losses are added up too.
 """
@@ -35,20 +36,21 @@ CONTRACTIONS = frozenset({"reduce", "matmul", "cross_entropy"})
 """Kinds that may sum over what is cut."""
 
 LINEAR = frozenset({"reduce", "cat", "narrow", "linear", "linear_sum"})
-"""Kinds that make sums of sums, where they add nothing of their own."""
+"""Kinds that make sums of sums; of a bias each part adds its share."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What an elementwise operator adds to a sum though it is the same for every part.
+    """What an operator adds to a sum though it is the same for every part.
 
     Attributes:
-        places: the arguments of its steps that are added.
+        places: the arguments that are added, of the steps of an elementwise one; of another it is
+            the bias.
         dtype: what they are cast to before each part takes its share, as some may be whole
             numbers; empty if none is.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Place, ...] = ()
     dtype: str = ""
 
 
@@ -59,7 +61,7 @@ class Parts:
     Attributes:
         problem: why parts do not make the whole; empty if they do.
         shares: of each output of every operator, as far as it was followed.
-        added: per elementwise operator what is the same for every part and is added to a sum.
+        added: per operator what is the same for every part and is added to a sum.
         batch_norms: operators that normalise by the statistics of a part.
     """
 
@@ -111,9 +113,9 @@ def parts_of(graph: Operators, cuts: Cuts, what: str = "samples", *, apart: bool
                 if takes_statistics(operator):
                     norms.append(operator.name)
             else:
-                made, places = _of_whole(operator, given, where, what)
-                if places:
-                    added[operator.name] = Added(places, _counting_dtype(graph, i))
+                made, more = _of_whole(graph, i, given, where, what)
+                if more is not None:
+                    added[operator.name] = more
             shares.append(made)
         share = shares[graph.index[graph.loss]][0]
         if share is not SUM:
@@ -158,6 +160,9 @@ def add_shares(operator: Operator, added: Added, parts: int) -> Operator:
         >>> add_shares(operator, Added(((0, 1),)), 4).attributes["steps"]
         [['div', [['weight', 0], 4]], ['add', [['in', 0], ['step', 0]]]]
     """
+    if operator.kind != "elementwise":
+        parts *= operator.attributes.get("bias_parts", 1)
+        return replace(operator, attributes={**operator.attributes, "bias_parts": parts})
     steps: Steps = []
     moved: dict[tuple[str, object], list[object]] = {}
     for number, (function, arguments) in enumerate(operator.attributes["steps"]):
@@ -235,27 +240,28 @@ def _ordered(operator: Operator) -> tuple[str, ...]:
 
 
 def _of_whole(
-    operator: Operator, given: Sequence[Share], where: str, what: str
-) -> tuple[tuple[Share, ...], tuple[Place, ...]]:
+    graph: Operators, i: int, given: Sequence[Share], where: str, what: str
+) -> tuple[tuple[Share, ...], Added | None]:
     """The outputs of an operator of which every part runs all, and what each adds a share of."""
+    operator = graph.operators[i]
     count = len(operator.outputs)
     if SUM not in given:
         if takes_statistics(operator):
             raise _MixedError(f"{where} would count its statistics once a microbatch")
-        return (SAME,) * count, ()
+        return (SAME,) * count, None
     if operator.kind == "elementwise":
         found = step_shares(operator.attributes["steps"], given)
         if found.problem:
             raise _MixedError(f"{where} {found.problem} a sum over {what}")
         if found.added and not all("float" in each.dtype for each in operator.outputs):
             raise _MixedError(f"{where} adds whole numbers to a sum over {what}")
-        return (found.share,) * count, found.added
+        more = Added(found.added, _counting_dtype(graph, i)) if found.added else None
+        return (found.share,) * count, more
     if operator.kind == "matmul" and tuple(given).count(SUM) == 1:
-        return (SUM,) * count, ()
-    alike = all(share is SUM for share in given)
-    biased = operator.kind.startswith("linear") and len(operator.weights) > len(operator.inputs)
-    if operator.kind in LINEAR and alike and not biased:
-        return (SUM,) * count, ()
+        return (SUM,) * count, None
+    if operator.kind in LINEAR and all(share is SUM for share in given):
+        biased = operator.kind.startswith("linear") and len(operator.weights) > len(given)
+        return (SUM,) * count, Added() if biased else None
     raise _MixedError(f"{where} makes something else than a sum of a sum over {what}")
 
 

@@ -63,7 +63,7 @@ def _linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensor
     weight = weights[0].t() if operator.attributes.get("transposed") else weights[0]
     into = factors((operator.inputs[0].layout[-1],))
     bias = weights[1] if len(weights) > 1 and shards.first(into) else None
-    return functional.linear(inputs[0], weight, bias)
+    return functional.linear(inputs[0], weight, _share(operator, bias))
 
 
 def _linear_sum(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
@@ -75,11 +75,17 @@ def _linear_sum(operator: Operator, shards: Shards, inputs: Tensors, weights: Te
     ):
         matrix = weight.t() if swapped else weight
         if total is None:
-            total = functional.linear(x, matrix, bias)
+            total = functional.linear(x, matrix, _share(operator, bias))
         else:
             total = total + functional.linear(x, matrix)
     assert total is not None
     return total
+
+
+def _share(operator: Operator, bias: Tensor | None) -> Tensor | None:
+    """What a microbatch adds of a bias, where its results are added up (`sums_over_samples`)."""
+    parts = operator.attributes.get("bias_parts", 1)
+    return bias if bias is None or parts == 1 else bias / parts
 
 
 def _matmul(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

@@ -17,10 +17,12 @@ from stratagem.executor.running.execute import execute
 from stratagem.executor.state.parameter_parts import model_state
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.graph_rewrites import steps
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.substitutions import rewrite
 from stratagem.simulator.graph.token_slices import Slices
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
@@ -387,17 +389,72 @@ def test_steps_say_what_each_part_adds() -> None:
     assert step_shares(counted, [Share.SUM]).problem == "casts to int64"
 
 
-def test_a_bias_on_a_sum_keeps_the_batch_whole() -> None:
-    """A linear layer of the mean over the batch adds its bias once a microbatch."""
+class Pooled(nn.Module):
+    """Layers of the mean over the batch."""
 
-    def built(*, bias: bool) -> OperatorGraph:
-        b = GraphBuilder("mean")
-        x = b.input("x", (8, 6))
-        pooled = b.mean(b.linear(x, b.parameter("w", (4, 6))), [0])
-        added = b.parameter("b", (3,)) if bias else None
-        return b.build(b.reduce(b.linear(pooled, b.parameter("v", (3, 4)), added)))
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(3, 2)
+        self.double()
 
-    assert "makes something else" in built(bias=True).whole_batch
-    graph = built(bias=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(torch.tanh(self.a(x)).mean(0))).sum()
+
+
+def test_a_bias_behind_a_mean_over_the_batch_is_added_once() -> None:
+    """It kept the batch whole, as each microbatch would have added all of it."""
+    batch = {"x": torch.randn(BATCH, 5).double()}
+    case = Case(Pooled(), batch, capture(Pooled(), (), batch))
+    assert case.graph.microbatch_counts == (1, 2, 4, 8)
+    assert_trains_the_whole_batch(case)
+
+
+def test_each_part_adds_its_share_of_a_bias() -> None:
+    b = GraphBuilder("mean")
+    x = b.input("x", (8, 6))
+    pooled = b.mean(b.linear(x, b.parameter("w", (4, 6))), [0])
+    made = b.linear(pooled, b.parameter("v", (3, 4)), b.parameter("b", (3,)))
+    graph = b.build(b.reduce(made))
     assert graph.microbatch_counts == (1, 2, 4, 8)
-    assert replicated(graph.microbatch(8), (1,)).keys() == set(graph.names)
+    small = graph.microbatch(4)
+    (biased,) = (op for op in small.operators if "bias_parts" in op.attributes)
+    assert biased.attributes["bias_parts"] == 4
+    assert replicated(small, (1,)).keys() == set(graph.names)
+
+
+class Summed(nn.Module):
+    """A sum of two layers of the mean, which a rewriting makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.c = nn.Linear(6, 3, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.a(x)
+        return (self.b(made.mean(0)) + self.c(made.sum(0))).sum()
+
+
+def test_a_sum_of_layers_adds_its_bias_once() -> None:
+    batch = {"x": torch.randn(BATCH, 5).double()}
+    model = Summed()
+    graph = capture(model, (), batch)
+    (step,) = (
+        step
+        for step in steps(graph)
+        if any(op.kind == "linear_sum" for op in rewrite(graph, [step]).graph.operators)
+    )
+    rewritten = rewrite(graph, [step])
+    plan = make_plan(Case(model, batch, rewritten.graph), whole, (1,), num_microbatches=4)
+    plan = replace(plan, substitutions=rewritten.steps, training=SGD)
+    result = execute(plan, graph, model_state(model), batch, gradients=True)
+    truth = model(**batch)
+    truth.backward()
+    assert result.losses[0] == pytest.approx(truth.item(), rel=EXACT)
+    assert result.gradients is not None
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert float((result.gradients[name] - parameter.grad).abs().max()) < EXACT, name
