@@ -95,6 +95,7 @@ def test_the_front_holds_no_plan_that_another_beats() -> None:
     forbid=st.sampled_from([(), (("heads", "device"),), (("vocab", "device"),)]),
     require=st.sampled_from([(), (("batch", "device"),)]),
     headroom=st.sampled_from([0.0, 0.5]),
+    recompute=st.sampled_from([None, ("full",), ("selective", "full")]),
 )
 def test_constraints_are_never_ignored(
     tensor: int | None,
@@ -104,6 +105,7 @@ def test_constraints_are_never_ignored(
     forbid: tuple[tuple[str, str], ...],
     require: tuple[tuple[str, str], ...],
     headroom: float,
+    recompute: tuple[str, ...] | None,
 ) -> None:
     wishes = Constraints(
         max_tensor=tensor,
@@ -113,6 +115,7 @@ def test_constraints_are_never_ignored(
         forbid=forbid,
         require=require,
         headroom=headroom,
+        recompute=recompute,
     )
     graph = tiny_gpt()
     result = quick(graph, constraints=wishes, budget=Budget(evaluations=200))
