@@ -12,12 +12,14 @@ written at once. What fails, hangs or crashes is one case: the next one follows 
 What a stage printed is in ``OUT/STAGE.log``, pictures beside it. Without a GPU ``--write`` runs
 nothing, as results may have been brought from elsewhere.
 
+A call that is asked to end (SIGTERM) ends what it has begun too.
 Exit codes: 0 all is done, 1 a case failed, 2 wrong input, 3 the time was too short for the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -58,6 +60,7 @@ def main() -> int:
     can_run = arguments.rehearse or torch.cuda.is_available()
     if not (can_run or arguments.write):
         options.error("torch finds no CUDA device here; --rehearse runs all on stand-ins")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     stages = (arguments.stage,) if arguments.stage else STAGES
     seconds = 60 * (arguments.minutes - ROOM_MINUTES)
     try:

@@ -48,9 +48,7 @@ def page(lines: Sequence[Line]) -> str:
         if own:
             rows = [f"| {line['case']} | {line['state']} | {_figures(line)} |" for line in own]
             head = ["| case | state | figures |", "|---|---|---|"]
-            parts.append(
-                "\n".join([f"### {stage.replace('_', ' ').capitalize()}\n", *head, *rows])
-            )
+            parts.append("\n".join([f"### `{stage}`\n", *head, *rows]))
             parts[-1] += "\n"
     return "\n".join(parts)
 
@@ -75,7 +73,8 @@ def write_summary(setting: Setting, path: Path) -> None:
 def _figures(line: Line) -> str:
     if line["state"] != "done" and "why" in line:
         return _short(line["why"])
-    return "; ".join(f"{name} {_short(each)}" for name, each in line.items() if name not in OWN)
+    told = {name: each for name, each in line.items() if name not in OWN and each != []}
+    return "; ".join(f"{name} {_short(each)}" for name, each in told.items())
 
 
 def _short(value: object) -> str:

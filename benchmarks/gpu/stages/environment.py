@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+import time
 from importlib import metadata
 
 import torch
@@ -32,7 +33,7 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def _packages() -> Figures:
-    found: Figures = {"python": platform.python_version(), "missing": []}
+    found: Figures = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
     missing = []
     for name in PACKAGES:
         try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -108,6 +110,46 @@ def test_what_time_was_too_short_for_is_run_by_the_next_call(
     run_stages(setting, [STAGE], 300)
     done = dict.fromkeys(("crashes", "hangs", "fails"), "done")
     assert states(setting) == {**ENDS, **done}
+
+
+HANGS = """
+import os, sys, time
+from benchmarks.gpu import worker
+from benchmarks.gpu.setting import Case
+
+def hang(setting):
+    (setting.out / "pid.txt").write_text(str(os.getpid()))
+    time.sleep(600)
+
+worker.cases_of = lambda setting, stage: [Case("hangs", lambda: hang(setting), seconds=300)]
+sys.exit(worker.main())
+"""
+STARTED = """
+import sys
+from benchmarks.gpu import __main__, runner
+
+runner.WORKER = (sys.argv.pop(1),)
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_call_that_is_asked_to_end_leaves_no_process_behind(
+    setting: Setting, tmp_path: Path
+) -> None:
+    (tmp_path / "stage.py").write_text(HANGS)
+    options = [str(tmp_path / "stage.py"), "--rehearse", "--out", str(setting.out)]
+    script = [sys.executable, "-c", STARTED, *options, "--stage", STAGE]
+    with subprocess.Popen(script, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        written = setting.out / "pid.txt"
+        while not (written.exists() and written.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(written.read_text()), 0)
+    assert states(setting) == {"hangs": "begun"}
 
 
 def test_a_line_that_was_cut_off_is_as_if_it_were_not_there(tmp_path: Path) -> None:
