@@ -103,6 +103,8 @@ def images(module: nn.Module, batch: int, size: int) -> Model:
 def _gpt(setting: Setting) -> Model:
     hidden, sequence = setting.size((64, 32), (16, 8))
     gpt = SmallGPT(hidden=hidden, num_heads=4, vocabulary=64, sequence=sequence)
+    for table in (gpt.tokens, gpt.positions):  # As GPT-2 begins: torch's own lets rounding grow.
+        nn.init.normal_(table.weight, std=0.02)
     return language(gpt, 8, sequence, 64)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ SIZE = 1 << 20
 def cases(setting: Setting) -> list[Case]:
     """Of one rank, where the fixed part shows, and between two."""
     return [
-        Case("1 rank", lambda: _alone(setting)),
-        Case("worlds of 1 rank", lambda: _worlds(setting)),
-        Case("2 ranks", lambda: on_ranks(setting, 2, "communicators", "2 ranks")),
+        Case("1 rank", partial(_alone, setting)),
+        Case("worlds of 1 rank", partial(_worlds, setting)),
+        Case("2 ranks", partial(on_ranks, setting, 2, "communicators", "2 ranks")),
     ]
 
 

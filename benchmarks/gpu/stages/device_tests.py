@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,8 +25,7 @@ OPTIONS = "--import-mode=importlib --strict-markers"
 def cases(setting: Setting) -> list[Case]:
     """A case for each file with such tests."""
     return [
-        Case(name, lambda name=name: _case(setting, name), 400)
-        for name in setting.size(FILES, FILES[:1])
+        Case(name, partial(_case, setting, name), 400) for name in setting.size(FILES, FILES[:1])
     ]
 
 

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import time
+from functools import partial
 from importlib import metadata
 
 import torch
@@ -26,7 +27,7 @@ def cases(setting: Setting) -> list[Case]:
     """Packages first: they say why later stages are left out."""
     return [
         Case("packages", _packages),
-        Case("devices", lambda: _devices(setting)),
+        Case("devices", partial(_devices, setting)),
         Case("nvidia-smi", _smi),
         Case("doctor", _doctor),
     ]
@@ -52,7 +53,7 @@ def _devices(setting: Setting) -> Figures:
         "cuda": torch.version.cuda,
         "bfloat16": torch.cuda.is_bf16_supported(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,25 +28,21 @@ BYTES = {"adam": 28, "sgd": 12}
 def cases(setting: Setting) -> list[Case]:
     """Every optimizer in every dtype of gradients, the words of dropout, and their speeds."""
     right = [
-        Case(f"{optimizer}, {dtype}", _bound(_update, setting, optimizer, dtype))
+        Case(f"{optimizer}, {dtype}", partial(_update, setting, optimizer, dtype))
         for optimizer in OPTIMIZERS
         for dtype in DTYPES
     ]
     fast = [
-        Case(f"speed of {optimizer}, {dtype}", _bound(_update_speed, setting, optimizer, dtype))
+        Case(f"speed of {optimizer}, {dtype}", partial(_update_speed, setting, optimizer, dtype))
         for optimizer in OPTIMIZERS
         for dtype in ("float32", "bfloat16")
     ]
     return [
         *right,
-        Case("words of dropout", lambda: _words(setting)),
+        Case("words of dropout", partial(_words, setting)),
         *fast,
-        Case("speed of words", lambda: _words_speed(setting)),
+        Case("speed of words", partial(_words_speed, setting)),
     ]
-
-
-def _bound(run: Callable[..., Figures], *given: object) -> Callable[[], Figures]:
-    return lambda: run(*given)
 
 
 def _ours(optimizer: str) -> FusedSGD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import torch
 
@@ -32,7 +33,7 @@ STEPS = 2
 
 def cases(setting: Setting) -> list[Case]:
     """A case for every way to train a GPT."""
-    return [Case(name, lambda way=way: _case(setting, way)) for name, way in WAYS.items()]
+    return [Case(name, partial(_case, setting, way)) for name, way in WAYS.items()]
 
 
 def _case(setting: Setting, way: Way) -> Figures:

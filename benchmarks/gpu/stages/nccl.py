@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ SIZE = 1000
 
 def cases(setting: Setting) -> list[Case]:
     """Operations of one rank, then of two, then the families of plans."""
-    found = [Case("operations, 1 rank", lambda: alone(setting, operations))]
-    found.append(Case("operations, 2 ranks", lambda: on_ranks(setting, 2, "nccl", OPERATIONS)))
+    found = [Case("operations, 1 rank", partial(alone, setting, operations))]
+    found.append(Case("operations, 2 ranks", partial(on_ranks, setting, 2, "nccl", OPERATIONS)))
     return found + [
-        Case(name, lambda name=name: on_ranks(setting, WORLDS.get(name, 2), "nccl", name))
+        Case(name, partial(on_ranks, setting, WORLDS.get(name, 2), "nccl", name))
         for name in FAMILIES
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.gpu.models import FAMILIES, Model, devices, family, one_stage, whole
 from benchmarks.gpu.setting import Case, Figures, Setting, SkippedError
@@ -68,7 +69,7 @@ WAYS: dict[str, Way] = {
 
 def cases(setting: Setting) -> list[Case]:
     """A case for every way."""
-    return [Case(name, lambda way=way: _case(setting, way)) for name, way in WAYS.items()]
+    return [Case(name, partial(_case, setting, way)) for name, way in WAYS.items()]
 
 
 def _case(setting: Setting, way: Way) -> Figures:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,18 +17,27 @@ from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.capture.capture import capture
 
+Sizes = dict[str, Any]
+
 CACHE = "timings.sqlite"
 PRECISIONS = ("bfloat16", "float32")
 SECONDS, TINY_SECONDS = 20.0, 4.0
-"""For one model in one precision; what is left is timed by the next case or call."""
+"""For one model in one precision; operators that are left then are told."""
 
-TINY = {"num_layers": 1, "hidden": 16, "num_heads": 2, "vocabulary": 32, "sequence": 8, "batch": 2}
+TINY: Sizes = {
+    "num_layers": 1,
+    "hidden": 16,
+    "num_heads": 2,
+    "vocabulary": 32,
+    "sequence": 8,
+    "batch": 2,
+}
 
 
 def cases(setting: Setting) -> list[Case]:
     """A case for every model in every precision."""
     return [
-        Case(f"{name}, {each}", lambda name=name, each=each: _case(setting, name, each), 180)
+        Case(f"{name}, {each}", partial(_case, setting, name, each), 180)
         for name in MODELS
         for each in setting.size(PRECISIONS, PRECISIONS[1:])
     ]
@@ -50,25 +61,39 @@ def _case(setting: Setting, name: str, precision: str) -> Figures:
         "operators": len(graph.operators),
         "timed": report.num_timed,
         "known": report.num_cached,
-        "failures": [str(each)[:200] for each in report.failures],
+        "left_out": list(report.left_out),
+        "disturbed": list(report.disturbed),
+        "failures": list(report.failures),
         "kept": kept,
         "profiling_seconds": report.seconds,
     }
 
 
 def _gpt(setting: Setting) -> OperatorGraph:
-    real = {"num_layers": 2, "hidden": 2048, "num_heads": 16, "vocabulary": 50304, "batch": 4}
+    real: Sizes = {
+        "num_layers": 2,
+        "hidden": 2048,
+        "num_heads": 16,
+        "vocabulary": 50304,
+        "batch": 4,
+    }
     return gpt(**setting.size({**real, "sequence": 2048}, TINY))
 
 
 def _llama(setting: Setting) -> OperatorGraph:
-    real = {"num_layers": 1, "hidden": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn": 14336}
+    real: Sizes = {
+        "num_layers": 1,
+        "hidden": 4096,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "ffn": 14336,
+    }
     real |= {"vocabulary": 32000, "sequence": 2048, "batch": 2}
     return llama(**setting.size(real, {**TINY, "ffn": 24}))
 
 
 def _mixtral(setting: Setting) -> OperatorGraph:
-    real = {"num_layers": 2, "hidden": 4096, "num_heads": 32, "ffn": 14336, "experts": 8}
+    real: Sizes = {"num_layers": 2, "hidden": 4096, "num_heads": 32, "ffn": 14336, "experts": 8}
     real |= {"vocabulary": 32000, "sequence": 1024, "batch": 2}
     return moe(**setting.size(real, {**TINY, "num_layers": 2, "experts": 2}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 from benchmarks.gpu.models import preset_here
@@ -28,8 +29,8 @@ STAGE = "steps"
 
 def cases(setting: Setting) -> list[Case]:
     """The plans of a model take turns; then what all of them say together."""
-    found = [Case(kind, lambda kind=kind: _plans(setting, kind), 300) for kind in KINDS]
-    return [*found, Case("median", lambda: _median(setting))]
+    found = [Case(kind, partial(_plans, setting, kind), 300) for kind in KINDS]
+    return [*found, Case("median", partial(_median, setting))]
 
 
 def _plans(setting: Setting, kind: str) -> Figures:

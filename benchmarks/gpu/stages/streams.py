@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from benchmarks.gpu.models import Model, devices, family, one_stage
 from benchmarks.gpu.setting import Case, Figures, Setting
@@ -43,7 +44,7 @@ WORLDS = {"data and tensor parallel": 4}
 
 def cases(setting: Setting) -> list[Case]:
     """A case for every family of plans."""
-    return [Case(name, lambda name=name: _case(setting, name)) for name in FAMILIES]
+    return [Case(name, partial(_case, setting, name)) for name in FAMILIES]
 
 
 def model_of(setting: Setting, name: str) -> Model:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ Step = Callable[[], object]
 def cases(setting: Setting) -> list[Case]:
     """Every way beside eager torch, in turns, for every model."""
     return [
-        Case(f"{name}: {way}", lambda name=name, way=way: _case(setting, name, way), 200)
+        Case(f"{name}: {way}", partial(_case, setting, name, way), 200)
         for name in MODELS
         for way in WAYS
     ]
@@ -59,8 +61,7 @@ def _our_graph(setting: Setting, case: host.Case) -> Figures:
 
 def _compiled(setting: Setting, case: host.Case) -> Figures:
     def compiled(model: nn.Module) -> nn.Module:
-        made: nn.Module = torch.compile(model, backend=setting.size("inductor", "aot_eager"))
-        return made
+        return cast(nn.Module, torch.compile(model, backend=setting.size("inductor", "aot_eager")))
 
     step = host.theirs(case, setting.device, compiled=compiled)
     return _beside_eager(setting, case, step)

@@ -258,9 +258,10 @@ def command(*options: str) -> Sequence[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_whole_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     """Every stage on stand-ins: all that agrees or is left out for a reason, and nothing else."""
-    run = [*command("--rehearse", "--out", str(tmp_path), "--minutes", "9")]
+    run = [*command("--rehearse", "--out", str(tmp_path), "--minutes", "15")]
     first = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stdout + first.stderr
     for stage in STAGES:
