@@ -32,6 +32,7 @@ from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.operators.operator_kinds import Rule, register_rule, registered_rules
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.schedules.actions import Schedule
@@ -306,19 +307,28 @@ class Registered:
         default_factory=registered_schedules
     )
     moves: Mapping[str, Move] = field(default_factory=registered_moves)
+    rules: Mapping[str, Rule] = field(default_factory=registered_rules)
 
 
 def remade(own: Registered, *arguments: Any) -> Sharpener:
     """A sharpener in another process, which must learn of what was registered in this one.
 
+    Modules that register when they are imported have done so there when `own` was read.
+
     Args:
         own: in this process.
         arguments: of the sharpener.
     """
+    here = Registered()
     for name, make in own.schedules.items():
-        register_schedule(name, make)
+        if name not in here.schedules:
+            register_schedule(name, make)
     for name, move in own.moves.items():
-        register_move(name, move)
+        if name not in here.moves:
+            register_move(name, move)
+    for kind, rule in own.rules.items():
+        if kind not in here.rules:
+            register_rule(kind, rule)
     return Sharpener(*arguments)
 
 

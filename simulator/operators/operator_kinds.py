@@ -262,6 +262,34 @@ RULES: dict[str, Rule] = {
     "cross_entropy": Rule(_per_input(5.0), passes=2.0, saved_inputs=(1,), inner=_token_statistics),
 }
 
+BUNDLED = frozenset(RULES)
+"""Kinds that need not be registered."""
+
+
+def register_rule(kind: str, rule: Rule) -> None:
+    """Give a kind of one's own a rule: all that is known of it where there is no torch.
+
+    Example:
+        >>> register_rule("flip", Rule(lambda operator, sizes: 0.0, saved_inputs=()))
+        >>> list(registered_rules())
+        ['flip']
+        >>> del RULES["flip"]
+
+    Raises:
+        ValueError: the kind is there already.
+    """
+    if kind in RULES:
+        raise ValueError(
+            f"operators of kind {kind!r} are there already, one of {len(RULES)}: register yours "
+            "under another name"
+        )
+    RULES[kind] = rule
+
+
+def registered_rules() -> dict[str, Rule]:
+    """Those that `register_rule` added: other processes must be told of them."""
+    return {kind: rule for kind, rule in RULES.items() if kind not in BUNDLED}
+
 
 def rule_of(operator: Operator) -> Rule:
     """The rule of an operator's kind.

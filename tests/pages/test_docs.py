@@ -19,7 +19,6 @@ import pytest
 import stratagem as sg
 from benchmarks import tables
 from stratagem.searcher.improvement.neighbours import MOVES
-from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.operators.operator_kinds import RULES
 from stratagem.simulator.schedules.named_schedules import SCHEDULES
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
@@ -53,13 +52,11 @@ def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
     kinds = (RULES, KERNELS, HANDLERS, SCHEDULES, MOVES)
     before = [dict(table) for table in kinds]
-    methods, modules = set(vars(GraphBuilder)), set(sys.modules)
+    modules = set(sys.modules)
     yield
     for table, kept in zip(kinds, before, strict=True):
         table.clear()
         table.update(kept)
-    for name in set(vars(GraphBuilder)) - methods:
-        delattr(GraphBuilder, name)
     for name in set(sys.modules) - modules:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == tmp_path:
             del sys.modules[name]

@@ -313,8 +313,8 @@ def _unsupported(name: str) -> str:
     return (
         f"aten.{name} is not supported. Write it with operators that are{like}, or add it: "
         f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten.handlers takes a function of "
-        "the Call, like those in operators.py beside it; a kind of its own needs a rule in "
-        "operator_kinds.py and a kernel as well, as CONTRIBUTING.md says"
+        "the Call, like those in operators.py beside it; a kind of its own is one call of "
+        "register_operator in new_operators.py there, as docs/extending/operator.md shows"
     )
 
 

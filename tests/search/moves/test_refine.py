@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import cloudpickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +29,6 @@ from stratagem.searcher.improvement.neighbours import (
     register_move,
     registered_moves,
 )
-from stratagem.searcher.processes.worker_processes import Workers
 from stratagem.searcher.space.choices import Choices, choices_of
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation
@@ -38,6 +41,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import Simulation
+from tests.support.fresh_process import in_fresh_process
 from tests.support.pipelines import cut_at, meshes_of, small_gpt
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -481,16 +485,65 @@ def test_without_registered_moves_there_are_none() -> None:
     assert registered_moves() == {}
 
 
-def moves_of(sharpener: Sharpener, _: int) -> tuple[str, ...]:
-    return tuple(MOVES)
-
-
 def test_other_processes_know_moves_that_were_registered(tripling: str) -> None:
     here = situation_of(two_stages()[0])
     wishes = Constraints().bind(here.graph)
-    sharpener = Sharpener(here, Options(), (0, 2), wishes, ("none",), 0)
-    with Workers(sharpener, remade, (Registered(), *sharpener.arguments), count=1) as workers:
-        parts = [workers.part(moves_of, number) for number in range(6)]
-        assert {part.result() for part in parts} == {tuple(MOVES)}
-        assert workers.failure == ""
+    arguments = Sharpener(here, Options(), (0, 2), wishes, ("none",), 0).arguments
+
+    def there(own: Registered) -> list[str]:
+        from stratagem.searcher.driver.skeleton_work import remade
+        from stratagem.searcher.improvement.neighbours import MOVES
+
+        remade(own, *arguments)
+        return list(MOVES)
+
+    assert in_fresh_process(there, Registered()) == list(MOVES)
     assert tripling in MOVES
+
+
+OWN = """
+from stratagem.searcher.improvement.neighbours import register_move
+from stratagem.simulator.operators.operator_kinds import Rule, register_rule
+from stratagem.simulator.schedules.named_schedules import gpipe, register_schedule
+
+def none(here):
+    return []
+
+def flops(operator, sizes):
+    return 0.0
+
+def make(sizes):
+    return gpipe(sizes.num_stages, sizes.num_microbatches)
+
+register_move("none", none)
+register_rule("flip", Rule(flops))
+register_schedule("own", make)
+"""
+
+
+def test_a_module_that_registers_when_it_is_imported_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading what was sent imports it there, and registering once more was refused."""
+    (tmp_path / "own_moves.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    arguments = Sharpener(
+        situation_of(two_stages()[0]),
+        Options(),
+        (0, 2),
+        Constraints().bind(two_stages()[0]),
+        ("none",),
+        0,
+    ).arguments
+
+    def here() -> bytes:
+        import own_moves  # noqa: F401
+
+        return cloudpickle.dumps(Registered())
+
+    def there(sent: bytes) -> tuple[bool, ...]:
+        remade(cloudpickle.loads(sent), *arguments)
+        own = Registered()
+        return "none" in own.moves, "flip" in own.rules, "own" in own.schedules
+
+    assert in_fresh_process(there, in_fresh_process(here)) == (True, True, True)
