@@ -49,6 +49,8 @@ ROUND = 8
 """Skeletons that are sharpened at the same time, on any number of cores."""
 SHARED_OPERATORS = 100
 """Models of fewer operators are searched faster than other processes start."""
+SMALL_OPERATORS = 100
+"""Of models of fewer operators all skeletons are searched that may be better than the best."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
@@ -388,7 +390,7 @@ class Course:
 
         A search of fewer skeletons searches what comes behind the first few of this one.
         """
-        if len(self.space.situation.graph.operators) >= SHARED_OPERATORS:
+        if len(self.space.situation.graph.operators) >= SMALL_OPERATORS:
             return
         found = [
             entry
