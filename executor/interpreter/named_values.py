@@ -78,6 +78,13 @@ class Memory:
             self._settle(name)
         return list(self.values.values())
 
+    def forget(self, name: str) -> None:
+        """Let go of a value that another one takes the place of, also of what it was promised."""
+        if name in self._promised:
+            self._settle(name)
+        self.values.pop(name, None)
+        self._own.discard(name)
+
     def free(self, names: tuple[str, ...]) -> None:
         """Let go of values."""
         for name in names:

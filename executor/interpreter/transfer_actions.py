@@ -55,7 +55,7 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory
         pending = route.start(read())
         memory.begun.append(pending.ending)
         if not instruction.adds:
-            memory.values.pop(target, None)
+            memory.forget(target)
         memory.promise(target, lambda: final(pending.finish()))
 
     return begin if instruction.later and steps and target is not None else run

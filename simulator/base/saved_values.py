@@ -96,10 +96,11 @@ class FileForm:
     def check_head(self, given: Mapping[str, Any], what: str) -> None:
         """The same of what was read from a file."""
         kind = given.get("format", self.format)
-        if self.format and kind != self.format:
+        if kind != self.format:
+            wanted = f"a {self.format!r}" if self.format else "a file that names no format"
             raise ValueError(
-                f"{what} is a {_shown(kind)}, this program reads a {self.format!r} there; give a "
-                f"file of that kind"
+                f"{what} is a {_shown(kind)}, this program reads {wanted} there; give a file of "
+                "that kind"
             )
         version = given.get("version", self.version)
         if version != self.version or isinstance(version, bool):

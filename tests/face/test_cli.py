@@ -249,7 +249,7 @@ def test_capture_writes_what_search_reads(place: Path) -> None:
         (("search", "small_model:broken", *SMALL), "ZeroDivisionError: division by zero"),
         (("search", "small_model:wrong", *SMALL), "must return (model, dict of example inputs)"),
         (("search", "plan", *SMALL), "neither"),
-        (("search", "broken.json", *SMALL), "graph file is broken"),
+        (("search", "broken.json", *SMALL), "graph file broken.json is broken"),
         (("search", "graph.json", "-c", "dgx-a10"), "there are a100-1600g, a100-400g"),
         (("search", "graph.json", "-c", "broken.json"), "cluster file broken.json is broken"),
         (("search", "graph.json", "-c", "none.json"), "cluster file none.json cannot be read"),
@@ -275,7 +275,10 @@ def test_error_is_one_line_and_writes_nothing(
     ("arguments", "words"),
     [
         (("simulate", "none.json", "graph.json"), "plan file none.json cannot be read"),
-        (("simulate", "graph.json", "graph.json"), "plan file graph.json is broken"),
+        (
+            ("simulate", "graph.json", "graph.json"),
+            "plan file graph.json is a 'stratagem graph', this program reads",
+        ),
         (("diff", "plan.json", "none.json", "graph.json"), "none.json cannot be read"),
         (("run", "none.json", "small_model:build", "-o", "out.json"), "cannot be read"),
         (("compare", "plan.json", "graph.json", "none.json"), "none.json cannot be read"),
