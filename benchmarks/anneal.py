@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from stratagem.searcher.annealing.chains import WIDE_EVALUATIONS, Chain
+from stratagem.searcher.annealing.chains import WIDE_EVALUATIONS, AnnealingChain
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.processes.worker_processes import usable_cores
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Skeleton, stage_meshes
@@ -86,13 +86,13 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[OperatorGraph, Cluster, Sk
     yield "ResNet-152 on 16", lambda: single(resnet(152, batch=512), 2, (2, 8), 1)
 
 
-def settled(problem: Problem, seed: int) -> Chain:
+def settled(problem: Problem, seed: int) -> AnnealingChain:
     """A chain that is through with its first two phases."""
     shapes = [mesh.shape for mesh in problem.skeleton.meshes]
     start = data_parallel(problem.graph, shapes[0], zero=2)
     if problem.graph.name.startswith("gpt"):
         start = tensor_parallel(problem.graph, shapes[0], len(shapes[0]) - 1)
-    chain = Chain(problem, problem.encode(start), TOTAL, seed)
+    chain = AnnealingChain(problem, problem.encode(start), TOTAL, seed)
     chain.advance(2 * WIDE_EVALUATIONS)
     return chain
 
@@ -113,7 +113,7 @@ def measure(
     problem = make_problem(graph, skeleton, cluster, training, default_costs(), ZERO_STAGES)
     cores = usable_cores()
     chains = [settled(problem, seed) for seed in range(cores)]
-    early = Chain(problem, chains[0].choice, TOTAL, 0)
+    early = AnnealingChain(problem, chains[0].choice, TOTAL, 0)
     early.score()
     best = {"late": np.inf, "all": np.inf, "early": np.inf, "full": np.inf}
     with ThreadPoolExecutor(cores) as pool:

@@ -16,7 +16,7 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -72,7 +72,9 @@ def wide_resnet(counts: Sequence[int], *, batch: int, widening: int = 2) -> Oper
     """A ResNet of bottlenecks with wide 3 × 3 convolutions (Zagoruyko & Komodakis 2016)."""
     b = GraphBuilder("wide_resnet")
 
-    def convolved(name: str, x: Tensor, channels: int, kernel: int, stride: int = 1) -> Tensor:
+    def convolved(
+        name: str, x: DraftTensor, channels: int, kernel: int, stride: int = 1
+    ) -> DraftTensor:
         weight = b.parameter(f"{name}.weight", (channels, x.shape[1], kernel, kernel))
         pad = kernel // 2
         y = b.conv2d(x, weight, stride=(stride, stride), padding=(pad, pad), name=name)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from stratagem.searcher.ilp.files.iopddl import read_iopddl
-from stratagem.searcher.ilp.problem.instance import Device, Edge, Instance, Use
+from stratagem.searcher.ilp.problem.instance import CostEdge, Device, Instance, MemoryUse
 from stratagem.searcher.ilp.solve import solve
 
 PUBLISHED = {
@@ -48,12 +48,12 @@ def warm_up() -> Instance:
     rng = np.random.default_rng(0)
     nodes = tuple(rng.integers(1, 9, 4).astype(float) for _ in range(12))
     edges = tuple(
-        Edge(one, other, rng.integers(0, 9, (4, 4)).astype(float))
+        CostEdge(one, other, rng.integers(0, 9, (4, 4)).astype(float))
         for one in range(12)
         for other in range(one)
         if (one * other) % 3 != 1
     )
-    uses = tuple(Use(node, node // 2, node + 2, rng.integers(0, 9, 4)) for node in range(12))
+    uses = tuple(MemoryUse(node, node // 2, node + 2, rng.integers(0, 9, 4)) for node in range(12))
     return Instance(nodes, edges, uses, (Device("device", 24),))
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.inception import inception_input, inception_profile
 from stratagem.searcher.planners import (
-    Level,
+    HierarchyLevel,
     PartitionInput,
     PipeDreamGraph,
     PiperInput,
@@ -45,8 +45,8 @@ from stratagem.searcher.planners import (
 from stratagem.searcher.planners.inputs.piper import PiperNode, RunOption
 from stratagem.searcher.planners.solvers.max_load import max_load
 
-PIPEDREAM_LEVELS = (Level(4, 1e9),)
-NESTED_LEVELS = (Level(4, 1e10), Level(4, 1e9))
+PIPEDREAM_LEVELS = (HierarchyLevel(4, 1e9),)
+NESTED_LEVELS = (HierarchyLevel(4, 1e10), HierarchyLevel(4, 1e9))
 PIPER_SETTINGS = ((8, 8 * 2**30), (64, 8 * 2**30))
 PIPER_BANDWIDTH = 25 * 2**30
 EXACT, EXPERT, GUESSED = "contiguous", "human expert", "any nodes"

@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from stratagem.searcher.annealing.chains import Chain, run_chains
+from stratagem.searcher.annealing.chains import AnnealingChain, run_chains
 from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search import search
@@ -153,7 +153,7 @@ class ChainClock:
     def __init__(self) -> None:
         self.evaluations, self.seconds = 0, 0.0
 
-    def run(self, chains: Sequence[Chain], **settings: Any) -> None:
+    def run(self, chains: Sequence[AnnealingChain], **settings: Any) -> None:
         """`run_chains`, timed."""
         began = time.perf_counter()
         run_chains(chains, **settings)

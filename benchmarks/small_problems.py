@@ -10,7 +10,12 @@ import numpy as np
 from stratagem.searcher.problem.exhaustive import count_plans
 from stratagem.searcher.space.skeletons import skeletons
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor, part, reshape, transpose
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftTensor,
+    part,
+    reshape,
+    transpose,
+)
 from stratagem.simulator.graph.models.layers import layer_norm, linear, parameter
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -100,7 +105,7 @@ def _num_layers(graph: OperatorGraph) -> int:
     return sum(operator.kind != "source" for operator in graph.operators)
 
 
-Drawn = tuple[Tensor, Tensor]
+Drawn = tuple[DraftTensor, DraftTensor]
 """Logits and labels."""
 
 

@@ -20,7 +20,7 @@ from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.graph_rewrites import Rewriting, rewritings
 from stratagem.searcher.space.strategies import data_parallel, tensor_dims, tensor_parallel
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor, reshape, transpose
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor, reshape, transpose
 from stratagem.simulator.graph.models import gpt, layers, llama
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -68,7 +68,7 @@ def gpt_j(
     return b.build(b.cross_entropy(logits, labels))
 
 
-def _added(b: GraphBuilder, x: Tensor, *others: Tensor) -> Tensor:
+def _added(b: GraphBuilder, x: DraftTensor, *others: DraftTensor) -> DraftTensor:
     for other in others:
         x = b.pointwise("add", x, other)
     return x

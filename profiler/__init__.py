@@ -27,7 +27,7 @@ from stratagem.profiler.timing.profile_operators import (
     plan_operators,
     profile_operators,
 )
-from stratagem.profiler.timing.session import ProfileReport, Progress
+from stratagem.profiler.timing.session import ProfileProgress, ProfileReport
 from stratagem.profiler.timing.update_timing import profile_updates
 from stratagem.simulator.plan.provenance import Environment
 
@@ -42,8 +42,8 @@ __all__ = [
     "MeasuredCosts",
     "Measurement",
     "MergeReport",
+    "ProfileProgress",
     "ProfileReport",
-    "Progress",
     "Timing",
     "TimingCache",
     "TimingEntry",

@@ -21,10 +21,10 @@ from typing import NamedTuple
 from stratagem.executor.lowering.lower import lower
 from stratagem.executor.program.instructions import (
     Backward,
+    BackwardPart,
     Bundle,
     Convert,
     Forward,
-    Part,
     Send,
     Update,
 )
@@ -118,7 +118,7 @@ class _Order:
             match each:
                 case Forward(again=False):
                     yield f"{each.operator} forward"
-                case Backward(part=Part.WEIGHTS):
+                case Backward(part=BackwardPart.WEIGHTS):
                     yield f"{each.operator} weight gradient"
                 case Backward():
                     yield f"{each.operator} backward"

@@ -27,7 +27,7 @@ from stratagem.executor.communication.communicator import (
     position,
 )
 from stratagem.executor.communication.process_member import Member
-from stratagem.executor.communication.thread_world import Aborted, Call, World
+from stratagem.executor.communication.thread_world import Aborted, CollectiveCall, World
 from stratagem.executor.cuda.event_clock import EventClock
 from stratagem.executor.cuda.handover import Handover
 from stratagem.executor.cuda.streams import CudaStreams, Streams
@@ -136,7 +136,7 @@ class LocalCommunicator(Member):
 
     def all_reduce(self, tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
         """See `Communicator.all_reduce`."""
-        call = Call(f"all_reduce of the {op}", tensor.dtype, tuple(tensor.shape))
+        call = CollectiveCall(f"all_reduce of the {op}", tensor.dtype, tuple(tensor.shape))
         self._count(Collective.ALL_REDUCE, num_bytes(tensor), group)
         total: Tensor = self._meet(group, call, tensor, lambda given: _reduced_for_all(given, op))
         return total
@@ -159,7 +159,7 @@ class LocalCommunicator(Member):
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         """See `Communicator.all_gather`."""
-        call = Call("all_gather", tensor.dtype)
+        call = CollectiveCall("all_gather", tensor.dtype)
         gathered = self._meet(group, call, tensor, lambda given: [_copies(given) for _ in given])
         self._check_shapes(gathered, shapes, group)
         self._count(Collective.ALL_GATHER, num_bytes(*gathered), group)
@@ -167,7 +167,9 @@ class LocalCommunicator(Member):
 
     def reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Tensor:
         """See `Communicator.reduce_scatter`."""
-        call = Call("reduce_scatter", chunks[0].dtype, tuple(tuple(c.shape) for c in chunks))
+        call = CollectiveCall(
+            "reduce_scatter", chunks[0].dtype, tuple(tuple(c.shape) for c in chunks)
+        )
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
         total: Tensor = self._meet(
             group, call, chunks, lambda given: [_reduced(column) for column in _columns(given)]
@@ -178,7 +180,7 @@ class LocalCommunicator(Member):
         self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
     ) -> list[Tensor]:
         """See `Communicator.all_to_all`."""
-        call = Call("all_to_all", chunks[0].dtype)
+        call = CollectiveCall("all_to_all", chunks[0].dtype)
         received = self._meet(
             group, call, chunks, lambda given: [_copies(column) for column in _columns(given)]
         )
@@ -194,7 +196,7 @@ class LocalCommunicator(Member):
         if self.rank == source and tensor is not None:
             self._check_shapes([tensor], [shape], (source,))
             self._count(Collective.BROADCAST, num_bytes(tensor), group)
-        call = Call(f"broadcast from rank {source}", dtype, tuple(shape))
+        call = CollectiveCall(f"broadcast from rank {source}", dtype, tuple(shape))
         copy: Tensor = self._meet(
             group, call, tensor, lambda given: _copies([given[root]] * len(given))
         )
@@ -205,7 +207,7 @@ class LocalCommunicator(Member):
         root = position(target, group)
         if self.rank != target:
             self._count(Collective.REDUCE, num_bytes(tensor), group)
-        call = Call(f"reduce to rank {target}", tensor.dtype, tuple(tensor.shape))
+        call = CollectiveCall(f"reduce to rank {target}", tensor.dtype, tuple(tensor.shape))
         total: Tensor | None = self._meet(
             group, call, tensor, lambda given: _only(root, _reduced(given), len(given))
         )
@@ -218,7 +220,7 @@ class LocalCommunicator(Member):
         root = position(target, group)
         if self.rank != target:
             self.sent[Collective.GATHER.value] += num_bytes(tensor)
-        call = Call(f"gather to rank {target}", tensor.dtype)
+        call = CollectiveCall(f"gather to rank {target}", tensor.dtype)
         gathered: list[Tensor] | None = self._meet(
             group, call, tensor, lambda given: _only(root, _copies(given), len(given))
         )
@@ -238,7 +240,7 @@ class LocalCommunicator(Member):
         root = position(source, group)
         if self.rank == source and chunks is not None:
             self._count_chunks(Collective.SCATTER, chunks, group)
-        call = Call(f"scatter from rank {source}", dtype)
+        call = CollectiveCall(f"scatter from rank {source}", dtype)
         mine: Tensor = self._meet(group, call, chunks, lambda given: _copies(given[root]))
         self._check_shapes([mine], [shape], (source,))
         return mine
@@ -265,13 +267,17 @@ class LocalCommunicator(Member):
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
         everyone = tuple(range(self.world_size))
-        self._world.meet(self.rank, everyone, Call("barrier"), None, lambda given: given)
+        self._world.meet(self.rank, everyone, CollectiveCall("barrier"), None, lambda given: given)
 
     def close(self) -> None:
         """Nothing is held here."""
 
     def _meet(
-        self, group: Group, call: Call, given: Any, finish: Callable[[list[Any]], list[Any]]
+        self,
+        group: Group,
+        call: CollectiveCall,
+        given: Any,
+        finish: Callable[[list[Any]], list[Any]],
     ) -> Any:
         position(self.rank, group)
         hand = self._handover

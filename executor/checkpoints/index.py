@@ -24,7 +24,7 @@ from stratagem.executor.state.loss_scale import LossScale
 from stratagem.simulator.base.files import decode, encode, read_text
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.operators.operator import Parameter
-from stratagem.simulator.sharding.tensor_parts import Box, Part, part_of
+from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, part_of
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 2
@@ -46,9 +46,9 @@ class SavedPart:
     span: tuple[int, int] | None = None
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TensorPart:
         """What the file has."""
-        return Part(self.box, self.span)
+        return TensorPart(self.box, self.span)
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,10 @@ def key_of(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
-def first_holders(program: Program, home: Home) -> Iterator[tuple[int, Part]]:
+def first_holders(program: Program, home: Home) -> Iterator[tuple[int, TensorPart]]:
     """The parts that a parameter is cut into at home, each with the first rank that holds it."""
     mesh = program.plan.stages[home.stage].mesh
-    seen: set[Part] = set()
+    seen: set[TensorPart] = set()
     for device in mesh.devices:
         part = part_of(home.stored.sizes, home.stored.placements, mesh, device)
         if part is not None and part.elements and part not in seen:

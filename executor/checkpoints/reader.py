@@ -35,7 +35,7 @@ from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.sharding.tensor_parts import (
     Box,
-    Part,
+    TensorPart,
     box_elements,
     intersection,
     part_of,
@@ -207,7 +207,7 @@ class Checkpoint:
                 f"checkpoint"
             )
 
-    def part(self, kind: str, name: str, sizes: tuple[int, ...], part: Part) -> Tensor:
+    def part(self, kind: str, name: str, sizes: tuple[int, ...], part: TensorPart) -> Tensor:
         """A part of a tensor of the graph, in memory of its own; `sizes` are those of its factors.
 
         Raises:
@@ -220,7 +220,7 @@ class Checkpoint:
             whole = self.whole(kind, saved)
         else:
             whole = self._rewrite(kind)[name]
-        everything = Part(tuple((0, size) for size in sizes))
+        everything = TensorPart(tuple((0, size) for size in sizes))
         return put_together(
             [(box, cut_part(whole.reshape(sizes), everything, box)) for box in part.pieces],
             part,
@@ -230,7 +230,7 @@ class Checkpoint:
 
     def whole(self, kind: str, saved: SavedTensor) -> Tensor:
         """All of a tensor as it was saved, in the shape of the parameter."""
-        everything = Part(tuple((0, size) for size in saved.sizes))
+        everything = TensorPart(tuple((0, size) for size in saved.sizes))
         return self._assemble(kind, saved, everything).reshape(saved.shape)
 
     def _rewrite(self, kind: str) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ class Checkpoint:
             self._rewritten = kind, to_rewritten(self._maps, model)
         return self._rewritten[1]
 
-    def _assemble(self, kind: str, saved: SavedTensor, part: Part) -> Tensor:
+    def _assemble(self, kind: str, saved: SavedTensor, part: TensorPart) -> Tensor:
         made: Tensor | None = None
         for each in saved.parts:
             held = each.part
@@ -258,7 +258,7 @@ class Checkpoint:
                     cut_part(made, part, shared).copy_(read)
         return torch.empty(part.shape) if made is None else made
 
-    def _read(self, file: str, key: str, held: Part, wanted: Box) -> Tensor:
+    def _read(self, file: str, key: str, held: TensorPart, wanted: Box) -> Tensor:
         """The box `wanted` of what a file has of a tensor, which is the part `held`."""
         try:
             if file not in self._files:
@@ -283,7 +283,7 @@ class Checkpoint:
             ) from error
 
 
-def _read_range(saved: Any, held: Part, wanted: Box) -> Tensor:
+def _read_range(saved: Any, held: TensorPart, wanted: Box) -> Tensor:
     """The box `wanted` of a part that a file has as a row of elements: whole lines of a piece."""
     before, piece = held.piece_around(wanted)
     if not wanted:  # A scalar has no lines.

@@ -23,7 +23,7 @@ class Aborted(BaseException):
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """What a rank calls; the members of a group must agree on it."""
 
     operation: str
@@ -39,7 +39,7 @@ class Call:
 class _Meeting:
     """One collective of one group: what each member gave, and what each one gets."""
 
-    call: Call
+    call: CollectiveCall
     first: int
     given: dict[int, Any] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class World:
         self,
         rank: int,
         group: tuple[int, ...],
-        call: Call,
+        call: CollectiveCall,
         given: Any,
         finish: Callable[[list[Any]], list[Any]],
     ) -> Any:
@@ -127,7 +127,9 @@ class World:
         with self._lock:
             self._ended.wait_for(lambda: self._running == 0 or self.failure is not None)
 
-    def _join(self, rank: int, group: tuple[int, ...], call: Call) -> tuple[_Meeting, int]:
+    def _join(
+        self, rank: int, group: tuple[int, ...], call: CollectiveCall
+    ) -> tuple[_Meeting, int]:
         self._check()
         number = self._num_meetings[rank, group]
         self._num_meetings[rank, group] += 1

@@ -14,7 +14,7 @@ from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.communication.endings import Ending
 from stratagem.executor.cuda.dropout_words import words_on
 from stratagem.executor.interpreter import operator_actions, prefix_actions, transfer_actions
-from stratagem.executor.interpreter.named_values import Memory
+from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.interpreter.transfer_actions import Ports
 from stratagem.executor.program.instructions import (
     Backward,
@@ -37,7 +37,12 @@ from stratagem.executor.program.programs import LOSS, Program, Stored, part_shap
 from stratagem.executor.resharding.operator_shards import operator_shards
 from stratagem.executor.resharding.seats import Seat, mesh_groups
 from stratagem.executor.state.batch_norm_counters import counters_of
-from stratagem.executor.state.gradient_lists import Change, clipped, handfuls, sum_of_squares
+from stratagem.executor.state.gradient_lists import (
+    GradientChange,
+    clipped,
+    handfuls,
+    sum_of_squares,
+)
 from stratagem.executor.state.loss_scale import LossScale
 from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
@@ -48,7 +53,7 @@ from stratagem.simulator.graph.token_slices import PREFIX
 from stratagem.simulator.operators.operator import Operator, factor_sizes
 from stratagem.simulator.operators.sliding_windows import shard_bounds
 from stratagem.simulator.operators.step_programs import inputs_of
-from stratagem.simulator.sharding.tensor_parts import Part
+from stratagem.simulator.sharding.tensor_parts import TensorPart
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
 from stratagem.simulator.torch_ops.kernels.shards import Shards
 from stratagem.simulator.torch_ops.kernels.step_programs import run_source, torch_dtype
@@ -115,7 +120,7 @@ class Interpreter:
             each.value: local_part(each, whole[each.parameter], self._seats[each.stage])
             for each in self.mine.stored
         }
-        self._memory = Memory()
+        self._memory = NamedValues()
         plan = program.plan
         self.random = RandomStream(
             plan.seed, num_microbatches=plan.num_microbatches, draw=words_on(comm.device)
@@ -175,7 +180,7 @@ class Interpreter:
         remembered = [tensor for state in states for tensor in state.values()]
         return [*self._memory.everything(), *self._masters.values(), *remembered]
 
-    def restore(self, read: Callable[[Stored, Part], Tensor]) -> None:
+    def restore(self, read: Callable[[Stored, TensorPart], Tensor]) -> None:
         """Replace every parameter and buffer by what `read` gives of it, which is the part."""
         for stored in self.mine.stored:
             part = stored_part(stored, self._seats[stored.stage])
@@ -412,9 +417,9 @@ class Interpreter:
         def run() -> None:
             values, masters = self._memory.values, self._masters
             changes = [
-                Change(each.parameter, master, values[each.gradient], values[each.value])
+                GradientChange(each.parameter, master, values[each.gradient], values[each.value])
                 if (master := masters.get(each.value)) is not None
-                else Change(each.parameter, values[each.value], values[each.gradient])
+                else GradientChange(each.parameter, values[each.value], values[each.gradient])
                 for each, _ in named
             ]
             shares = {each.parameter: update.share for each, update in named}
@@ -428,7 +433,9 @@ class Interpreter:
 
         return run
 
-    def _scaled(self, changes: Sequence[Change], norm: Tensor | None) -> Sequence[Change]:
+    def _scaled(
+        self, changes: Sequence[GradientChange], norm: Tensor | None
+    ) -> Sequence[GradientChange]:
         """Changes whose gradients are without the loss scale, and clipped."""
         longest = self.program.plan.training.clip_norm
         gradients = [change.gradient for change in changes]

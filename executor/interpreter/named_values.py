@@ -21,7 +21,7 @@ class Values(dict[str, Any]):
         return self._settle(name)
 
 
-class Memory:
+class NamedValues:
     """Values by name: tensors, and the tapes that forward passes leave for backward passes.
 
     A value that several instructions add to is first shared with whoever made it, so the first sum

@@ -25,8 +25,8 @@ from stratagem.executor.interpreter.input_views import (
     reader,
     select_of,
 )
-from stratagem.executor.interpreter.named_values import Memory
-from stratagem.executor.program.instructions import Backward, Forward, Part
+from stratagem.executor.interpreter.named_values import NamedValues
+from stratagem.executor.program.instructions import Backward, BackwardPart, Forward
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
@@ -71,7 +71,7 @@ def forward(
     shards: Shards,
     flows: Sequence[bool],
     seat: Seat,
-    memory: Memory,
+    memory: NamedValues,
 ) -> Action:
     """The action of a forward instruction.
 
@@ -235,7 +235,7 @@ def begins_inside(tensor: Tensor, offset: int) -> bool:
 
 
 def backward(
-    instruction: Backward, operator: Operator, shards: Shards, seat: Seat, memory: Memory
+    instruction: Backward, operator: Operator, shards: Shards, seat: Seat, memory: NamedValues
 ) -> Action:
     """The action of a backward instruction."""
     values = memory.values
@@ -286,13 +286,15 @@ def backward(
         tape.leaves.clear()
         add(found)
 
-    return {Part.ALL: run_all, Part.INPUTS: run_inputs, Part.WEIGHTS: run_weights}[
-        instruction.part
-    ]
+    return {
+        BackwardPart.ALL: run_all,
+        BackwardPart.INPUTS: run_inputs,
+        BackwardPart.WEIGHTS: run_weights,
+    }[instruction.part]
 
 
 def _anew(
-    instruction: Backward, operator: Operator, shards: Shards, seat: Seat, memory: Memory
+    instruction: Backward, operator: Operator, shards: Shards, seat: Seat, memory: NamedValues
 ) -> Callable[[], list[Tensor]]:
     """What the tape did not keep, as the kernel saw it."""
     count = len(instruction.remade)
@@ -350,7 +352,7 @@ def gradients_of(
 
 
 def _total(
-    instruction: Backward, operator: Operator, shards: Shards, output: int, memory: Memory
+    instruction: Backward, operator: Operator, shards: Shards, output: int, memory: NamedValues
 ) -> Callable[[], Tensor]:
     """The sum of the gradients that have come back to an output."""
     names = instruction.gradients[output]

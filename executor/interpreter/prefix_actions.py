@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from stratagem.executor.interpreter.input_views import joined, reader, select_of
-from stratagem.executor.interpreter.named_values import Memory
+from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.interpreter.operator_actions import Tape, enter, gradients_of
 from stratagem.executor.program.instructions import Backward, Forward
 from stratagem.executor.resharding.seats import Seat
@@ -31,7 +31,7 @@ def forward(
     operator: Operator,
     parts: Sequence[Shards],
     seat: Seat,
-    memory: Memory,
+    memory: NamedValues,
 ) -> Action:
     """The action of the forward instruction of a prefix.
 
@@ -68,7 +68,7 @@ def backward(
     operator: Operator,
     shards: Shards,
     slices: Sequence[TokenSlice],
-    memory: Memory,
+    memory: NamedValues,
 ) -> Action:
     """The action of the backward instruction of a prefix.
 

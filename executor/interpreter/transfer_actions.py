@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.executor.communication.communicator import Communicator, Shape, Untagged
 from stratagem.executor.interpreter.input_views import portion_of
-from stratagem.executor.interpreter.named_values import Memory
+from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.program.instructions import Bundle, Convert, Join, Receive, Send, Stash
 from stratagem.executor.program.programs import Program, part_shape, stored_shape
 from stratagem.executor.program.receive_postings import Posting, common_order
@@ -25,7 +25,7 @@ from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 Action = Callable[[], None]
 
 
-def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory) -> Action:
+def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: NamedValues) -> Action:
     """The action of a conversion."""
     part = _spec(instruction).part(seat)
     given = None if part is None else part.shape
@@ -61,7 +61,7 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: Memory
     return begin if instruction.later and steps and target is not None else run
 
 
-def join(instruction: Join, memory: Memory) -> Action:
+def join(instruction: Join, memory: NamedValues) -> Action:
     """The action of putting pieces together."""
     values = memory.values
 
@@ -72,7 +72,7 @@ def join(instruction: Join, memory: Memory) -> Action:
     return run
 
 
-def stash(instruction: Stash, memory: Memory) -> Action:
+def stash(instruction: Stash, memory: NamedValues) -> Action:
     """The action of keeping weights as they are now."""
     values = memory.values
 
@@ -99,7 +99,7 @@ def _route(instruction: Convert, seat: Seat, comm: Communicator) -> Route:
     return Route(_spec(instruction), instruction.steps, seat, comm)
 
 
-def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: Memory) -> Action:
+def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: NamedValues) -> Action:
     """The action of a bucket: its parts go through each step together."""
     values, parts = memory.values, instruction.parts
     routes = [_route(part, seat, comm) for part in parts]
@@ -135,7 +135,7 @@ class Ports:
     kept: dict[str, deque[Tensor]] = field(default_factory=dict)
 
 
-def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
+def send(instruction: Send, ports: Ports, memory: NamedValues) -> Action:
     """The action of a send, which does not wait."""
     values, transfer = memory.values, instruction.transfer
     own = transfer.source_part(ports.device)
@@ -155,7 +155,7 @@ def send(instruction: Send, ports: Ports, memory: Memory) -> Action:
     return run
 
 
-def receive(instruction: Receive, ports: Ports, memory: Memory) -> Action:
+def receive(instruction: Receive, ports: Ports, memory: NamedValues) -> Action:
     """The action of a receive: wait for the pieces and put them together."""
     dtype, transfer, device = torch_dtype(instruction.dtype), instruction.transfer, ports.device
     own, tag = transfer.target_part(device), ports.tags[instruction.label]
@@ -217,7 +217,7 @@ def _in_turn(actions: Sequence[Action]) -> Action:
     return run
 
 
-def _keeper(target: str | None, adds: bool, memory: Memory) -> Callable[[Tensor], None]:
+def _keeper(target: str | None, adds: bool, memory: NamedValues) -> Callable[[Tensor], None]:
     """How a result becomes a value: it is added to it, or is it."""
     if target is None:
         return lambda tensor: None

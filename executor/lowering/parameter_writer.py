@@ -34,7 +34,7 @@ from stratagem.simulator.pricing.stage_boundaries import summed
 from stratagem.simulator.schedules.weight_versions import versions_seen
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
 from stratagem.simulator.sharding.mesh_transfers import Transfer
-from stratagem.simulator.sharding.parameter_homes import Use, gradient_buckets
+from stratagem.simulator.sharding.parameter_homes import ParameterUse, gradient_buckets
 from stratagem.simulator.stage.stage_blocks import PREFETCH
 
 BUNDLED = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.SLICE})
@@ -67,7 +67,7 @@ class ParameterWriter:
         schedule = context.plan.make_schedule()
         self._stashes = Stashes(versions_seen(schedule, writer.stage) if context.stashes else {})
         self._remote = [
-            use for uses in weights.of for use in uses if use.use is Use.TIED_ELSEWHERE
+            use for uses in weights.of for use in uses if use.use is ParameterUse.TIED_ELSEWHERE
         ]
         # Others read the value behind a detach: they have no gradient to send.
         self._returned = [use for use in self._remote if context.runs_backward[use.user]]
@@ -85,7 +85,7 @@ class ParameterWriter:
         for i in self._operators:
             for use in self._weights.of[i]:
                 kept = [] if use.is_gathered else [use.used]
-                if use.use is Use.OWNED or (use.is_gathered and not use.trained):
+                if use.use is ParameterUse.OWNED or (use.is_gathered and not use.trained):
                     kept.append(use.home)
                 for placements in filter(self._writer.holds, kept):
                     stored = use.stored(placements)
@@ -162,10 +162,10 @@ class ParameterWriter:
         """Sync the gradients of operator `i`, once its bucket is full, if it is time to."""
         is_last = microbatch in self._updates
         for use in self._weights.of[i]:
-            if use.use is Use.OWNED and (is_last or use.zero >= 2):
+            if use.use is ParameterUse.OWNED and (is_last or use.zero >= 2):
                 if use.made != use.home:
                     self._reduce(use, f"{self._name(i)} sync", microbatch)
-            elif use.use is Use.TIED_HERE and is_last and not use.joins_owner:
+            elif use.use is ParameterUse.TIED_HERE and is_last and not use.joins_owner:
                 self._reduce(use, self._tie(use), microbatch)
         if i in self._closes:
             self._flush()
@@ -209,7 +209,7 @@ class ParameterWriter:
             (self._total(use), use.owner_stage, use.home)
             for i in self._ready
             for use in self._weights.of[i]
-            if use.use is Use.OWNED and self._writer.holds(use.home)
+            if use.use is ParameterUse.OWNED and self._writer.holds(use.home)
         ]
 
     def update(self, norm: str | None) -> None:
@@ -308,7 +308,7 @@ class ParameterWriter:
         joint = self._writer.on_both_homes()
         for i in self._operators[::-1]:
             for use in self._weights.of[i]:
-                if use.use is Use.OWNED and (use.parameter in awaited) == tied:
+                if use.use is ParameterUse.OWNED and (use.parameter in awaited) == tied:
                     self._sum_homes(use, joint)
             if i in self._closes:
                 self._flush()
@@ -357,7 +357,7 @@ class ParameterWriter:
 
     def _update(self, i: int, norm: str | None, microbatch: int) -> None:
         """Update what operator `i` owns, and bring the new values to their users in this stage."""
-        owned = [use for use in self._weights.of[i] if use.use is Use.OWNED]
+        owned = [use for use in self._weights.of[i] if use.use is ParameterUse.OWNED]
         here = [use for use in owned if self._writer.holds(use.home)]
         if here:
             parameters = tuple(

@@ -22,12 +22,12 @@ from stratagem.executor.lowering.shared_copies import Copies
 from stratagem.executor.lowering.weight_uses import Weights
 from stratagem.executor.program.instructions import (
     Backward,
+    BackwardPart,
     Cut,
     Forward,
     Instruction,
     Join,
     Operand,
-    Part,
     Piece,
     Portion,
 )
@@ -363,7 +363,7 @@ class PassWriter:
             if not context.runs_backward[i]:
                 continue
             apart = (split or context.plan.inputs_first) and context.weighs(i)
-            self._backward(i, microbatch, Part.INPUTS if apart else Part.ALL)
+            self._backward(i, microbatch, BackwardPart.INPUTS if apart else BackwardPart.ALL)
             self.parameters.ran(i)
             for edge in context.incoming[i]:
                 if context.flows_back(edge):
@@ -383,7 +383,7 @@ class PassWriter:
         for backward in self._waiting.pop((i, microbatch), ()):
             self.writer.write(backward)
 
-    def _backward(self, i: int, microbatch: int, part: Part) -> None:
+    def _backward(self, i: int, microbatch: int, part: BackwardPart) -> None:
         """Make the gradients of an operator, in pieces if it has some."""
         context, operator = self._context, self._context.graph.operators[i]
         anew = self._anew(i, microbatch)
@@ -397,8 +397,8 @@ class PassWriter:
             made = self._backward_piece(i, microbatch, part, gradients, anew, piece)
             made = self._prefixes.backward(i, microbatch, made)
             self.writer.write(made)
-            if part is Part.INPUTS:
-                later = replace(made, part=Part.WEIGHTS, meetings=())
+            if part is BackwardPart.INPUTS:
+                later = replace(made, part=BackwardPart.WEIGHTS, meetings=())
                 self._waiting.setdefault((i, microbatch), []).append(later)
             if piece is not None:
                 for edge in context.incoming[i]:
@@ -410,7 +410,7 @@ class PassWriter:
         self,
         i: int,
         microbatch: int,
-        part: Part,
+        part: BackwardPart,
         gradients: tuple[tuple[str, ...], ...],
         anew: tuple[Operand, ...],
         piece: Piece | None,
@@ -438,7 +438,7 @@ class PassWriter:
         totals = tuple(
             named(f"∂{self._output(i, n, microbatch)} total", piece)
             for n, values in enumerate(gradients)
-            if part is not Part.ALL and (values or i == self.loss.operator)
+            if part is not BackwardPart.ALL and (values or i == self.loss.operator)
         )
         pieces = self._pieces[i]
         cut = None if pieces is None else pieces.of_output(operator)

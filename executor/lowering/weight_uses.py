@@ -16,10 +16,10 @@ from stratagem.simulator.graph.placement import (
     weight_placements,
 )
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
-from stratagem.simulator.sharding.parameter_homes import Use, home_placements, use_of
+from stratagem.simulator.sharding.parameter_homes import ParameterUse, home_placements, use_of
 from stratagem.simulator.sharding.resharding_paths import placements_text
 
-FROZEN = (Use.FROZEN, Use.FROZEN_HERE)
+FROZEN = (ParameterUse.FROZEN, ParameterUse.FROZEN_HERE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WeightUse:
     sizes: tuple[int, ...]
     dtype: str
     gradient_dtype: str
-    use: Use
+    use: ParameterUse
     owner: int
     stage: int
     owner_stage: int
@@ -64,7 +64,7 @@ class WeightUse:
     @property
     def trained(self) -> bool:
         """Whether it has a gradient."""
-        return self.use not in (Use.BUFFER, *FROZEN)
+        return self.use not in (ParameterUse.BUFFER, *FROZEN)
 
     @property
     def is_gathered(self) -> bool:
@@ -147,7 +147,7 @@ class Weights:
         """Bytes of the gradients that operator `i` keeps until they are reduced."""
         found = 0
         for use in self.of[i]:
-            if use.use in (Use.OWNED, Use.TIED_ELSEWHERE):
+            if use.use in (ParameterUse.OWNED, ParameterUse.TIED_ELSEWHERE):
                 kept = use.home if use.zero >= 2 else use.used
                 shape = self._context.mesh(use.stage).shape
                 found += local_elements(use.sizes, kept, shape)
@@ -178,14 +178,14 @@ class Weights:
             choice = context.plan.choice(operator.name)
             if choice.zero == 3:
                 home, zero = home_placements(weight, choice, context.mesh(stage).shape), 3
-        elif use is not Use.BUFFER:
+        elif use is not ParameterUse.BUFFER:
             owner = graph.index[self._owner[weight.parameter]]
             home, joins = self._home(owner, weight.parameter, sizes, operator, made)
-            joins = joins and use in (Use.OWNED, Use.TIED_HERE)
+            joins = joins and use in (ParameterUse.OWNED, ParameterUse.TIED_HERE)
             zero = context.plan.choice(graph.operators[owner].name).zero if joins else 0
         training = context.plan.training
         dtype = dtype_captured = graph.parameter_index[weight.parameter].dtype
-        if use is not Use.BUFFER:
+        if use is not ParameterUse.BUFFER:
             dtype = executed_dtype(training, dtype_captured, weight.layout)
         return WeightUse(
             user=i,

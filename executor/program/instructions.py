@@ -155,7 +155,7 @@ class Forward:
         return self.outputs if self.tape is None else (*self.outputs, self.tape)
 
 
-class Part(enum.Enum):
+class BackwardPart(enum.Enum):
     """What a backward pass makes."""
 
     ALL = "all"
@@ -191,7 +191,7 @@ class Backward:
     anew: tuple[Operand, ...] = ()
     remade: tuple[int, ...] = ()
     meetings: tuple[Meeting, ...] = ()
-    part: Part = Part.ALL
+    part: BackwardPart = BackwardPart.ALL
     totals: tuple[str, ...] = ()
     piece: Piece | None = None
     portion: Portion | None = None
@@ -199,13 +199,15 @@ class Backward:
     kind = TaskKind.BACKWARD
 
     def __str__(self) -> str:
-        letter = {Part.ALL: "B", Part.INPUTS: "I", Part.WEIGHTS: "W"}[self.part]
+        letter = {BackwardPart.ALL: "B", BackwardPart.INPUTS: "I", BackwardPart.WEIGHTS: "W"}[
+            self.part
+        ]
         return f"{self.operator} {letter}{self.microbatch}{self.piece or ''}"
 
     @property
     def task(self) -> str:
         """Name in the timeline."""
-        if self.part is Part.WEIGHTS:
+        if self.part is BackwardPart.WEIGHTS:
             return f"{self.operator} weight gradient"
         return f"{self.operator} backward{self.piece or ''}"
 
@@ -213,7 +215,7 @@ class Backward:
     def reads(self) -> tuple[str, ...]:
         """Values that must be there."""
         anew = tuple(operand.value for operand in self.anew)
-        if self.part is Part.WEIGHTS:
+        if self.part is BackwardPart.WEIGHTS:
             return (self.tape, *self.totals, *anew)
         return (self.tape, *(v for values in self.gradients for v in values), *anew)
 
@@ -221,9 +223,9 @@ class Backward:
     def writes(self) -> tuple[str, ...]:
         """Values that are there afterwards."""
         named = {
-            Part.ALL: (*self.inputs, *self.weights),
-            Part.INPUTS: (*self.inputs, *self.totals),
-            Part.WEIGHTS: self.weights,
+            BackwardPart.ALL: (*self.inputs, *self.weights),
+            BackwardPart.INPUTS: (*self.inputs, *self.totals),
+            BackwardPart.WEIGHTS: self.weights,
         }[self.part]
         return tuple(v for v in named if v is not None)
 

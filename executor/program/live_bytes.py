@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from stratagem.executor.program.instructions import (
     Backward,
+    BackwardPart,
     Bundle,
     Convert,
     Forward,
     Free,
     Instruction,
     Join,
-    Part,
     Receive,
     Source,
     Stash,
@@ -198,7 +198,7 @@ class _Player:
     def _backward(self, instruction: Backward) -> None:
         operator = self.program.operator(instruction.operator, instruction.microbatch)
         config, shape = self._config(operator)
-        if instruction.part is not Part.WEIGHTS:
+        if instruction.part is not BackwardPart.WEIGHTS:
             for slot, value in enumerate(instruction.inputs):
                 if value is not None and value not in self.held:
                     if slot >= len(operator.inputs):
@@ -208,7 +208,7 @@ class _Player:
                     piece = instruction.piece
                     parts = piece.count if piece is not None and piece.dim in names else 1
                     self._make(value, self._input_bytes(instruction, operator, slot) // parts)
-        if instruction.part is Part.INPUTS:
+        if instruction.part is BackwardPart.INPUTS:
             for output, value in zip(_reached(instruction), instruction.totals, strict=True):
                 itemsize = self.program.plan.training.parameter_bytes
                 self._make(value, self._output_elements(operator, output) * itemsize)

@@ -27,7 +27,7 @@ from stratagem.simulator.graph.token_slices import TokenSlice
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.operator import Layout, Operator, Parameter
 from stratagem.simulator.plan.plan import Plan, ranks_of
-from stratagem.simulator.sharding.tensor_parts import Part
+from stratagem.simulator.sharding.tensor_parts import TensorPart
 
 LOSS = "loss"
 """The value that holds the loss of the step on every rank of the loss's stage."""
@@ -176,6 +176,6 @@ def stored_shape(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(next(left) for _ in group) for group in layout)
 
 
-def part_shape(layout: Layout, part: Part) -> tuple[int, ...]:
+def part_shape(layout: Layout, part: TensorPart) -> tuple[int, ...]:
     """The shape in which a part of a parameter is stored: what is flat is in a row."""
     return part.shape if part.span is not None else stored_shape(layout, part.shape)

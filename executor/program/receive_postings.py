@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from stratagem.executor.program.instructions import Receive, Send, meetings_of
 from stratagem.executor.program.programs import Program
-from stratagem.executor.program.replay import Players, World, play_in, players
+from stratagem.executor.program.replay import Players, ReplayedWorld, play_in, players
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def common_order(program: Program) -> CommonOrder:
         ValueError: when there is no such order, because a rank would have to go on behind an
             instruction before another one that its collectives join has come to it.
     """
-    world = World(program, _apart(program), whole=True)
+    world = ReplayedWorld(program, _apart(program), whole=True)
     messages = tuple(
         Sent(world.groups[number], each, tuple(player.ahead for player in world.players))
         for _, number, each in play_in(world)

@@ -90,7 +90,7 @@ class _Message:
     step: int
 
 
-class World:
+class ReplayedWorld:
     """The players, and what is on its way between them; `play_in` moves them.
 
     With `whole`, the collectives of an instruction happen together, when everyone who takes part
@@ -165,10 +165,10 @@ def replay(program: Program) -> Iterator[tuple[int, int, Instruction]]:
 
 def play(program: Program, groups: Players) -> Iterator[tuple[int, int, Instruction]]:
     """The same per player."""
-    return play_in(World(program, groups))
+    return play_in(ReplayedWorld(program, groups))
 
 
-def play_in(world: World) -> Iterator[tuple[int, int, Instruction]]:
+def play_in(world: ReplayedWorld) -> Iterator[tuple[int, int, Instruction]]:
     """The same in a world of the caller's, who may look where the players are."""
     while not all(player.over for player in world.players):
         moved = False
@@ -237,7 +237,7 @@ def _all_or_none(transfer: Transfer, by_device: Mapping[int, int], sizes: Sequen
     return all(len(receivers) == sizes[pair[1]] for pair, receivers in heard.items())
 
 
-def _can_leave(player: Player, world: World) -> bool:
+def _can_leave(player: Player, world: ReplayedWorld) -> bool:
     """Send what is to be sent, take what has come; whether the current instruction is over."""
     current = player.current
     if isinstance(current, Send):
@@ -267,7 +267,7 @@ def _take(player: Player, current: Receive, sender: int, message: _Message) -> N
     player.step = max(player.step, message.step + 1)
 
 
-def _meet(world: World) -> bool:
+def _meet(world: ReplayedWorld) -> bool:
     """Let every collective happen whose members are all there; whether there was one."""
     happened = False
     for player in world.players:
@@ -277,7 +277,7 @@ def _meet(world: World) -> bool:
     return happened
 
 
-def _meets(player: Player, world: World) -> bool:
+def _meets(player: Player, world: ReplayedWorld) -> bool:
     """Let the collective that a player has entered happen, if its members are all there."""
     meeting = player.meeting
     if meeting is None:
@@ -292,7 +292,7 @@ def _meets(player: Player, world: World) -> bool:
     return True
 
 
-def _joined(player: Player, world: World) -> tuple[Player, ...]:
+def _joined(player: Player, world: ReplayedWorld) -> tuple[Player, ...]:
     """Whom the collectives of a player's instruction join; none while one of them is elsewhere.
 
     Over two axes, these are its group along one, the groups of these along the other, and so on.

@@ -22,7 +22,7 @@ from stratagem.simulator.graph.placement import FLAT, Pin, Shard
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.resharding_paths import Step
-from stratagem.simulator.sharding.tensor_parts import Box, Part, intersection
+from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, intersection
 
 
 def run_steps(
@@ -284,7 +284,7 @@ def _line(spec: TensorSpec, step: Step, seat: Seat, comm: Communicator) -> _Line
     )
 
 
-def _extent(part: Part, *, in_rows: bool) -> Box:
+def _extent(part: TensorPart, *, in_rows: bool) -> Box:
     """The box that a part is, or its range of elements, of a whole box too where it is in rows."""
     return ((0, part.elements),) if in_rows and part.span is None else part.extent
 
@@ -403,7 +403,10 @@ def run_transfer(
 
 
 def put_together(
-    tiles: Sequence[tuple[Box, Tensor]], target: Part, dtype: torch.dtype, device: torch.device
+    tiles: Sequence[tuple[Box, Tensor]],
+    target: TensorPart,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """The part `target` of a tensor, of tiles that fill it; a view of one that is all of it."""
     if len(tiles) == 1:

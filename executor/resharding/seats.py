@@ -13,7 +13,7 @@ from stratagem.executor.communication.communicator import Group, Shape
 from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.sharding.resharding_paths import Step
-from stratagem.simulator.sharding.tensor_parts import Box, Part, box_elements, part_at
+from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, box_elements, part_at
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TensorSpec:
         placed[step.axis] = step.target
         return replace(self, placements=tuple(placed))
 
-    def parts(self, seat: Seat, axis: int) -> list[Part | None]:
+    def parts(self, seat: Seat, axis: int) -> list[TensorPart | None]:
         """What each member along `axis` of the seat's group holds; None for nothing."""
         start, rest = seat.coordinates[:axis], seat.coordinates[axis + 1 :]
         return [
@@ -73,7 +73,7 @@ class TensorSpec:
             for i in range(seat.mesh.shape[axis])
         ]
 
-    def part(self, seat: Seat) -> Part | None:
+    def part(self, seat: Seat) -> TensorPart | None:
         """What the seat holds; None for nothing."""
         return part_at(self.sizes, self.placements, seat.mesh.shape, seat.coordinates)
 
@@ -106,7 +106,7 @@ def cut(tensor: Tensor, own: Box, wanted: Box) -> Tensor:
     return tensor
 
 
-def cut_part(tensor: Tensor, own: Part, wanted: Box) -> Tensor:
+def cut_part(tensor: Tensor, own: TensorPart, wanted: Box) -> Tensor:
     """The box `wanted`, inside one of its pieces, of the part `own` that a tensor is; a view."""
     if own.span is None:
         return cut(tensor, own.box, wanted)

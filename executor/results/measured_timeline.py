@@ -9,12 +9,12 @@ from itertools import accumulate, pairwise
 
 from stratagem.executor.program.instructions import (
     Backward,
+    BackwardPart,
     Bundle,
     Convert,
     Free,
     Instruction,
     Join,
-    Part,
     Receive,
     Send,
     meetings_of,
@@ -111,7 +111,7 @@ def _bundle_rows(bundle: Bundle, lane: str, start: int, end: int) -> list[Row]:
 
 def _is_no_task(instruction: Instruction) -> bool:
     """Whether a conversion joins no other rank, or a pass has nothing to make."""
-    if isinstance(instruction, Backward) and instruction.part is Part.INPUTS:
+    if isinstance(instruction, Backward) and instruction.part is BackwardPart.INPUTS:
         return not any(instruction.inputs)
     if not isinstance(instruction, (Bundle, Convert)) or instruction.meetings:
         return False

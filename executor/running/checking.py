@@ -20,7 +20,7 @@ from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.execute import LOCAL_SECONDS, prepare
-from stratagem.executor.running.torch_reference import Outcome, reference_of
+from stratagem.executor.running.torch_reference import StepOutcome, reference_of
 from stratagem.executor.state.parameter_parts import check_state, model_state
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import first_step
@@ -108,7 +108,7 @@ def judge(
     reference = reference_of(plan, plan.rewrite(graph).graph)
     precision = _precision(model, plan)
     tolerance = TOLERANCES[precision]
-    found = Outcome(result.losses[0], result.gradients, result.parameters)
+    found = StepOutcome(result.losses[0], result.gradients, result.parameters)
     errors = found.errors_against(reference.step(model, batch))
     verdict = Verdict(errors, dict.fromkeys(errors, tolerance), reference.words)
     if verdict.agrees or precision == "float64":

@@ -46,7 +46,7 @@ LOSS_SCALE = 4096.0
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class StepOutcome:
     """What a step made: its loss, gradients by parameter, and buffers after it.
 
     As a truth it has those buffers only that the step changed.
@@ -56,7 +56,7 @@ class Outcome:
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
-    def errors_against(self, truth: Outcome) -> dict[str, float]:
+    def errors_against(self, truth: StepOutcome) -> dict[str, float]:
         """Relative errors of the loss, of every gradient and of every buffer that changed.
 
         Raises:
@@ -82,7 +82,7 @@ class Step(Protocol):
 
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Tensor], precision: str = ""
-    ) -> Outcome:
+    ) -> StepOutcome:
         """The outcome; `precision` is the model's own where it is empty."""
 
 
@@ -144,7 +144,7 @@ class _Torch:
 
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Tensor], precision: str = ""
-    ) -> Outcome:
+    ) -> StepOutcome:
         model, batch = _copied(model, batch, precision)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if self.parts * self.devices > 1:
@@ -178,7 +178,7 @@ class _Torch:
         for name in (name for name in buffers if name.rpartition(".")[2] == COUNTER):
             # Batch norms normalise each part on its own, but see torch count the whole once.
             buffers[name] = before[name] + self.parts * (buffers[name] - before[name])
-        return Outcome(float(loss.detach()), gradients, buffers)
+        return StepOutcome(float(loss.detach()), gradients, buffers)
 
 
 @contextmanager
@@ -263,7 +263,7 @@ class _OneDevice:
 
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Tensor], precision: str = ""
-    ) -> Outcome:
+    ) -> StepOutcome:
         below = "" if precision == "float64" else precision
         model, batch = _copied(model, batch, precision if not below else "")
         graph = capture(model, (), batch, name=self.plan.model)
@@ -278,7 +278,7 @@ class _OneDevice:
             for name, value in result.parameters.items()
             if name in dict(model.named_buffers()) and not torch.equal(value, state[name])
         }
-        return Outcome(result.losses[0], result.gradients, buffers)
+        return StepOutcome(result.losses[0], result.gradients, buffers)
 
     def _alone(self, graph: OperatorGraph, precision: str) -> Plan:
         plan = self.plan

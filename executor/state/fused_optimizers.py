@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.cuda.cupy_kernels import start
-from stratagem.executor.state.gradient_lists import Change
+from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import Training
 
 
@@ -47,7 +47,7 @@ class FusedSGD:
         )
         _finish(worked, parameter, copy)
 
-    def all_of(self, changes: Sequence[Change]) -> None:
+    def all_of(self, changes: Sequence[GradientChange]) -> None:
         """See `Optimizer.all_of`: a kernel each, which casts and copies too."""
         for change in changes:
             self(*change)

@@ -16,7 +16,7 @@ HANDFUL_BYTES = 2**26
 """Of gradients that are worked on at a time: what is made of them is in memory meanwhile."""
 
 
-class Change(NamedTuple):
+class GradientChange(NamedTuple):
     """A parameter that is to be changed in place by its gradient; a `copy` of it follows."""
 
     name: str
@@ -57,9 +57,9 @@ def clipped(gradients: Sequence[Tensor], norm: Tensor, longest: float) -> list[T
     return list(torch._foreach_mul(list(gradients), scale))
 
 
-def handfuls(changes: Sequence[Change]) -> Iterator[list[Change]]:
+def handfuls(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]]:
     """Changes in their order, as many at a time as have `HANDFUL_BYTES` of gradients, or one."""
-    taken: list[Change] = []
+    taken: list[GradientChange] = []
     nbytes = 0
     for change in changes:
         size = change.gradient.numel() * change.gradient.element_size()
@@ -72,9 +72,9 @@ def handfuls(changes: Sequence[Change]) -> Iterator[list[Change]]:
         yield taken
 
 
-def by_dtype(changes: Sequence[Change]) -> Iterator[list[Change]]:
+def by_dtype(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]]:
     """Changes of parameters of one dtype at a time, which kernels can work on together."""
-    alike: dict[torch.dtype, list[Change]] = defaultdict(list)
+    alike: dict[torch.dtype, list[GradientChange]] = defaultdict(list)
     for change in changes:
         alike[change.parameter.dtype].append(change)
     yield from alike.values()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stratagem.executor.cuda.cupy_kernels import has_cupy
 from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.gradient_lists import Change, by_dtype
+from stratagem.executor.state.gradient_lists import GradientChange, by_dtype
 from stratagem.simulator.kernel_times.training import Training
 
 EPSILON = 1e-8
@@ -32,7 +32,7 @@ class Optimizer(Protocol):
         A `copy` in another dtype then gets the same value.
         """
 
-    def all_of(self, changes: Sequence[Change]) -> None:
+    def all_of(self, changes: Sequence[GradientChange]) -> None:
         """Make several changes, with as few kernels as can be."""
 
     def state(self, name: str) -> dict[str, Tensor]:
@@ -86,9 +86,9 @@ class _SGD:
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
     ) -> None:
-        self.all_of([Change(name, parameter, gradient, copy)])
+        self.all_of([GradientChange(name, parameter, gradient, copy)])
 
-    def all_of(self, changes: Sequence[Change]) -> None:
+    def all_of(self, changes: Sequence[GradientChange]) -> None:
         """See `Optimizer.all_of`."""
         for change in changes:
             self._updates[change.name] = self.updates(change.name) + 1
@@ -132,9 +132,9 @@ class _Adam:
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
     ) -> None:
-        self.all_of([Change(name, parameter, gradient, copy)])
+        self.all_of([GradientChange(name, parameter, gradient, copy)])
 
-    def all_of(self, changes: Sequence[Change]) -> None:
+    def all_of(self, changes: Sequence[GradientChange]) -> None:
         """See `Optimizer.all_of`."""
         for alike in by_dtype(changes):
             worked = [change.parameter.contiguous() for change in alike]
@@ -144,7 +144,7 @@ class _Adam:
                     change.parameter.copy_(each)
             _follow(alike)
 
-    def _step(self, changes: Sequence[Change], worked: list[Tensor]) -> None:
+    def _step(self, changes: Sequence[GradientChange], worked: list[Tensor]) -> None:
         """One kernel for all parameters, which lie in one piece each."""
         for change, parameter in zip(changes, worked, strict=True):
             if change.name not in self._states:
@@ -189,7 +189,7 @@ class _Adam:
         self._updates[name] = updates
 
 
-def _cast(changes: Sequence[Change], parameters: Sequence[Tensor]) -> list[Tensor]:
+def _cast(changes: Sequence[GradientChange], parameters: Sequence[Tensor]) -> list[Tensor]:
     """The gradients in the dtype of their parameters: themselves where they have it."""
     gradients = [change.gradient for change in changes]
     others = [n for n, each in enumerate(gradients) if each.dtype != parameters[n].dtype]
@@ -201,7 +201,7 @@ def _cast(changes: Sequence[Change], parameters: Sequence[Tensor]) -> list[Tenso
     return gradients
 
 
-def _follow(changes: Sequence[Change]) -> None:
+def _follow(changes: Sequence[GradientChange]) -> None:
     """Let copies have the values of their parameters."""
     followed = [(change.copy, change.parameter) for change in changes if change.copy is not None]
     if followed:

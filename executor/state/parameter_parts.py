@@ -13,7 +13,7 @@ from stratagem.executor.resharding.seats import Seat, cut
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.sharding.mesh_transfers import Transfer
-from stratagem.simulator.sharding.tensor_parts import Part, part_at
+from stratagem.simulator.sharding.tensor_parts import TensorPart, part_at
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 
@@ -38,7 +38,7 @@ def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
             )
 
 
-def stored_part(stored: Stored, seat: Seat) -> Part:
+def stored_part(stored: Stored, seat: Seat) -> TensorPart:
     """The part of a parameter that this rank keeps."""
     part = part_at(stored.sizes, stored.placements, seat.mesh.shape, seat.coordinates)
     assert part is not None, "a rank stores nothing that is pinned elsewhere"

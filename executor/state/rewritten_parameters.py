@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap, Part, Side
+from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap, ParameterPart, Side
 
 
 def to_rewritten(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -17,7 +17,8 @@ def to_rewritten(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) ->
         >>> from stratagem.simulator.operators.operator import Parameter
         >>> from stratagem.simulator.graph.substitutions.parameter_map import at, whole
         >>> old, new = Parameter("b", (2, 2)), Parameter("b[1]", (2,))
-        >>> one = ParameterMap((old,), (new,), (Part(at(whole(old), 0, 1, 2), whole(new)),))
+        >>> part = ParameterPart(at(whole(old), 0, 1, 2), whole(new))
+        >>> one = ParameterMap((old,), (new,), (part,))
         >>> to_rewritten([one], {"b": torch.eye(2)})
         {'b[1]': tensor([0., 1.])}
 
@@ -44,7 +45,7 @@ def _moved(change: ParameterMap, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return found
 
 
-def _joined(parts: Sequence[Part], tensors: Mapping[str, Tensor]) -> Tensor:
+def _joined(parts: Sequence[ParameterPart], tensors: Mapping[str, Tensor]) -> Tensor:
     made = tensors[parts[0].old.parameter].new_empty(parts[0].new.sizes)
     for part in parts:
         given = _cut(tensors[part.old.parameter], part.old)

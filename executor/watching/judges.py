@@ -87,7 +87,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Judgement:
     """What is wrong with a run, and the rank that is silent if that is it."""
 
     text: str
@@ -106,7 +106,7 @@ class Judge:
         self._still = 0
         self._idle = 0
 
-    def __call__(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Finding | None:
+    def __call__(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Judgement | None:
         """What is wrong, if anything; is called once a period.
 
         Args:
@@ -116,13 +116,13 @@ class Judge:
         self._periods += 1
         return self._missing(beats) or self._silent(beats, limits) or self._stuck(beats)
 
-    def _missing(self, beats: dict[int, Beat]) -> Finding | None:
+    def _missing(self, beats: dict[int, Beat]) -> Judgement | None:
         missing = [rank for rank in range(len(self._counts)) if rank not in beats]
         if not missing or self._periods * PERIOD < self._limits.stalled:
             return None
-        return Finding(not_arrived(missing, f"{self._limits.stalled:g} s after rank 0"))
+        return Judgement(not_arrived(missing, f"{self._limits.stalled:g} s after rank 0"))
 
-    def _silent(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Finding | None:
+    def _silent(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Judgement | None:
         for rank, beat in beats.items():
             same = self._counts[rank] == beat.count and not beat.done
             self._quiet[rank] = self._quiet[rank] + 1 if same else 0
@@ -131,7 +131,7 @@ class Judge:
                 return _silenced(rank, self._quiet[rank], beat)
         return None
 
-    def _stuck(self, beats: dict[int, Beat]) -> Finding | None:
+    def _stuck(self, beats: dict[int, Beat]) -> Judgement | None:
         """Count the seconds in which no rank goes on, and those of them without any work."""
         active = [beat for beat in beats.values() if not beat.done]
         places = {rank: beat.where for rank, beat in beats.items() if not beat.done}
@@ -143,9 +143,9 @@ class Judge:
         busy = [where for where in places.values() if not where.waits] or list(places.values())
         allowed = self._limits.allowed(max((where.expected for where in busy), default=0.0))
         if self._idle * PERIOD >= allowed:
-            return Finding(_stalled(places, allowed))
+            return Judgement(_stalled(places, allowed))
         if self._still * PERIOD >= max(allowed, self._limits.preparing):
-            return Finding(_stalled(places, self._limits.preparing))
+            return Judgement(_stalled(places, self._limits.preparing))
         return None
 
 
@@ -156,14 +156,14 @@ class Follower:
         self._limits = limits
         self._count, self._quiet = 0, 0
 
-    def __call__(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Finding | None:
+    def __call__(self, beats: dict[int, Beat], limits: Mapping[int, int]) -> Judgement | None:
         """What is wrong with rank 0, if anything; is called once a period, as `Judge` is."""
         leader = beats.get(0)
         if leader is None:
             self._quiet += 1
             late = self._quiet * PERIOD >= self._limits.stalled
             when = f"{self._limits.stalled:g} s after others"
-            return Finding(not_arrived([0], when)) if late else None
+            return Judgement(not_arrived([0], when)) if late else None
         if leader.done:
             return None
         self._quiet = self._quiet + 1 if leader.count == self._count else 0
@@ -182,12 +182,12 @@ def not_arrived(ranks: list[int], when: str) -> str:
     return f"{are} not joined the run {when} (killed, hung or still starting its program)"
 
 
-def _silenced(rank: int, periods: int, beat: Beat) -> Finding:
+def _silenced(rank: int, periods: int, beat: Beat) -> Judgement:
     text = (
         f"rank {rank} has been silent for {periods * PERIOD:g} s (killed, frozen or cut off); "
         f"it was last at {beat.where}"
     )
-    return Finding(text, silent=rank)
+    return Judgement(text, silent=rank)
 
 
 def _stalled(places: dict[int, Where], seconds: float) -> str:

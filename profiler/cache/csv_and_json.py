@@ -22,14 +22,14 @@ import msgspec
 
 from stratagem.profiler.cache.rows import (
     FORMS,
-    Row,
+    CacheRow,
     checksum,
     columns_of,
     entry_of,
     row_of,
     table_of,
 )
-from stratagem.profiler.cache.timing_keys import Entry
+from stratagem.profiler.cache.timing_keys import CacheEntry
 from stratagem.simulator.base.files import reading
 
 FORMAT = "stratagem timings"
@@ -49,7 +49,7 @@ class _JsonFile:
     check: str = ""
 
 
-def to_csv(entries: Iterable[Entry]) -> str:
+def to_csv(entries: Iterable[CacheEntry]) -> str:
     """Entries as CSV text under a line of headings.
 
     Example:
@@ -70,7 +70,7 @@ def to_csv(entries: Iterable[Entry]) -> str:
     return text.getvalue()
 
 
-def to_json(entries: Iterable[Entry]) -> str:
+def to_json(entries: Iterable[CacheEntry]) -> str:
     """Entries as JSON text, a row a line."""
     lines: dict[str, list[str]] = {table: [] for table in FORMS}
     sums: dict[str, list[str]] = {table: [] for table in FORMS}
@@ -84,7 +84,7 @@ def to_json(entries: Iterable[Entry]) -> str:
     return "{" + ",\n".join([head, *tables]) + "}\n"
 
 
-def from_csv(text: str, where: str) -> list[Entry]:
+def from_csv(text: str, where: str) -> list[CacheEntry]:
     """The entries that `to_csv` wrote.
 
     Args:
@@ -95,7 +95,7 @@ def from_csv(text: str, where: str) -> list[Entry]:
         ValueError: names the file, the line and the field.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    entries: list[Entry] = []
+    entries: list[CacheEntry] = []
     last = ""
     for line, cells in _csv_lines(reader, where):
         if len(cells) != len(CSV_COLUMNS):
@@ -118,7 +118,7 @@ def from_csv(text: str, where: str) -> list[Entry]:
     return entries
 
 
-def from_json(text: str, where: str) -> list[Entry]:
+def from_json(text: str, where: str) -> list[CacheEntry]:
     """The entries that `to_json` wrote; see `from_csv`."""
     try:
         json.loads(text)
@@ -134,7 +134,7 @@ def from_json(text: str, where: str) -> list[Entry]:
             f"{where} line 1: it is a {found.format!r} of version {found.version}, this program "
             f"reads {FORMAT!r} of version {VERSION}; {_AGAIN}"
         )
-    entries: list[Entry] = []
+    entries: list[CacheEntry] = []
     sums: dict[str, list[str]] = {table: [] for table in FORMS}
     place = 0
     for table, rows in (("timing", found.timing), ("collective", found.collective)):
@@ -184,7 +184,7 @@ def _csv_lines(reader: Any, where: str) -> Iterator[tuple[int, Sequence[str]]]:
         raise ValueError(f"{where} line {reader.line_num}: {error}; {_AGAIN}") from error
 
 
-def _csv_entry(fields: Mapping[str, str], where: str) -> Entry:
+def _csv_entry(fields: Mapping[str, str], where: str) -> CacheEntry:
     table = fields["table"]
     if table not in FORMS:
         raise ValueError(f"{where}, field table: {table!r}; it must be one of {', '.join(FORMS)}")
@@ -208,7 +208,7 @@ def _value(text: str, kind: type, name: str, where: str) -> Any:
         raise ValueError(f"{where}, field {name}: {text!r} is no {_KINDS[kind]}") from error
 
 
-def _json_entry(table: str, raw: bytes, where: str) -> Entry:
+def _json_entry(table: str, raw: bytes, where: str) -> CacheEntry:
     fields = msgspec.json.decode(raw)
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: a {table} must be an object, not {raw[:20].decode()}")
@@ -224,7 +224,7 @@ def _json_entry(table: str, raw: bytes, where: str) -> Entry:
     return _checked(row, check, where)
 
 
-def _checked(row: Row, check: Any, where: str) -> Entry:
+def _checked(row: CacheRow, check: Any, where: str) -> CacheEntry:
     """The entry of a row whose checksum is right, or left empty."""
     if check and check != checksum(row):
         raise ValueError(

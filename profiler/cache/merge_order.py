@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.profiler.cache.rows import Row
+from stratagem.profiler.cache.rows import CacheRow
 from stratagem.profiler.cache.timing_keys import Measurement, Trust, trust_of
 
 
@@ -48,7 +48,7 @@ class MergeReport:
         return text
 
 
-def better(one: Row, other: Row) -> Row:
+def better(one: CacheRow, other: CacheRow) -> CacheRow:
     """The row that a merge keeps, of two with equal keys.
 
     Example:
@@ -58,17 +58,17 @@ def better(one: Row, other: Row) -> Row:
     return max(one, other, key=_worth)
 
 
-def is_same_measurement(one: Row, other: Row) -> bool:
+def is_same_measurement(one: CacheRow, other: CacheRow) -> bool:
     """Whether two rows with equal keys say the same; names in their operators may differ."""
     return _measured(one) == _measured(other)
 
 
-def standing(measured: Row | Measurement) -> tuple[bool, Trust]:
+def standing(measured: CacheRow | Measurement) -> tuple[bool, Trust]:
     """What counts of a measurement before how often and when it was taken."""
     return not measured.error, trust_of(measured.origin)
 
 
-def _worth(row: Row) -> tuple[Any, ...]:
+def _worth(row: CacheRow) -> tuple[Any, ...]:
     return (
         *standing(row),
         row.repeats,
@@ -78,5 +78,5 @@ def _worth(row: Row) -> tuple[Any, ...]:
     )
 
 
-def _measured(row: Row) -> tuple[Any, ...]:
+def _measured(row: CacheRow) -> tuple[Any, ...]:
     return row.median_s, row.spread, row.repeats, row.error, row.origin, row.timestamp

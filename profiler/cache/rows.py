@@ -12,9 +12,9 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from stratagem.profiler.cache.timing_keys import (
+    CacheEntry,
     CollectiveEntry,
     CollectiveKey,
-    Entry,
     Measurement,
     TimingEntry,
     TimingKey,
@@ -72,10 +72,10 @@ class CollectiveRow(Measured, Where):
     link: str
 
 
-Row = TimingRow | CollectiveRow
+CacheRow = TimingRow | CollectiveRow
 E = TypeVar("E", bound=Enum)
 
-FORMS: dict[str, type[Row]] = {"timing": TimingRow, "collective": CollectiveRow}
+FORMS: dict[str, type[CacheRow]] = {"timing": TimingRow, "collective": CollectiveRow}
 """The form of each table's rows."""
 
 CHECK = "checksum"
@@ -84,13 +84,13 @@ CHECK = "checksum"
 _SQL_TYPES = {str: "TEXT", int: "INTEGER", float: "REAL"}
 
 
-def columns_of(form: type[Row]) -> dict[str, type]:
+def columns_of(form: type[CacheRow]) -> dict[str, type]:
     """Name and type (str, int or float) of each column."""
     hints = get_type_hints(form)
     return {field.name: hints[field.name] for field in dataclasses.fields(form)}
 
 
-def checksum(row: Row, digest: str = "") -> str:
+def checksum(row: CacheRow, digest: str = "") -> str:
     """The first digits of SHA-256 over a row, and over its digest where that is kept."""
     values = (*([digest] if digest else []), *dataclasses.astuple(row))
     return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:_CHECK_DIGITS]
@@ -106,7 +106,7 @@ def schema(table: str) -> str:
     return f"CREATE TABLE {table} (digest TEXT PRIMARY KEY, {', '.join(lines)}) STRICT"
 
 
-def row_of(entry: Entry) -> Row:
+def row_of(entry: CacheEntry) -> CacheRow:
     """An entry as a row."""
     common: dict[str, Any] = {
         **_fields(entry.key.environment),
@@ -127,7 +127,7 @@ def row_of(entry: Entry) -> Row:
 _COLLECTIVE_FIELDS = ("nbytes", "size", "num_nodes", "backend", "link")
 
 
-def entry_of(row: Row) -> Entry:
+def entry_of(row: CacheRow) -> CacheEntry:
     """The entry that a row stands for.
 
     Raises:
@@ -148,12 +148,12 @@ def entry_of(row: Row) -> Entry:
     )
 
 
-def measurement_of(row: Row) -> Measurement:
+def measurement_of(row: CacheRow) -> Measurement:
     """The measurement of a row."""
     return Measurement(**_part(row, Measurement))
 
 
-def table_of(entry: Entry) -> str:
+def table_of(entry: CacheEntry) -> str:
     """The table that an entry belongs to."""
     return "timing" if isinstance(entry, TimingEntry) else "collective"
 
@@ -162,7 +162,7 @@ def _fields(value: Environment | Measurement) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _part(row: Row, kind: type[Environment | Measurement]) -> Mapping[str, Any]:
+def _part(row: CacheRow, kind: type[Environment | Measurement]) -> Mapping[str, Any]:
     return {field.name: getattr(row, field.name) for field in dataclasses.fields(kind)}
 
 

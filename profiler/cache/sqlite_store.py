@@ -27,7 +27,7 @@ import platformdirs
 from stratagem.profiler.cache.rows import (
     CHECK,
     FORMS,
-    Row,
+    CacheRow,
     TimingRow,
     checksum,
     columns_of,
@@ -202,7 +202,7 @@ class Store:
                 self.write(table, digest, _row(table, values))
         self.run(f"PRAGMA user_version = {CACHE_VERSION}")
 
-    def read(self, table: str, condition: str = "", values: Sequence[Any] = ()) -> list[Row]:
+    def read(self, table: str, condition: str = "", values: Sequence[Any] = ()) -> list[CacheRow]:
         """The rows of a table under a condition, in the order of their digests.
 
         A row whose checksum is not its own is left out, with a warning: it is measured again.
@@ -224,7 +224,7 @@ class Store:
             )
         return rows
 
-    def write(self, table: str, digest: str, row: Row) -> None:
+    def write(self, table: str, digest: str, row: CacheRow) -> None:
         """Put a row in place of the one with this digest."""
         columns = columns_of(FORMS[table])
         # As SQLite gives them back, so that the checksum is that of what is read.
@@ -267,7 +267,7 @@ class Store:
             ) from error
 
 
-def _row(table: str, values: Sequence[Any]) -> Row:
+def _row(table: str, values: Sequence[Any]) -> CacheRow:
     return FORMS[table](**dict(zip(columns_of(FORMS[table]), values, strict=True)))
 
 

@@ -8,12 +8,19 @@ from pathlib import Path
 from types import TracebackType
 
 from stratagem.profiler.cache.merge_order import MergeReport, better, is_same_measurement, standing
-from stratagem.profiler.cache.rows import FORMS, Row, entry_of, measurement_of, row_of, table_of
+from stratagem.profiler.cache.rows import (
+    FORMS,
+    CacheRow,
+    entry_of,
+    measurement_of,
+    row_of,
+    table_of,
+)
 from stratagem.profiler.cache.sqlite_store import CACHE_VARIABLE, ELSEWHERE, Store, cache_path
 from stratagem.profiler.cache.timing_keys import (
+    CacheEntry,
     CollectiveEntry,
     CollectiveKey,
-    Entry,
     Measurement,
     TimingEntry,
     TimingKey,
@@ -93,7 +100,7 @@ class TimingCache:
         found = self._entries("collective", environment)
         return [entry for entry in found if isinstance(entry, CollectiveEntry)]
 
-    def merge(self, entries: Iterable[Entry]) -> MergeReport:
+    def merge(self, entries: Iterable[CacheEntry]) -> MergeReport:
         """Take over entries, all of them or none; of two with equal keys `merge_order.better`
         stays.
 
@@ -108,7 +115,7 @@ class TimingCache:
                 counts[self._merge(entry)] += 1
         return MergeReport(**counts)
 
-    def remove(self, entries: Iterable[Entry]) -> int:
+    def remove(self, entries: Iterable[CacheEntry]) -> int:
         """Delete entries as they were read, all at once; one measured anew meanwhile stays.
 
         Returns:
@@ -147,15 +154,15 @@ class TimingCache:
         rows = self._store.read(table, "WHERE digest = ?", (digest,))
         return measurement_of(rows[0]) if rows else None
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: CacheEntry) -> None:
         with self._store.transaction():
             self._store.write(table_of(entry), entry.key.digest, row_of(entry))
 
-    def _entries(self, table: str, environment: Environment | None) -> list[Entry]:
+    def _entries(self, table: str, environment: Environment | None) -> list[CacheEntry]:
         entries = [self._entry(row) for row in self._store.read(table)]
         return [e for e in entries if environment in (None, e.key.environment)]
 
-    def _entry(self, row: Row) -> Entry:
+    def _entry(self, row: CacheRow) -> CacheEntry:
         try:
             return entry_of(row)
         except ValueError as error:
@@ -163,7 +170,7 @@ class TimingCache:
                 f"timing cache {self.path} has a bad row: {error}; {ELSEWHERE}"
             ) from error
 
-    def _merge(self, entry: Entry) -> str:
+    def _merge(self, entry: CacheEntry) -> str:
         """What becomes of one entry, in a word of `MergeReport`."""
         table, digest, row = table_of(entry), entry.key.digest, row_of(entry)
         found = self._store.read(table, "WHERE digest = ?", (digest,))

@@ -173,7 +173,7 @@ class CollectiveEntry:
     timestamp: float
 
 
-Entry = TimingEntry | CollectiveEntry
+CacheEntry = TimingEntry | CollectiveEntry
 """What the cache holds."""
 
 

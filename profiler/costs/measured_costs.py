@@ -30,9 +30,9 @@ from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import (
     Cost,
     CostModel,
+    CostSource,
     Direction,
     RooflineCosts,
-    Source,
     local_operator,
     tensor_bytes,
 )
@@ -298,7 +298,7 @@ def _corrected(
 ) -> Cost:
     error = plain.relative_error if correction.error is None else correction.error
     seconds = correction.seconds(_sample(operator, plain, training))
-    return Cost(seconds, Source.FITTED, max(error, LEAST_ERROR))
+    return Cost(seconds, CostSource.FITTED, max(error, LEAST_ERROR))
 
 
 def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
@@ -311,11 +311,11 @@ def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
     constant, slope = solution / scale
     errors = (constant + slope * sizes) / seconds - 1.0
     error = max(LEAST_ERROR, float(np.abs(errors).max()))
-    return Cost(float(constant + slope * num_parameters), Source.FITTED, error)
+    return Cost(float(constant + slope * num_parameters), CostSource.FITTED, error)
 
 
 def _measured_cost(measurement: Measurement) -> Cost:
-    return Cost(measurement.median_s, Source.MEASURED, max(measurement.spread, LEAST_ERROR))
+    return Cost(measurement.median_s, CostSource.MEASURED, max(measurement.spread, LEAST_ERROR))
 
 
 def _groups_of(key: TimingKey) -> list[_Group]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stratagem.profiler.cache.csv_and_json import FORMAT, from_csv, from_json
-from stratagem.profiler.cache.timing_keys import Entry
+from stratagem.profiler.cache.timing_keys import CacheEntry
 from stratagem.profiler.imports.nccl_tests import looks_like_nccl_tests, read_nccl_tests
 from stratagem.profiler.imports.torch_profiler import read_kineto
 from stratagem.profiler.imports.trace_events import looks_like_trace
@@ -39,7 +39,7 @@ class Imported:
     """What a file holds: entries for the cache, and how much was left out, by reason."""
 
     format: FileFormat
-    entries: Sequence[Entry]
+    entries: Sequence[CacheEntry]
     left_out: Counter[str]
 
 

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from stratagem.profiler.cache.timing_keys import Measurement, TimingEntry, TimingKey, summarise
-from stratagem.profiler.imports.trace_events import Call, Thread, Trace, owners, read_trace
+from stratagem.profiler.imports.trace_events import (
+    KinetoTrace,
+    Thread,
+    TraceCall,
+    owners,
+    read_trace,
+)
 from stratagem.profiler.imports.traced_operators import (
     READERS,
     Reading,
@@ -58,7 +64,7 @@ def read_kineto(
 
 
 def _read(
-    trace: Trace, where: str, environment: Environment
+    trace: KinetoTrace, where: str, environment: Environment
 ) -> tuple[list[TimingEntry], Counter[str]]:
     if trace.device and environment.device not in ("", trace.device):
         raise ValueError(
@@ -92,7 +98,7 @@ def _read(
     return [TimingEntry(t.key, _measurement(t), trace.began) for t in found.values()], left_out
 
 
-def _calls(trace: Trace, left_out: Counter[str]) -> Iterator[Call]:
+def _calls(trace: KinetoTrace, left_out: Counter[str]) -> Iterator[TraceCall]:
     """The calls to read; outermost ones without any are counted."""
     for root in trace.forward:
         inside = list(_readable(root))
@@ -101,7 +107,7 @@ def _calls(trace: Trace, left_out: Counter[str]) -> Iterator[Call]:
         yield from inside
 
 
-def _readable(root: Call) -> Iterator[Call]:
+def _readable(root: TraceCall) -> Iterator[TraceCall]:
     """The call, or what it contains; under autocast the inner one, which sees the cast tensors."""
     left = [root]
     while left:
@@ -114,7 +120,10 @@ def _readable(root: Call) -> Iterator[Call]:
 
 
 def _passes(
-    trace: Trace, call: Call, reading: Reading, made_by: Mapping[tuple[Thread, int], Call]
+    trace: KinetoTrace,
+    call: TraceCall,
+    reading: Reading,
+    made_by: Mapping[tuple[Thread, int], TraceCall],
 ) -> dict[Direction, float] | str:
     """Seconds of both passes, or why they do not count."""
     nodes = [

@@ -32,7 +32,7 @@ _ENGINE = "autograd::engine::evaluate_function"
 
 
 @dataclass(eq=False)
-class Call:
+class TraceCall:
     """One recorded call; times are in µs."""
 
     name: str
@@ -40,7 +40,7 @@ class Call:
     start: float
     duration: float
     arguments: Mapping[str, Any]
-    children: list[Call] = field(default_factory=list)
+    children: list[TraceCall] = field(default_factory=list)
 
     @property
     def sequence(self) -> int | None:
@@ -53,7 +53,7 @@ class Call:
         """The profiler's number of the thread of the forward call; 0 for a forward call itself."""
         return int(self.arguments.get("Fwd thread id", 0))
 
-    def walk(self) -> Iterator[Call]:
+    def walk(self) -> Iterator[TraceCall]:
         """This call and all within it, in the order of their starts."""
         left = [self]
         while left:
@@ -63,7 +63,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class KinetoTrace:
     """A trace that was read.
 
     Attributes:
@@ -75,14 +75,14 @@ class Trace:
         began: seconds since 1970.
     """
 
-    forward: tuple[Call, ...]
-    backward: Mapping[tuple[Thread, int], Call]
+    forward: tuple[TraceCall, ...]
+    backward: Mapping[tuple[Thread, int], TraceCall]
     kernels: Mapping[Thread, tuple[list[float], list[tuple[float, float]]]]
     on_cuda: bool
     device: str
     began: float
 
-    def seconds(self, calls: Iterable[Call]) -> float:
+    def seconds(self, calls: Iterable[TraceCall]) -> float:
         """Time of calls: on CUDA of the kernels that they launched, else of the calls themselves.
 
         Kernels that run at the same time count once.
@@ -97,7 +97,7 @@ class Trace:
             reached = end
         return total * 1e-6
 
-    def _launched(self, call: Call) -> list[tuple[float, float]]:
+    def _launched(self, call: TraceCall) -> list[tuple[float, float]]:
         times, work = self.kernels.get(call.thread, ([], []))
         first = bisect.bisect_left(times, call.start)
         return work[first : bisect.bisect_right(times, call.start + call.duration)]
@@ -108,7 +108,7 @@ def looks_like_trace(text: str) -> bool:
     return text.lstrip().startswith("{") and '"traceEvents"' in text
 
 
-def read_trace(text: str, where: str) -> Trace:
+def read_trace(text: str, where: str) -> KinetoTrace:
     """A trace from its JSON text.
 
     Args:
@@ -134,7 +134,7 @@ def read_trace(text: str, where: str) -> Trace:
         )
     forward = tuple(call for call in roots if not call.name.startswith(_ENGINE))
     nodes = [call for root in roots for call in _nodes(root)]
-    return Trace(
+    return KinetoTrace(
         forward=forward,
         backward=_by_thread(nodes, _threads(events, nodes, forward)),
         kernels=_kernels(spans),
@@ -145,9 +145,9 @@ def read_trace(text: str, where: str) -> Trace:
     )
 
 
-def owners(calls: Sequence[Call]) -> dict[tuple[Thread, int], Call]:
+def owners(calls: Sequence[TraceCall]) -> dict[tuple[Thread, int], TraceCall]:
     """The call that made each node: the last one that shows its sequence number."""
-    found: dict[tuple[Thread, int], Call] = {}
+    found: dict[tuple[Thread, int], TraceCall] = {}
     for root in sorted(calls, key=lambda call: call.start):
         for call in root.walk():
             if call.sequence is not None:
@@ -159,9 +159,9 @@ def _is_span(event: Any) -> bool:
     return isinstance(event, dict) and event.get("ph") == "X"
 
 
-def _span(event: dict[str, Any], number: int, where: str) -> tuple[str, Call]:
+def _span(event: dict[str, Any], number: int, where: str) -> tuple[str, TraceCall]:
     try:
-        call = Call(
+        call = TraceCall(
             name=str(event["name"]),
             thread=(event["pid"], event["tid"]),
             start=float(event["ts"]),
@@ -176,10 +176,10 @@ def _span(event: dict[str, Any], number: int, where: str) -> tuple[str, Call]:
     return str(event.get("cat", "")), call
 
 
-def _nest(calls: Iterable[Call]) -> list[Call]:
+def _nest(calls: Iterable[TraceCall]) -> list[TraceCall]:
     """Put calls into those that contain them on the same thread; the outermost ones."""
-    roots: list[Call] = []
-    open_calls: dict[Thread, list[Call]] = {}
+    roots: list[TraceCall] = []
+    open_calls: dict[Thread, list[TraceCall]] = {}
     for call in sorted(calls, key=lambda call: (call.start, -call.duration)):
         stack = open_calls.setdefault(call.thread, [])
         while stack and call.start >= stack[-1].start + stack[-1].duration:
@@ -189,7 +189,7 @@ def _nest(calls: Iterable[Call]) -> list[Call]:
     return roots
 
 
-def _nodes(root: Call) -> Iterator[Call]:
+def _nodes(root: TraceCall) -> Iterator[TraceCall]:
     """Calls of autograd's nodes, without the engine's work around them."""
     for call in root.walk():
         if call.forward_thread and call.sequence is not None and not call.name.startswith(_ENGINE):
@@ -197,7 +197,7 @@ def _nodes(root: Call) -> Iterator[Call]:
 
 
 def _threads(
-    events: Sequence[Any], nodes: Sequence[Call], forward: Sequence[Call]
+    events: Sequence[Any], nodes: Sequence[TraceCall], forward: Sequence[TraceCall]
 ) -> dict[int, Thread]:
     """Which thread the profiler's number of a forward thread means, from the trace's arrows.
 
@@ -226,10 +226,10 @@ def _threads(
 
 
 def _by_thread(
-    nodes: Sequence[Call], threads: Mapping[int, Thread]
-) -> dict[tuple[Thread, int], Call]:
+    nodes: Sequence[TraceCall], threads: Mapping[int, Thread]
+) -> dict[tuple[Thread, int], TraceCall]:
     """Nodes by the forward call that they belong to; of a second backward pass none."""
-    found: dict[tuple[Thread, int], Call] = {}
+    found: dict[tuple[Thread, int], TraceCall] = {}
     for node in sorted(nodes, key=lambda call: call.start):
         if node.forward_thread in threads and node.sequence is not None:
             found.setdefault((threads[node.forward_thread], node.sequence), node)
@@ -237,9 +237,9 @@ def _by_thread(
 
 
 def _kernels(
-    spans: Sequence[tuple[str, Call]],
+    spans: Sequence[tuple[str, TraceCall]],
 ) -> dict[Thread, tuple[list[float], list[tuple[float, float]]]]:
-    launches: dict[Any, Call] = {}
+    launches: dict[Any, TraceCall] = {}
     for category, call in spans:
         if category in _RUNTIME and "correlation" in call.arguments:
             launches[call.arguments["correlation"]] = call
@@ -255,7 +255,7 @@ def _kernels(
     }
 
 
-def _device(content: Mapping[str, Any], spans: Sequence[tuple[str, Call]], where: str) -> str:
+def _device(content: Mapping[str, Any], spans: Sequence[tuple[str, TraceCall]], where: str) -> str:
     """The name of the device that ran the kernels."""
     used = {call.arguments.get("device") for category, call in spans if category == "kernel"}
     names = {

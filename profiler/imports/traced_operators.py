@@ -18,9 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.profiler.imports.trace_events import Call
+from stratagem.profiler.imports.trace_events import TraceCall
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor, permute, reshape, select
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftTensor,
+    permute,
+    reshape,
+    select,
+)
 from stratagem.simulator.kernel_times.training import PRECISIONS
 from stratagem.simulator.operators.operator import Operator
 
@@ -59,7 +64,7 @@ class Reading:
     gradients: int = 0
 
 
-def read_call(call: Call) -> Reading:
+def read_call(call: TraceCall) -> Reading:
     """The operators that a call of one of `READERS` stands for.
 
     Raises:
@@ -88,7 +93,7 @@ class _Operand:
 class _Arguments:
     """The recorded arguments of a call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: TraceCall) -> None:
         recorded = call.arguments
         if "Input Dims" not in recorded:
             raise UnreadableError("no shapes recorded; profile with record_shapes=True")
@@ -135,7 +140,7 @@ class _Builder:
         self.graph = GraphBuilder("trace")
         self._count = 0
 
-    def input(self, operand: _Operand) -> Tensor:
+    def input(self, operand: _Operand) -> DraftTensor:
         """A tensor that the operator reads, with its strides."""
         places = sorted(
             (place for place, size in enumerate(operand.shape) if size > 1),
@@ -160,7 +165,7 @@ class _Builder:
         order = [place for _, place in stored if place is not None]
         return reshape(permute(whole, [order.index(p) for p in sorted(order)]), operand.shape)
 
-    def parameter(self, operand: _Operand) -> Tensor:
+    def parameter(self, operand: _Operand) -> DraftTensor:
         """A tensor that outlives the step, as it is stored."""
         if not _is_contiguous(operand):
             raise UnreadableError("a weight that is seen through a view")
@@ -170,7 +175,7 @@ class _Builder:
         self._count += 1
         return f"operand{self._count}"
 
-    def finish(self, made: Tensor) -> Operator:
+    def finish(self, made: DraftTensor) -> Operator:
         """The operator called `call` that made this tensor."""
         return self.graph.build(self.graph.reduce(made)).operator(_NAME)
 
@@ -335,7 +340,7 @@ READERS: Mapping[str, Callable[[_Arguments], Reading]] = {
 """What reads the calls of each name; other calls are none of ours."""
 
 
-def is_whole(reading: Reading, nodes: Sequence[Call]) -> bool:
+def is_whole(reading: Reading, nodes: Sequence[TraceCall]) -> bool:
     """Whether backward calls make every gradient that the profiler's do.
 
     The first layer of a model needs none of its input, for instance, and is then shorter.
@@ -347,7 +352,7 @@ def is_whole(reading: Reading, nodes: Sequence[Call]) -> bool:
     return bool(nodes) and products >= reading.products and enough
 
 
-def _output_mask(call: Call) -> Sequence[bool] | None:
+def _output_mask(call: TraceCall) -> Sequence[bool] | None:
     """Which gradients a fused backward kernel was asked for, if the call says so."""
     constants = call.arguments.get("Concrete Inputs") or [""]
     if not call.name.endswith("_backward") or not constants[-1].startswith("["):

@@ -14,7 +14,7 @@ from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 from stratagem.simulator.torch_ops.kernels.library_versions import environment_of
 
 
-class Clock(Protocol):
+class DeviceClock(Protocol):
     """Reads the time before and after work on a device."""
 
     def now(self) -> Any:
@@ -34,11 +34,11 @@ class HostClock:
         keep_freed_memory()
 
     def now(self) -> int:
-        """See `Clock`; nanoseconds."""
+        """See `DeviceClock`; nanoseconds."""
         return time.perf_counter_ns()
 
     def seconds(self, start: int, stop: int) -> float:
-        """See `Clock`."""
+        """See `DeviceClock`."""
         return (stop - start) * 1e-9
 
 
@@ -55,18 +55,18 @@ class CudaClock:
         self._device = device
 
     def now(self) -> torch.cuda.Event:
-        """See `Clock`; an event."""
+        """See `DeviceClock`; an event."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """See `Clock`."""
+        """See `DeviceClock`."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> DeviceClock:
     """The clock of a device.
 
     Raises:

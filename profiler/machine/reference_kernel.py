@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stratagem.profiler.machine.device_clocks import Clock, clock_of
+from stratagem.profiler.machine.device_clocks import DeviceClock, clock_of
 
 CPU_SIZE, CUDA_SIZE = 128, 2048
 RUNS = 21
@@ -40,7 +40,7 @@ class ReferenceKernel:
         4.1e-05
     """
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+    def __init__(self, device: torch.device, clock: DeviceClock | None = None) -> None:
         size = CPU_SIZE if device.type == "cpu" else CUDA_SIZE
         generator = torch.Generator(device).manual_seed(0)
         self._factor = torch.randn(size, size, device=device, generator=generator)
@@ -83,12 +83,12 @@ def throttle_reasons(device: torch.device) -> tuple[str, ...]:
     return tuple(what for bit, what in THROTTLE_REASONS.items() if bits & bit)
 
 
-class Watch:
+class DriftWatch:
     """Remembers how slow the reference kernel was around everything that was timed.
 
     Example:
         >>> speeds = iter([1.0, 1.0, 1.5])
-        >>> watch = Watch(lambda: next(speeds), interval=0.0)
+        >>> watch = DriftWatch(lambda: next(speeds), interval=0.0)
         >>> watch.timed("first")
         >>> watch.timed("second")
         >>> watch.disturbed(0.1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stratagem.profiler.cache.timing_keys import Measurement, summarise
-from stratagem.profiler.machine.device_clocks import Clock, clock_of, num_threads
+from stratagem.profiler.machine.device_clocks import DeviceClock, clock_of, num_threads
 from stratagem.profiler.timing.random_operands import (
     Operands,
     check_memory,
@@ -177,7 +177,7 @@ def operator_work(operator: Operator, training: Training) -> Callable[[], None]:
     return Trial(operator, training, torch.device("cpu")).run
 
 
-def _time_trial(trial: Trial, clock: Clock, effort: Effort) -> Timing:
+def _time_trial(trial: Trial, clock: DeviceClock, effort: Effort) -> Timing:
     evict = evictor(trial.device, effort)
 
     def run() -> tuple[float, ...]:
@@ -195,7 +195,11 @@ def _time_trial(trial: Trial, clock: Clock, effort: Effort) -> Timing:
 
 
 def timed(
-    run: Callable[[], T], clock: Clock, evict: Callable[[], None], *, warm: Sequence[Tensor] = ()
+    run: Callable[[], T],
+    clock: DeviceClock,
+    evict: Callable[[], None],
+    *,
+    warm: Sequence[Tensor] = (),
 ) -> tuple[float, T]:
     """Seconds and result of one call with cold caches, but for the tensors in `warm`."""
     evict()

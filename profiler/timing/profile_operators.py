@@ -10,7 +10,7 @@ from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import operator_digest
 from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.profiler.timing.operator_timing import Effort
-from stratagem.profiler.timing.session import ProfileReport, Progress, Setting, run_session
+from stratagem.profiler.timing.session import ProfileProgress, ProfileReport, Setting, run_session
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, local_sizes
 from stratagem.simulator.kernel_times.cost_model import local_operator
@@ -65,7 +65,7 @@ def profile_operators(
     effort: Effort | None = None,
     seconds: float | None = None,
     predict: Callable[[Operator], float] = lambda operator: 0.0,
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Callable[[ProfileProgress], None] = lambda progress: None,
 ) -> ProfileReport:
     """Time each distinct local operator once and keep it in `cache`.
 

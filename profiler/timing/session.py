@@ -14,7 +14,11 @@ from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import Measurement, TimingKey, describe, passes_of
 from stratagem.profiler.machine.background_load import BackgroundLoad
 from stratagem.profiler.machine.device_clocks import num_threads
-from stratagem.profiler.machine.reference_kernel import ReferenceKernel, Watch, throttle_reasons
+from stratagem.profiler.machine.reference_kernel import (
+    DriftWatch,
+    ReferenceKernel,
+    throttle_reasons,
+)
 from stratagem.profiler.timing.operator_timing import (
     Effort,
     Timing,
@@ -35,7 +39,7 @@ LEAST_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProfileProgress:
     """How far a profile is: `done` of `total` distinct operators, the last of them `operator`.
 
     `seconds_left` is what the others will take if they take what they should relative to those
@@ -120,10 +124,10 @@ class Session:
     todo: Set[str]
     setting: Setting
     others: BackgroundLoad
-    watch: Watch
+    watch: DriftWatch
     estimate: Estimate
     deadline: float
-    progress: Callable[[Progress], None]
+    progress: Callable[[ProfileProgress], None]
     total: int
     done: int = 0
     num_outliers: int = 0
@@ -177,7 +181,7 @@ class Session:
             self.done += 1
             left = self.estimate.seconds(d for d in digests[place + 1 :] if d in self.todo)
             what, cached = describe(self.operators[digest]), digest not in self.todo
-            self.progress(Progress(self.done, self.total, what, cached, left))
+            self.progress(ProfileProgress(self.done, self.total, what, cached, left))
         self.watch.check()
 
     def _time(self, digest: str) -> None:
@@ -220,7 +224,7 @@ def run_session(
     *,
     seconds: float | None,
     predict: Callable[[Operator], float],
-    progress: Callable[[Progress], None],
+    progress: Callable[[ProfileProgress], None],
 ) -> ProfileReport:
     """Time those of `operators`, by digest, that the cache lacks; see `profile_operators`."""
     began = time.monotonic()
@@ -235,7 +239,7 @@ def run_session(
             todo=todo,
             setting=setting,
             others=others,
-            watch=Watch(ReferenceKernel(setting.device).seconds),
+            watch=DriftWatch(ReferenceKernel(setting.device).seconds),
             estimate=Estimate({d: _weight(predict(operators[d]), setting.effort) for d in todo}),
             deadline=math.inf if seconds is None else began + seconds,
             progress=progress,

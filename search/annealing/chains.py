@@ -51,7 +51,7 @@ def course_of(total: int) -> Floats:
 
 
 @dataclass(eq=False)
-class Chain:
+class AnnealingChain:
     """A chain on `problem` that starts at `choice`; `advance` runs some of its `total` proposals.
 
     Equal arguments give equal chains, however the proposals are dealt out to calls of `advance`.
@@ -124,7 +124,7 @@ class Chain:
 
 
 def run_chains(
-    chains: Sequence[Chain],
+    chains: Sequence[AnnealingChain],
     *,
     num_threads: int | None = None,
     exchange_every: int = 0,
@@ -147,7 +147,7 @@ def run_chains(
         >>> costs = default_costs()
         >>> problem = make_problem(graph, skeleton, cluster, Training(), costs, (0, 2))
         >>> start = np.zeros(len(problem.choices), dtype=np.int64)
-        >>> chains = [Chain(problem, start, 1000, seed) for seed in range(2)]
+        >>> chains = [AnnealingChain(problem, start, 1000, seed) for seed in range(2)]
         >>> run_chains(chains)
         >>> [chain.done for chain in chains]
         [1000, 1000]
@@ -187,7 +187,7 @@ def run_chains(
                 return
 
 
-def _exchange(chains: Sequence[Chain]) -> None:
+def _exchange(chains: Sequence[AnnealingChain]) -> None:
     """The chain whose score is worst goes on from the best choices of all; ties by number."""
     open_ones = [chain for chain in chains if chain.done < chain.total]
     if not open_ones:

@@ -46,9 +46,9 @@ from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.linear_measures import (
     PLAIN,
     BlockLookups,
+    LinearMeasure,
     Lookups,
-    Measure,
-    Tables,
+    MeasureTables,
     crossing_lookups,
     longest_path,
 )
@@ -154,7 +154,7 @@ def lower_bound(
 class _BlockMeasure:
     """What a block takes at least: the tasks of a path, or (no `rows`) the load of a resource."""
 
-    ns: Measure
+    ns: LinearMeasure
     rows: Ints | None
 
     @property
@@ -171,9 +171,9 @@ def _block_measure(
     """Of a path its tasks as far as they count, of a resource what surely occupies it."""
     found = block.lookups(resource)
     if path is None:
-        return _BlockMeasure(Measure(found, block.share), None)
+        return _BlockMeasure(LinearMeasure(found, block.share), None)
     rows, counts = path
-    return _BlockMeasure(Measure(found.some(rows), counts), rows)
+    return _BlockMeasure(LinearMeasure(found.some(rows), counts), rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ class _Moment:
 
     name: tuple[int, int, int]
     rows: Ints
-    share: Measure
+    share: LinearMeasure
 
 
 @dataclass(eq=False)
@@ -191,7 +191,7 @@ class _MacroPath:
 
     tasks: bytes
     times: dict[tuple[int, int], int]
-    sends: Measure
+    sends: LinearMeasure
 
 
 @dataclass(eq=False)
@@ -294,7 +294,7 @@ class _Relaxation:
                 times[i, before] -= 1
         times = {key: count for key, count in times.items() if count}
         lookups, kinds, items = self._crossings
-        sends = Measure(lookups, joins[kinds, items])
+        sends = LinearMeasure(lookups, joins[kinds, items])
         self._paths.append(_MacroPath(tasks.tobytes(), times, sends))
 
     def _learn_path(self, key: tuple[int, int], choice: Ints) -> None:
@@ -329,7 +329,9 @@ class _Relaxation:
             rows = np.flatnonzero(copies)
             sharers = problem.tensor_sharing.share_of(problem.tensors[GATE][rows])
             shares = copies[rows] / sharers / float(problem.capacities[rank])
-            self._moments.append(_Moment(name, rows, Measure(self._tensors.some(rows), shares)))
+            self._moments.append(
+                _Moment(name, rows, LinearMeasure(self._tensors.some(rows), shares))
+            )
 
     def _fullest_place(self, choice: Ints, stage: int, which: int) -> int:
         starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
@@ -414,7 +416,7 @@ class _Relaxation:
     def span(self) -> None:
         """Choose the pairs that the dynamic program follows: those that cost most on average."""
         start = self._start()
-        self._tables = Tables([len(c) for c in self.problem.choices], self._parts())
+        self._tables = MeasureTables([len(c) for c in self.problem.choices], self._parts())
         self._forest = self._heaviest_forest(start)
         self._best = None
         self._try(start)

@@ -7,13 +7,13 @@ from itertools import count
 
 from stratagem.searcher.annealing.chains import chain_seed
 from stratagem.searcher.driver.incumbent import Incumbent
-from stratagem.searcher.driver.skeleton_entries import Entry, Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.driver.starting_plans import not_chosen_for
 from stratagem.searcher.improvement.neighbours import Neighbourhood
 from stratagem.searcher.improvement.outcomes import Refined, Settled
 from stratagem.searcher.improvement.skeleton_walk import Proposal, Walk, walk
-from stratagem.searcher.processes.worker_processes import Part, Workers
+from stratagem.searcher.processes.worker_processes import Workers, WorkPart
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.situation import is_better, rank
 from stratagem.searcher.space.skeletons import Skeleton
@@ -54,11 +54,11 @@ class Improver:
     ) -> None:
         self._space, self._incumbent, self._notes = space, incumbent, notes
         self._neighbourhood, self._workers = neighbourhood, workers
-        self._refining: dict[Skeleton, Part[Refined]] = {}
+        self._refining: dict[Skeleton, WorkPart[Refined]] = {}
         self._descended: set[tuple[Skeleton, float]] = set()
         self._num_operators = len(space.situation.graph.operators)
 
-    def begin_refining(self, listed: Sequence[Entry]) -> None:
+    def begin_refining(self, listed: Sequence[SkeletonEntry]) -> None:
         """Have the first pipelines refined by whoever is free: `refine` may need them.
 
         Args:
@@ -73,7 +73,9 @@ class Improver:
                 Sharpener.refine, skeleton, best.plan, self._neighbourhood.schedules, most
             )
 
-    def refine(self, listed: Sequence[Entry], most: int, stop: Callable[[], bool]) -> list[Entry]:
+    def refine(
+        self, listed: Sequence[SkeletonEntry], most: int, stop: Callable[[], bool]
+    ) -> list[SkeletonEntry]:
         """The same, each of the first pipelines as `Refiner` leaves it.
 
         Args:
@@ -94,7 +96,7 @@ class Improver:
                 found[k] = self._take_refined(listed[k].skeleton, refined)
         return found
 
-    def descend(self, stop: Callable[[], bool]) -> list[Entry]:
+    def descend(self, stop: Callable[[], bool]) -> list[SkeletonEntry]:
         """Refine the best plan of all, and the best pipeline of each kind that is not far from it.
 
         Kinds differ in their schedule, their numbers of stages and microbatches, or in the devices
@@ -115,7 +117,7 @@ class Improver:
             )
             for skeleton, best in starts
         ]
-        found: dict[Skeleton, Entry] = {}
+        found: dict[Skeleton, SkeletonEntry] = {}
         results = self._workers.results(parts, stop)
         for (skeleton, best), refined in zip(starts, results, strict=False):
             self._descended.add((skeleton, best.step_time))
@@ -142,7 +144,7 @@ class Improver:
         most = max(REFINED, min(KINDS, KINDS_OPERATORS // self._num_operators))
         return list(first.values())[:most]
 
-    def _take_refined(self, before: Skeleton, refined: Refined) -> Entry:
+    def _take_refined(self, before: Skeleton, refined: Refined) -> SkeletonEntry:
         self._notes[f"refined {before}"] = "; ".join(refined.changes)
         best = self._space.situation.simulate(refined.plan)
         self._incumbent.offer(best)
@@ -150,12 +152,12 @@ class Improver:
 
     def walk(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[SkeletonEntry],
         budget: int,
         seed: int,
         stop: Callable[[], bool],
         spend: Callable[[int, float], None],
-    ) -> list[Entry]:
+    ) -> list[SkeletonEntry]:
         """The same, each where a walk from its best plan found a better one replaced by that.
 
         Args:
@@ -206,7 +208,7 @@ class Improver:
         replaced = (better.get(id(entry), entry) for entry in entries)
         return list({entry.skeleton: entry for entry in replaced}.values())
 
-    def _take(self, entry: Entry, found: Walk) -> Entry:
+    def _take(self, entry: SkeletonEntry, found: Walk) -> SkeletonEntry:
         """The entry of the best that a walk has been to, if it is better and allowed."""
         skeleton, simulation = found.best.skeleton, self._space.situation.simulate(found.best.plan)
         if entry.simulation is not None and not is_better(simulation, entry.simulation):

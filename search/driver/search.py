@@ -10,15 +10,15 @@ from math import inf
 from pathlib import Path
 
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
-from stratagem.searcher.driver.search_course import Course, Report
+from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
-from stratagem.searcher.processes.checkpoint import Checkpoint, digest
+from stratagem.searcher.processes.checkpoint import SearchCheckpoint, digest
 from stratagem.searcher.processes.garbage_collection import seldom_collected
-from stratagem.searcher.processes.search_clock import Clock
+from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.situation import Situation, rank
@@ -56,7 +56,7 @@ def search(
     checkpoint: Path | None = None,
     num_threads: int | None = None,
     num_rewritten: int = 0,
-    progress: Report | None = None,
+    progress: ProgressReport | None = None,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
 
@@ -137,7 +137,7 @@ def search(
     for number, each in enumerate(graphs):
         try:
             part = _search_graph(
-                replace(situation, graph=each.graph, clock=Clock()),
+                replace(situation, graph=each.graph, clock=SearchClock()),
                 budget=spend.share(len(graphs), number, time.monotonic() - begin),
                 seed=seed,
                 num_skeletons=num_skeletons,
@@ -262,7 +262,7 @@ def _search_graph(
     start: Plan | None,
     checkpoint: Path | None,
     num_threads: int | None,
-    progress: Report,
+    progress: ProgressReport,
 ) -> SearchResult:
     """`search` on one graph."""
     graph, cluster = situation.graph, situation.cluster
@@ -270,13 +270,13 @@ def _search_graph(
     zeros = wishes.zero_stages or ZERO_STAGES
     for name in baselines:
         _check_method(name)
-    run = Course(
+    run = SearchCourse(
         Space(situation, options, zeros, wishes.bind(graph), schedules),
         budget,
         seed,
         num_threads,
         progress,
-        Checkpoint(
+        SearchCheckpoint(
             checkpoint,
             digest(
                 graph.fingerprint, cluster.to_json(), situation.training,
@@ -338,7 +338,7 @@ def _check_method(name: str) -> None:
         raise unknown("method to compare with called", name, METHODS)
 
 
-def _no_plan(run: Course, wishes: Constraints) -> str:
+def _no_plan(run: SearchCourse, wishes: Constraints) -> str:
     entries = run.space.entries
     forbidden = sum(entry.fate is Fate.FORBIDDEN for entry in entries)
     reasons = sorted({entry.why for entry in entries if entry.why})

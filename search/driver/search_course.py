@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.searcher.annealing.chains import Chain, chain_seed, run_chains
+from stratagem.searcher.annealing.chains import AnnealingChain, chain_seed, run_chains
 from stratagem.searcher.driver.improver import Improver
 from stratagem.searcher.driver.incumbent import Incumbent, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason
-from stratagem.searcher.driver.skeleton_entries import Entry, Space, first_policies
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.driver.starting_plans import entry_of
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
@@ -22,9 +22,9 @@ from stratagem.searcher.improvement.windows import improve_by_windows
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline, baseline_names
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
-from stratagem.searcher.processes.checkpoint import Checkpoint, Searched, digest
+from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
 from stratagem.searcher.processes.search_clock import OutOfTimeError
-from stratagem.searcher.processes.worker_processes import Part, Workers, worker_count
+from stratagem.searcher.processes.worker_processes import Workers, WorkPart, worker_count
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.searcher.stage_dp.candidates import candidates
@@ -67,7 +67,7 @@ MOST_REGIONS = 8
 
 
 @dataclass(frozen=True)
-class Progress:
+class SearchProgress:
     """Where a search is: what it does, how much of it is done (0 to 1), best step so far (s)."""
 
     phase: str
@@ -75,10 +75,10 @@ class Progress:
     best: float
 
 
-Report = Callable[[Progress], None]
+ProgressReport = Callable[[SearchProgress], None]
 
 
-class Course:
+class SearchCourse:
     """The state of one search."""
 
     def __init__(
@@ -87,8 +87,8 @@ class Course:
         budget: Budget,
         seed: int,
         num_threads: int | None,
-        show: Report,
-        checkpoint: Checkpoint,
+        show: ProgressReport,
+        checkpoint: SearchCheckpoint,
     ) -> None:
         self.space, self.budget, self.seed = space, budget, seed
         self.num_threads, self._show, self._checkpoint = num_threads, show, checkpoint
@@ -251,7 +251,7 @@ class Course:
             raise
         self._take_baselines(parts)
 
-    def _take_baselines(self, parts: Mapping[str, Part[Plan | None]]) -> None:
+    def _take_baselines(self, parts: Mapping[str, WorkPart[Plan | None]]) -> None:
         for name, part in parts.items():
             plan = None if name in self.baselines else part.result()
             if plan is not None:
@@ -279,7 +279,7 @@ class Course:
             self.notes[NOTHING_FITS_NOTE] = str(found.shortage)
         return found.plans
 
-    def _take_stages(self, plans: Sequence[Candidate]) -> list[Entry]:
+    def _take_stages(self, plans: Sequence[Candidate]) -> list[SkeletonEntry]:
         """Those of these that the constraints allow, simulated."""
         s, options, found = self.space.situation, self.space.options, []
         for candidate in plans:
@@ -290,7 +290,7 @@ class Course:
                 found.append(self.space.take(skeleton, choices, simulation))
         return found
 
-    def _survey(self, listed: Sequence[Entry], weakest: int, work: float) -> int:
+    def _survey(self, listed: Sequence[SkeletonEntry], weakest: int, work: float) -> int:
         """Sharpen the bounds of the best and of the `weakest`; how many of these are left.
 
         What is met on the way tells more of a skeleton than known strategies do. It may take a
@@ -303,7 +303,7 @@ class Course:
             return weakest
         return self._certify(weakest, work, stop)
 
-    def _bound_found(self, found: Sequence[Entry], most: int) -> int:
+    def _bound_found(self, found: Sequence[SkeletonEntry], most: int) -> int:
         """Sharpen the bounds of skeletons that single changes led to; how many were.
 
         Few of these were listed, and plans are met that choose anew for what was carried over.
@@ -311,7 +311,7 @@ class Course:
         worth = [entry for entry in found if entry.bound < self.incumbent.time]
         return len(self._bound_entries(worth[:most], self._time_is_up))
 
-    def _promising(self, listed: Sequence[Entry]) -> list[Entry]:
+    def _promising(self, listed: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
         """Skeletons worth searching: first where best plan known and bound together are least.
 
         Where all of these are excluded, those that were not sharpened are left, the weakest first.
@@ -330,7 +330,7 @@ class Course:
                 return found
         return []
 
-    def _settled(self, most: int) -> list[Entry]:
+    def _settled(self, most: int) -> list[SkeletonEntry]:
         """The best pipelines whose every plan was scored: only other skeletons can be better."""
         found = [
             entry
@@ -339,7 +339,9 @@ class Course:
         ]
         return sorted(first_policies(found), key=lambda entry: entry.rank)[:most]
 
-    def _search_entry(self, entry: Entry, evaluations: int, number: int, count: int) -> None:
+    def _search_entry(
+        self, entry: SkeletonEntry, evaluations: int, number: int, count: int
+    ) -> None:
         """Bound, integer program, chains and windows on one skeleton."""
         if entry.fate is Fate.ENUMERATED:
             return
@@ -404,7 +406,7 @@ class Course:
                 return
             self._search_entry(entry, 0, number, MOST_NEARLY)
 
-    def _recall(self, entry: Entry, known: Searched) -> None:
+    def _recall(self, entry: SkeletonEntry, known: Searched) -> None:
         """Take a skeleton as searched that was searched before this search was stopped."""
         simulation = self.space.situation.simulate(known.plan, always=True)
         self.incumbent.offer(simulation)
@@ -431,12 +433,12 @@ class Course:
     def _chains(self, problem: Problem, starts: list[Ints], evaluations: int, number: int) -> Ints:
         """The best choices that chains from the two best starts come to."""
         ranked = sorted(
-            (Chain(problem, start, 1, 0) for start in starts),
+            (AnnealingChain(problem, start, 1, 0) for start in starts),
             key=lambda chain: chain.rank,
         )
         share, rest = divmod(evaluations, CHAINS)
         chains = [
-            Chain(
+            AnnealingChain(
                 problem,
                 ranked[k % min(2, len(ranked))].choice,
                 share + (k < rest),
@@ -457,7 +459,7 @@ class Course:
         self.evaluations += sum(chain.done for chain in chains)
         return min([*chains, *ranked], key=lambda chain: chain.rank).best
 
-    def _after_round(self, chains: list[Chain]) -> bool:
+    def _after_round(self, chains: list[AnnealingChain]) -> bool:
         done = sum(chain.done for chain in chains)
         _, best = min(chain.rank for chain in chains)
         name, low, high = self._phase
@@ -502,7 +504,9 @@ class Course:
                 return left
         return 0
 
-    def _bound_entries(self, entries: Sequence[Entry], stop: Callable[[], bool]) -> list[float]:
+    def _bound_entries(
+        self, entries: Sequence[SkeletonEntry], stop: Callable[[], bool]
+    ) -> list[float]:
         """Sharpen bounds of skeletons, or enumerate them, until it is time to stop.
 
         Returns:
@@ -518,10 +522,10 @@ class Course:
             done.append(found.work)
         return done
 
-    def _known(self, entry: Entry) -> Known:
+    def _known(self, entry: SkeletonEntry) -> Known:
         return Known(entry.skeleton, entry.bound, entry.starts[0] if entry.starts else {})
 
-    def _learn(self, entry: Entry, found: Sharpened) -> None:
+    def _learn(self, entry: SkeletonEntry, found: Sharpened) -> None:
         """Take what became of a skeleton."""
         entry.bound, entry.fate = max(entry.bound, found.bound), found.fate
         entry.why = found.why or entry.why
@@ -540,7 +544,7 @@ class Course:
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
-        self._show(Progress(phase, fraction, self.incumbent.time if best is None else best))
+        self._show(SearchProgress(phase, fraction, self.incumbent.time if best is None else best))
 
     def _past(self, share: float) -> Callable[[], bool]:
         """What says whether so much of the seconds of the budget has passed."""
@@ -554,7 +558,7 @@ class Course:
     def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)
 
-    def _problem(self, entry: Entry) -> Problem | None:
+    def _problem(self, entry: SkeletonEntry) -> Problem | None:
         """The choices of a skeleton and their prices; None, and why, where none is allowed."""
         try:
             problem, left_out = self._sharpener.problem(self._known(entry))
@@ -575,11 +579,13 @@ def _propose(
     return found.plan if found is not None else None
 
 
-def _begun_by(own: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+def _begun_by(
+    own: Sequence[SkeletonEntry], others: Sequence[SkeletonEntry]
+) -> list[SkeletonEntry]:
     """First one's own, then the others that are none of these."""
     return [*own, *(entry for entry in others if entry not in own)]
 
 
-def _num_axes(entry: Entry) -> int:
+def _num_axes(entry: SkeletonEntry) -> int:
     """How many axes of more than one device the widest mesh of a skeleton has."""
     return max(sum(ways > 1 for ways in mesh.shape) for mesh in entry.skeleton.meshes)

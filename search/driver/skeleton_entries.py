@@ -23,13 +23,13 @@ from stratagem.searcher.space.skeletons import (
     skeleton_of,
 )
 from stratagem.searcher.space.strategies import known_strategies, with_recompute
-from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
 
 @dataclass(eq=False)
-class Entry:
+class SkeletonEntry:
     """A skeleton of the space and what is known of it.
 
     `bound` holds for all its plans; `starts` are known strategies on it, the best first, and
@@ -111,17 +111,17 @@ class Space:
                 f"constraints allow the recompute policies {', '.join(allowed or ())}, but the "
                 f"options try {', '.join(options.recompute)}: name one of these"
             )
-        self.entries: list[Entry] = []
+        self.entries: list[SkeletonEntry] = []
         self.quick = QuickBounds(situation, options, constraints.constraints.headroom)
         self.is_looked_at = False
         self.pipelines_bound: float | None = None
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> PipelineLimits:
         """Constraints as the program over stages knows them; the rest is checked on its plans."""
         wishes = self.constraints.constraints
-        return Limits(
+        return PipelineLimits(
             max_stages=wishes.max_pipeline or 64,
             num_stages=(wishes.pipeline,) if wishes.pipeline else (),
             tensor_ways=tuple(range(1, (wishes.tensor or wishes.max_tensor or 0) + 1)),
@@ -139,7 +139,7 @@ class Space:
     def _recomputed(self) -> dict[str, frozenset[str]]:
         return recomputed_by(self.situation.graph, self.policies)
 
-    def listed(self, skeletons: Iterable[Skeleton]) -> list[list[Entry]]:
+    def listed(self, skeletons: Iterable[Skeleton]) -> list[list[SkeletonEntry]]:
         """Take skeletons in, each under every policy; what the constraints forbid is left out.
 
         Returns:
@@ -147,11 +147,11 @@ class Space:
             most of what is priced then. `look_at` takes what was seen.
         """
         known = {entry.skeleton for entry in self.entries}
-        groups: dict[int, list[Entry]] = {}
+        groups: dict[int, list[SkeletonEntry]] = {}
         for skeleton in skeletons:
             fine = self.constraints.allows_skeleton(skeleton)
             for policy in self.policies:
-                entry = Entry(replace(skeleton, recompute=policy), float("inf"))
+                entry = SkeletonEntry(replace(skeleton, recompute=policy), float("inf"))
                 if entry.skeleton in known:
                     continue
                 self.entries.append(entry)
@@ -161,7 +161,7 @@ class Space:
                     entry.fate = Fate.FORBIDDEN
         return list(groups.values())
 
-    def look_at(self, groups: Iterable[list[Entry]], looks: Iterable[list[Look]]) -> None:
+    def look_at(self, groups: Iterable[list[SkeletonEntry]], looks: Iterable[list[Look]]) -> None:
         """Take quick looks at all that `listed` gave; what cannot fit is pruned."""
         for entries, found in zip(groups, looks, strict=True):
             for entry, look in zip(entries, found, strict=True):
@@ -175,7 +175,7 @@ class Space:
         """Seconds that no plan of a skeleton is under, by what it computes."""
         return self.quick.computing(skeleton)
 
-    def take(self, skeleton: Skeleton, choices: Choices, simulation: Simulation) -> Entry:
+    def take(self, skeleton: Skeleton, choices: Choices, simulation: Simulation) -> SkeletonEntry:
         """The entry of a skeleton for which a plan is known; it comes first among its starts.
 
         What a bound met is then forgotten, as its choices are numbered without that start.
@@ -188,7 +188,7 @@ class Space:
                 break
         else:
             bound = self.computing_bound(skeleton)
-            entry = Entry(skeleton, bound, Fate.RANKED, [choices], simulation)
+            entry = SkeletonEntry(skeleton, bound, Fate.RANKED, [choices], simulation)
             self.entries.append(entry)
         if entry.fate is Fate.FULL and simulation.fits:
             # The plan's own choices are none of the space's: they recompute more, for example.
@@ -202,7 +202,7 @@ class Space:
         best: Callable[[], float],
         most: int,
         tick: Callable[[int], None],
-    ) -> list[Entry]:
+    ) -> list[SkeletonEntry]:
         """Simulate known strategies on skeletons, least bound first; the best skeleton first.
 
         A policy that recomputes more is tried where those before it leave nothing that fits, with
@@ -217,7 +217,7 @@ class Space:
             tick: called with the number of each.
         """
         fitting: set[Skeleton] = set()
-        ranked: list[Entry] = []
+        ranked: list[SkeletonEntry] = []
         for entry in self.entries:
             base = replace(entry.skeleton, recompute=self.policies[0])
             if entry.fate not in (Fate.OPEN, Fate.FULL) or base in fitting:
@@ -236,7 +236,7 @@ class Space:
                 fitting.add(base)
         return sorted(ranked, key=lambda e: e.rank)
 
-    def _try_strategies(self, entry: Entry, offer: Callable[[Simulation], bool]) -> None:
+    def _try_strategies(self, entry: SkeletonEntry, offer: Callable[[Simulation], bool]) -> None:
         entry.fate = Fate.RANKED
         tried: list[tuple[Simulation, Choices]] = []
         base = replace(entry.skeleton, recompute=self.policies[0])
@@ -271,7 +271,7 @@ class Space:
         made = known_strategies(small, shape, zero_stages=zeros, model_zero_stages=zeros[:2])
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
-    def share_bound(self, entry: Entry, seconds: float) -> None:
+    def share_bound(self, entry: SkeletonEntry, seconds: float) -> None:
         """Take a bound of an entry as one of its skeleton under every policy."""
         base = replace(entry.skeleton, recompute=self.policies[0])
         for other in self.entries:
@@ -316,9 +316,9 @@ class Space:
         )
 
 
-def first_policies(entries: Iterable[Entry]) -> list[Entry]:
+def first_policies(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
     """Of entries that differ in their policy only, the first."""
-    first: dict[Skeleton, Entry] = {}
+    first: dict[Skeleton, SkeletonEntry] = {}
     for entry in entries:
         first.setdefault(replace(entry.skeleton, recompute="none"), entry)
     return list(first.values())

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.cutting_planes import Bound, lower_bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
 from stratagem.searcher.driver.incumbent import Incumbent
@@ -274,7 +274,7 @@ class Sharpener:
                 problem, _ = self.problem(Known(skeleton, 0.0, choices))
             except NoChoiceError:
                 return None
-            chain = Chain(problem, problem.encode(choices), evaluations, seed)
+            chain = AnnealingChain(problem, problem.encode(choices), evaluations, seed)
             chain.advance(evaluations)
             plan, (unfit, score) = self.plan(problem, chain.best), chain.rank
             spent += chain.done

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
-from stratagem.searcher.driver.skeleton_entries import Entry, Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.skeletons import skeleton_of
@@ -14,7 +14,7 @@ from stratagem.simulator.plan.plan import Plan
 
 def entry_of(
     start: Plan, space: Space, incumbent: Incumbent, notes: dict[str, str]
-) -> list[Entry]:
+) -> list[SkeletonEntry]:
     """The skeleton of a plan that somebody gave, with the plan as its start.
 
     There is none where a search does not choose for plans of its kind: the plan is kept until a

@@ -9,16 +9,16 @@ import numpy as np
 import scipy.sparse as sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from stratagem.searcher.ilp.bounds.linear_relaxation import Program
+from stratagem.searcher.ilp.bounds.linear_relaxation import LinearProgram
 from stratagem.searcher.ilp.problem.instance import Device, Instance, limits
 from stratagem.searcher.ilp.problem.memory_rows import gather
 from stratagem.searcher.ilp.problem.reductions import (
     ContradictionError,
-    Problem,
     Propagation,
+    ReducedInstance,
     make_problem,
 )
-from stratagem.searcher.ilp.solve import Solution, Status, solve
+from stratagem.searcher.ilp.solve import IlpSolution, Status, solve
 from stratagem.simulator.base.arrays import Ints
 
 NUM_HOLDERS = 5
@@ -26,7 +26,7 @@ NUM_HOLDERS = 5
 
 
 @dataclass(frozen=True)
-class Shortage:
+class InstanceShortage:
     """A device at its worst step, in the choice that is over the limits by least.
 
     `held` and `limit` in bytes; `holders` are the nodes that hold most, with their bytes.
@@ -60,7 +60,7 @@ class Explanation:
     """
 
     stuck: str | None
-    shortages: tuple[Shortage, ...] = ()
+    shortages: tuple[InstanceShortage, ...] = ()
     increase: tuple[int, ...] = ()
     proved: bool = False
     cost: float = np.inf
@@ -132,13 +132,15 @@ def explain_infeasible(
     )
 
 
-def _least_excess(problem: Problem, num_devices: int, seconds: float) -> tuple[Ints | None, bool]:
+def _least_excess(
+    problem: ReducedInstance, num_devices: int, seconds: float
+) -> tuple[Ints | None, bool]:
     """The choice that is over by least, summed over devices, and whether that is proved."""
     memory = problem.memory
     assert memory is not None
     if not problem.alive:
         return problem.expand(np.zeros(len(problem.costs), np.int64)), True
-    program = Program(problem, 1.0)
+    program = LinearProgram(problem, 1.0)
     program.rows = list(range(memory.num_rows))
     matrix, right, scale = program.memory_rows()
     unit = float(max((window.nbytes.max(initial=1) for window in memory.windows), default=1))
@@ -181,7 +183,7 @@ def _excess_by_device(instance: Instance, choice: Ints) -> tuple[int, ...]:
 
 def _solve_raised(
     instance: Instance, increase: tuple[int, ...], seconds: float, tied: Sequence[Sequence[int]]
-) -> Solution:
+) -> IlpSolution:
     raised = tuple(
         Device(device.label, device.limit + more)
         for device, more in zip(instance.devices, increase, strict=True)
@@ -191,7 +193,9 @@ def _solve_raised(
     return solution
 
 
-def _shortages(instance: Instance, choice: Ints, roots: Ints, maps: list[Ints]) -> list[Shortage]:
+def _shortages(
+    instance: Instance, choice: Ints, roots: Ints, maps: list[Ints]
+) -> list[InstanceShortage]:
     found = []
     for number, profile in enumerate(instance.memory(choice)):
         device = instance.devices[number]
@@ -209,7 +213,7 @@ def _shortages(instance: Instance, choice: Ints, roots: Ints, maps: list[Ints]) 
         most = sorted(held, key=lambda node: (-held[node], node))[:NUM_HOLDERS]
         least = sum(int(use.nbytes[maps[use.node]].min()) for use in here)
         found.append(
-            Shortage(
+            InstanceShortage(
                 device.label,
                 step,
                 int(profile[step]),

@@ -9,26 +9,26 @@ from enum import Enum
 
 import numpy as np
 
-from stratagem.searcher.ilp.problem.incumbent import Incumbent
+from stratagem.searcher.ilp.problem.incumbent import BestAssignment
 from stratagem.searcher.ilp.problem.instance import Instance
 from stratagem.searcher.ilp.problem.memory_rows import OverLimitError, make_memory
 from stratagem.searcher.ilp.problem.reductions import (
     ContradictionError,
-    Problem,
     Propagation,
+    ReducedInstance,
     compact,
     copy,
     make_problem,
 )
 from stratagem.searcher.ilp.solutions.branch_and_bound import (
     Branching,
-    Part,
+    Subproblem,
     dive,
     num_entries,
     tighten,
 )
 from stratagem.searcher.ilp.solutions.holder_branching import LevelBranching
-from stratagem.searcher.ilp.solutions.large_neighbourhoods import Improver
+from stratagem.searcher.ilp.solutions.large_neighbourhoods import NeighbourhoodSearch
 from stratagem.searcher.ilp.solutions.priced_trees import PricedSearch
 from stratagem.searcher.ilp.solutions.random_trees import TreeSearch
 from stratagem.simulator.base.arrays import Ints
@@ -44,7 +44,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class IlpSolution:
     """One strategy per node, and how far from the best it can be.
 
     `objective` is its cost (infinite where there is none), `bound` what no solution is under,
@@ -79,7 +79,7 @@ def solve(
     tied: Sequence[Sequence[int]] = (),
     max_parts: int | None = None,
     max_regions: int | None = None,
-) -> Solution:
+) -> IlpSolution:
     """Choose a strategy for each node at least cost.
 
     Example:
@@ -114,11 +114,11 @@ def solve(
         problem = reduced(instance, tied)
     except (ContradictionError, OverLimitError):
         phases["reduce"] = time.perf_counter() - started
-        return Solution(Status.INFEASIBLE, None, np.inf, np.inf, 0, 0, (), phases)
+        return IlpSolution(Status.INFEASIBLE, None, np.inf, np.inf, 0, 0, (), phases)
     phases["reduce"] = time.perf_counter() - started
     core, nodes = compact(problem)
     compacting = time.perf_counter() - started - phases["reduce"]
-    incumbent = Incumbent(
+    incumbent = BestAssignment(
         core,
         tolerance,
         deadline=np.inf if seconds is None else started + seconds - ENDING * compacting,
@@ -137,7 +137,7 @@ def solve(
     return _solution(instance, choice, incumbent, branching, bound, fractional, phases)
 
 
-def reduced(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> Problem:
+def reduced(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> ReducedInstance:
     """The problem of an instance after the reductions that need no memory, with its memory.
 
     Raises:
@@ -179,7 +179,7 @@ PROVABLE = 200_000
 
 def _search(
     branching: Branching,
-    problem: Problem,
+    problem: ReducedInstance,
     seed: int,
     max_parts: int | None,
     max_regions: int | None,
@@ -187,7 +187,7 @@ def _search(
     """First solutions by trees or a dive, then the proof, with better ones by regions."""
     incumbent = branching.incumbent
     started = time.perf_counter()
-    part = Part(problem)
+    part = Subproblem(problem)
     if not tighten(part, incumbent):
         return incumbent.proved, 0
     assert part.relaxed is not None
@@ -215,7 +215,7 @@ def _search(
 
 
 def _improve(
-    part: Part, incumbent: Incumbent, seed: int, started: float, max_regions: int | None
+    part: Subproblem, incumbent: BestAssignment, seed: int, started: float, max_regions: int | None
 ) -> bool:
     """Look for solutions in regions of a part, tightened with them; False where that settles it.
 
@@ -228,7 +228,7 @@ def _improve(
             incumbent.deadline if large else started + IMPROVING * (incumbent.deadline - started)
         )
         before = incumbent.cost
-        improver = Improver(part.problem, part.prices, incumbent, seed)
+        improver = NeighbourhoodSearch(part.problem, part.prices, incumbent, seed)
         improver.run(PATIENCE, until, left)
         left -= improver.num_regions
         if incumbent.cost == before or time.perf_counter() > until or left <= 0:
@@ -239,7 +239,7 @@ def _improve(
         seed += 1
 
 
-def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:
+def _search_trees(part: Subproblem, incumbent: BestAssignment, seed: int) -> None:
     """Look for solutions with what the first bound knows, and by prices of all rows first."""
     problem, relaxed = part.problem, part.relaxed
     assert relaxed is not None
@@ -256,12 +256,12 @@ def _search_trees(part: Part, incumbent: Incumbent, seed: int) -> None:
 def _solution(
     instance: Instance,
     choice: Ints | None,
-    incumbent: Incumbent,
+    incumbent: BestAssignment,
     branching: Branching,
     bound: float,
     fractional: int,
     phases: dict[str, float],
-) -> Solution:
+) -> IlpSolution:
     objective = np.inf if choice is None else instance.objective(choice)
     if choice is None:
         status = Status.INFEASIBLE if bound == np.inf else Status.UNKNOWN
@@ -269,7 +269,7 @@ def _solution(
         status = Status.OPTIMAL if bound >= incumbent.cutoff else Status.FEASIBLE
     if incumbent.integral and np.isfinite(bound):
         bound = float(np.ceil(bound - max(MARGIN, MARGIN**2 * abs(bound))))
-    return Solution(
+    return IlpSolution(
         status=status,
         choice=choice,
         objective=objective,

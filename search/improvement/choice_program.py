@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.searcher.annealing.move_lists import moves_of
-from stratagem.searcher.ilp.problem.instance import Device, Edge, Instance, Use
-from stratagem.searcher.ilp.solve import Solution, solve
-from stratagem.searcher.problem.linear_measures import BlockLookups, Tables, crossing_lookups
+from stratagem.searcher.ilp.problem.instance import CostEdge, Device, Instance, MemoryUse
+from stratagem.searcher.ilp.solve import IlpSolution, solve
+from stratagem.searcher.problem.linear_measures import (
+    BlockLookups,
+    MeasureTables,
+    crossing_lookups,
+)
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.engine.critical_path import critical_path
@@ -60,7 +64,7 @@ class IntraProgram:
         self._last: _Combined | None = None
         played = sorted({(int(s), int(k)) for s, k in self.problem.plays[:, :2]})
         self.blocks = [BlockLookups(self.problem, *key) for key in played]
-        self._tables = Tables(
+        self._tables = MeasureTables(
             [len(c) for c in self.problem.choices],
             [*(block.lookups() for block in self.blocks), crossing_lookups(self.problem)],
         )
@@ -102,7 +106,7 @@ class IntraProgram:
         max_parts: int | None = None,
         max_regions: int | None = None,
         tolerance: float = 1e-6,
-    ) -> Solution:
+    ) -> IlpSolution:
         """Choose for all operators, or for those of a `window` beside choices that are `fixed`.
 
         Args:
@@ -127,14 +131,14 @@ class IntraProgram:
             kept = [k if i in inside else fixed[i : i + 1] for i, k in enumerate(kept)]
         costs = tuple(node[k] for node, k in zip(nodes, kept, strict=True))
         cut: dict[tuple[int, bytes, bytes], Floats] = {}
-        edges: list[Edge] = []
+        edges: list[CostEdge] = []
         for (i, j), matrix in pairs.items():
             if fixed is not None and len(kept[i]) * len(kept[j]) == 1:
                 continue
             key = (id(matrix), kept[i].tobytes(), kept[j].tobytes())
             if key not in cut:
                 cut[key] = matrix[np.ix_(kept[i], kept[j])]
-            edges.append(Edge(i, j, cut[key]))
+            edges.append(CostEdge(i, j, cut[key]))
         uses, devices = self._memory(kept) if memory else ((), ())
         names = tuple(op.name for op in self.problem.graph.operators)
         instance = Instance(costs, tuple(edges), uses, devices, names)
@@ -167,7 +171,7 @@ class IntraProgram:
             found.setdefault(key, []).append(i)
         return [group for group in found.values() if len(group) > 1]
 
-    def _memory(self, kept: Sequence[Ints]) -> tuple[tuple[Use, ...], tuple[Device, ...]]:
+    def _memory(self, kept: Sequence[Ints]) -> tuple[tuple[MemoryUse, ...], tuple[Device, ...]]:
         """One row a rank: state, and what waits for backward in its fullest situation.
 
         Tensors that two operators decide count with the least that the first one's choice leaves.
@@ -176,7 +180,7 @@ class IntraProgram:
         rank_stages, starts, situations, held_starts, held = p.ranks
         first_rows, sizes, base, first, stride, second, step, birth, death, pool, *_ = p.tensors
         stage_of = np.repeat(np.arange(len(sizes)), np.diff(first_rows))
-        uses: list[Use] = []
+        uses: list[MemoryUse] = []
         for rank in range(p.capacities.size):
             waiting = np.zeros(p.num_stages)
             for k in range(starts[rank], starts[rank + 1]):
@@ -203,7 +207,8 @@ class IntraProgram:
                     values = pool[mine[:, None] + kept[j][None, :] * step[row]].min(axis=1)
                 totals[i] = totals.get(i, np.zeros(len(kept[i]))) + copies[row] * values
             uses += [
-                Use(i, 0, 1, total.astype(np.int64), rank) for i, total in sorted(totals.items())
+                MemoryUse(i, 0, 1, total.astype(np.int64), rank)
+                for i, total in sorted(totals.items())
             ]
         devices = tuple(
             Device(f"rank {rank}", int(capacity)) for rank, capacity in enumerate(p.capacities)

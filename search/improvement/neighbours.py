@@ -20,7 +20,7 @@ from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.stage_cuts import StageCutter, cut_stages
 from stratagem.searcher.space.strategies import with_recompute
-from stratagem.searcher.stage_dp.tables.operator_chain import Chain, chain_of
+from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain, chain_of
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
@@ -239,7 +239,7 @@ def _by_operator(skeleton: Skeleton, values: Iterable[Value]) -> dict[str, Value
     return {name: value for names, value in stages for name in names}
 
 
-def _num_crossing(chain: Chain) -> list[int]:
+def _num_crossing(chain: OperatorChain) -> list[int]:
     """Per place in the order of operators, how many tensors are read behind it from before it."""
     count = len(chain.operators)
     last = np.arange(count)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.annealing.move_lists import moves_of
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
 from stratagem.searcher.problem.priced_skeleton import Problem
@@ -41,7 +41,7 @@ def improve_by_windows(
         The best choices met.
     """
     problem = program.problem
-    judge = Chain(problem, choice, total=1, seed=0)
+    judge = AnnealingChain(problem, choice, total=1, seed=0)
     best, solved = choice.copy(), 0
     weights = program.path_weights(best)
     for size in SIZES:

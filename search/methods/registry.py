@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
 from stratagem.searcher.methods.literature import LITERATURE, one_stage_plan
 from stratagem.searcher.methods.simple_strategies import pipeline_plans, simulate_family
@@ -23,7 +23,7 @@ from stratagem.searcher.space.situation import Method, Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, stage_meshes
 from stratagem.searcher.space.strategies import data_parallel, known_strategies
 from stratagem.searcher.stage_dp.candidates import candidates
-from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -90,7 +90,7 @@ def _flexflow(situation: Situation) -> Iterator[Plan]:
             rng.integers(0, [len(c) for c in problem.choices]),
         )
         for start in starts:
-            chain = Chain(problem, start, FLEXFLOW_EVALUATIONS, number)
+            chain = AnnealingChain(problem, start, FLEXFLOW_EVALUATIONS, number)
             chain.advance(FLEXFLOW_EVALUATIONS)
             yield _plan("FlexFlow", situation, problem, chain.best)
 
@@ -101,7 +101,7 @@ def _pipedream(situation: Situation) -> Iterator[Plan]:
     It is run synchronously here, with 1F1B and one update a step, so that it trains as the other
     plans do; PipeDream itself updates after every microbatch with older weights.
     """
-    limits = Limits(tensor_ways=(1,), zero_stages=(0,), recompute=("none",))
+    limits = PipelineLimits(tensor_ways=(1,), zero_stages=(0,), recompute=("none",))
     for candidate in candidates(situation, limit=4, limits=limits).plans:
         yield candidate.plan(situation, name="PipeDream")
 
@@ -130,7 +130,7 @@ def _can_stash(plan: Plan, graph: OperatorGraph) -> bool:
 def _dapple(situation: Situation) -> Iterator[Plan]:
     """DAPPLE (Fan et al. 2021): the same stages under synchronous early-backward schedules, with
     recomputing where memory needs it."""
-    limits = Limits(tensor_ways=(1,), zero_stages=(0,), recompute=("none", "full"))
+    limits = PipelineLimits(tensor_ways=(1,), zero_stages=(0,), recompute=("none", "full"))
     found = candidates(situation, schedules=("1f1b", "gpipe"), limit=6, limits=limits)
     for candidate in found.plans:
         yield candidate.plan(situation, name="DAPPLE")
@@ -173,7 +173,7 @@ def _unity(situation: Situation) -> Iterator[Plan]:
         stage = best.stages[0]
         skeleton = Skeleton((stage.operators,), (stage.mesh,), 1, "1f1b")
         problem = _problem(here, skeleton, (0, 2, 3))
-        chain = Chain(problem, problem.encode(stage.choices), FLEXFLOW_EVALUATIONS, 0)
+        chain = AnnealingChain(problem, problem.encode(stage.choices), FLEXFLOW_EVALUATIONS, 0)
         chain.advance(FLEXFLOW_EVALUATIONS)
         yield replace(_plan("Unity", here, problem, chain.best), substitutions=steps)
 

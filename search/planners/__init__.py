@@ -25,7 +25,7 @@ from stratagem.searcher.planners.inputs.piper import (
 from stratagem.searcher.planners.inputs.result import PlannedStage, PlannerResult
 from stratagem.searcher.planners.solvers.max_load import device_loads, max_load, solve_max_load
 from stratagem.searcher.planners.solvers.pipedream_solver import (
-    Level,
+    HierarchyLevel,
     Replicated,
     antichain_sets,
     pipeline_seconds,
@@ -35,7 +35,7 @@ from stratagem.searcher.planners.solvers.piper_solver import solve_piper
 from stratagem.searcher.planners.solvers.scattered import solve_scattered
 
 __all__ = [
-    "Level",
+    "HierarchyLevel",
     "PartitionInput",
     "PipeDreamGraph",
     "PiperInput",

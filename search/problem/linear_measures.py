@@ -75,7 +75,7 @@ class Lookups:
 
 
 @dataclass(eq=False)
-class Measure:
+class LinearMeasure:
     """Look-ups with a weight each: a linear function of the choices."""
 
     lookups: Lookups
@@ -241,7 +241,7 @@ class _Alike:
     terms: Ints
 
 
-class Tables:
+class MeasureTables:
     """Node vectors and pair matrices of weighted sums of look-ups.
 
     What repeated layers have in common is added up once: pairs with the same terms share a matrix.

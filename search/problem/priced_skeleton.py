@@ -29,7 +29,7 @@ from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_rows import Timed
+from stratagem.simulator.pricing.cost_rows import PricedTime
 from stratagem.simulator.pricing.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import (
     BoundaryRow,
@@ -271,7 +271,7 @@ class _Crossing:
     item: int
     first: int
     second: int
-    timed: Timed
+    timed: PricedTime
     group: tuple[object, ...]
     targets: tuple[Placements, ...]
 

@@ -32,7 +32,7 @@ from stratagem.simulator.stage.stage_blocks import Block
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WhatIfOutcome:
     """Seconds of a step, bytes per device of each rank at its peak, whether all of them fit."""
 
     step_time: float
@@ -95,7 +95,7 @@ class WhatIf:
         self._profiles = np.zeros((stages, 6), dtype=np.int64)
         self._engines = [DeltaEngine(self._task_graph(k)) for k in range(self._num_plays)]
         self.now = self._outcome(np.full(stages, _score_kernels.REPLAY))
-        self._pending: tuple[Ints, Ints, Ints, Outcome, list[DeltaEngine]] | None
+        self._pending: tuple[Ints, Ints, Ints, WhatIfOutcome, list[DeltaEngine]] | None
         self._pending = None
 
     @property
@@ -115,7 +115,7 @@ class WhatIf:
         """
         return self._problem.choices[self._index(operator)]
 
-    def propose(self, changes: Mapping[str, Choice]) -> Outcome:
+    def propose(self, changes: Mapping[str, Choice]) -> WhatIfOutcome:
         """What the plan would do if some operators had other choices; forgets the last proposal.
 
         Raises:
@@ -185,7 +185,7 @@ class WhatIf:
                 played.append(self._engines[k])
         return played
 
-    def _outcome(self, dirty: Ints) -> Outcome:
+    def _outcome(self, dirty: Ints) -> WhatIfOutcome:
         """Play the pipeline of blocks, and measure memory."""
         problem = self._problem
         score = float(
@@ -200,7 +200,7 @@ class WhatIf:
         )
         # The score of a plan over its memory is its time times more than 1.
         step = score / (1.0 + _score_kernels.OVER_MEMORY * max(over, 0.0))
-        return Outcome(step, tuple(peaks), over <= 0)
+        return WhatIfOutcome(step, tuple(peaks), over <= 0)
 
     @property
     def _num_plays(self) -> int:

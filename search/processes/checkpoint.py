@@ -50,7 +50,7 @@ class Searched:
 
 
 @dataclass(eq=False)
-class Checkpoint:
+class SearchCheckpoint:
     """What a search has finished, kept in a file after each skeleton.
 
     Args:

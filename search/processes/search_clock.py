@@ -12,13 +12,13 @@ class OutOfTimeError(Exception):
 
 
 @dataclass
-class Clock:
+class SearchClock:
     """Ends what asks it too late.
 
     Example:
-        >>> Clock().check()
+        >>> SearchClock().check()
         >>> try:
-        ...     Clock(until=0.0).check()
+        ...     SearchClock(until=0.0).check()
         ... except OutOfTimeError:
         ...     print("too late")
         too late

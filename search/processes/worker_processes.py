@@ -64,7 +64,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-class Part(Generic[Result]):
+class WorkPart(Generic[Result]):
     """Something to do, from `Workers.part`."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Workers(Generic[State]):
         self.failure = ""
         self._state, self._count = state, max(0, count)
         self._make = (remake, arguments)
-        self._waiting: deque[Part[Any]] = deque()
+        self._waiting: deque[WorkPart[Any]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -148,9 +148,9 @@ class Workers(Generic[State]):
         """Whether this process does everything."""
         return self._count == 0
 
-    def part(self, job: Callable[..., Result], *arguments: Any) -> Part[Result]:
+    def part(self, job: Callable[..., Result], *arguments: Any) -> WorkPart[Result]:
         """Have `job(state, *arguments)` done by whoever is free."""
-        part = Part(self, job, arguments)
+        part = WorkPart(self, job, arguments)
         with self._changed:
             self._waiting.append(part)
             self._changed.notify_all()
@@ -158,7 +158,9 @@ class Workers(Generic[State]):
             self._start()
         return part
 
-    def results(self, parts: Iterable[Part[Result]], stop: Callable[[], bool]) -> Iterator[Result]:
+    def results(
+        self, parts: Iterable[WorkPart[Result]], stop: Callable[[], bool]
+    ) -> Iterator[Result]:
         """What parts give, in order; those behind are forgotten where `stop` says so."""
         for part in parts:
             if stop():
@@ -173,7 +175,7 @@ class Workers(Generic[State]):
                 part.future.cancel()
             self._waiting.clear()
 
-    def help_until(self, part: Part[Any]) -> None:
+    def help_until(self, part: WorkPart[Any]) -> None:
         """Do parts that nobody has begun until `part` is done."""
         while True:
             with self._changed:
@@ -208,7 +210,7 @@ class Workers(Generic[State]):
 
     def _serve(self, state: bytes) -> None:
         """Give one process part after part."""
-        part: Part[Any] | None = None
+        part: WorkPart[Any] | None = None
         try:
             with self._started() as process:
                 assert process.stdin is not None
@@ -241,14 +243,14 @@ class Workers(Generic[State]):
             self._processes.append(process)
         return process
 
-    def _next_part(self) -> Part[Any] | None:
+    def _next_part(self) -> WorkPart[Any] | None:
         """A part that nobody has begun, once there is one; None when there will be none."""
         with self._changed:
             while not (self._waiting or self._is_over or self._count == 0):
                 self._changed.wait()
             return self._waiting.popleft() if self._waiting and self._count else None
 
-    def _fail(self, error: Exception, part: Part[Any] | None = None) -> None:
+    def _fail(self, error: Exception, part: WorkPart[Any] | None = None) -> None:
         """Have this process do what is left."""
         with self._changed:
             if not self._is_over:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import Report as Progress
+from stratagem.searcher.driver.search_course import ProgressReport as Progress
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.skeletons import Options

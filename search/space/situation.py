@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from stratagem.searcher.processes.search_clock import Clock
+from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -29,7 +29,7 @@ class Situation:
     training: Training
     costs: CostModel
     memory: RowMemory = field(default_factory=RowMemory)
-    clock: Clock = field(default_factory=Clock, repr=False, compare=False)
+    clock: SearchClock = field(default_factory=SearchClock, repr=False, compare=False)
     _recent: dict[int, Simulation] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )

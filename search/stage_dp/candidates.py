@@ -11,13 +11,13 @@ from stratagem.searcher.space.schedule_traits import can_run, traits_of
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import stage_units, unequal_sizes
 from stratagem.searcher.stage_dp.closed_form_times import microbatches_held, mode_of, objective_of
-from stratagem.searcher.stage_dp.pipeline_dp import Devices, Solution, solve
+from stratagem.searcher.stage_dp.pipeline_dp import Devices, PipelineSolution, solve
 from stratagem.searcher.stage_dp.plan_drafts import Candidate, Drafter
-from stratagem.searcher.stage_dp.shortage import Shortage, least_shortage
-from stratagem.searcher.stage_dp.tables.limits import Limits, check_schedules
-from stratagem.searcher.stage_dp.tables.operator_chain import Chain, chain_of
+from stratagem.searcher.stage_dp.shortage import PipelineShortage, least_shortage
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits, check_schedules
+from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain, chain_of
 from stratagem.searcher.stage_dp.tables.stage_tables import Pruned, StageTable, TableMaker
-from stratagem.searcher.stage_dp.tables.variants import LAYOUTS, Layout
+from stratagem.searcher.stage_dp.tables.variants import LAYOUTS, VariantLayout
 
 SLACK = 1.5
 """Plans whose value is more than so many times the best's are left out, but for the best of each
@@ -42,7 +42,7 @@ class Candidates:
 
     plans: tuple[Candidate, ...]
     pruned: Mapping[str, int]
-    shortage: Shortage | None
+    shortage: PipelineShortage | None
 
 
 def candidates(
@@ -50,8 +50,8 @@ def candidates(
     *,
     schedules: Sequence[str] = ("1f1b",),
     limit: int = 16,
-    limits: Limits | None = None,
-    layouts: Sequence[Layout] = LAYOUTS,
+    limits: PipelineLimits | None = None,
+    layouts: Sequence[VariantLayout] = LAYOUTS,
 ) -> Candidates:
     """The best plans by dynamic programming over stages and sub-meshes.
 
@@ -87,7 +87,9 @@ def candidates(
     if limit < 1:
         raise ValueError(f"candidates: limit is {limit}; it must be at least 1")
     chain = chain_of(situation.graph)
-    search = _Search(chain, situation, limits or Limits(), tuple(schedules), tuple(layouts))
+    search = _Search(
+        chain, situation, limits or PipelineLimits(), tuple(schedules), tuple(layouts)
+    )
     drafts = search.run()
     if not drafts and search.shortage is None:
         raise ValueError(search.why_nothing())
@@ -99,14 +101,14 @@ def candidates(
 class _Search:
     """One run over numbers of microbatches, stages and schedules."""
 
-    chain: Chain
+    chain: OperatorChain
     situation: Situation
-    limits: Limits
+    limits: PipelineLimits
     schedules: tuple[str, ...]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[VariantLayout, ...]
     pruned: Pruned = field(default_factory=Pruned)
     best: float = np.inf
-    shortage: Shortage | None = None
+    shortage: PipelineShortage | None = None
 
     def run(self) -> list[Candidate]:
         """All candidates within the slack, best first."""
@@ -179,7 +181,7 @@ class _Search:
             for solution in solutions:
                 yield self._offer(drafter, solution, schedule)
 
-    def _offer(self, drafter: Drafter, solution: Solution, schedule: str) -> Candidate:
+    def _offer(self, drafter: Drafter, solution: PipelineSolution, schedule: str) -> Candidate:
         candidate = drafter.candidate(solution, schedule)
         self.best = min(self.best, candidate.seconds)
         return candidate

@@ -42,7 +42,7 @@ from stratagem.searcher.stage_dp.pipeline_dp import Objective
 from stratagem.searcher.stage_dp.tables.stage_tables import Mode
 
 
-class StageTimes(NamedTuple):
+class ClosedFormTimes(NamedTuple):
     """Of one stage, in ns: passes, the part of backward for weights, what the last microbatch
 
     adds, and transfers to the next stage and back.
@@ -92,11 +92,11 @@ def microbatches_held(schedule: str, num_stages: int, num_microbatches: int) -> 
     return list(run.held[::-1])
 
 
-def step_ns(schedule: str, stages: Sequence[StageTimes], num_microbatches: int) -> float:
+def step_ns(schedule: str, stages: Sequence[ClosedFormTimes], num_microbatches: int) -> float:
     """The step time of a pipeline in ns.
 
     Example:
-        >>> stage = StageTimes(1.0, 2.0, 1.0, 0.0, 0.0, 0.0)
+        >>> stage = ClosedFormTimes(1.0, 2.0, 1.0, 0.0, 0.0, 0.0)
         >>> step_ns("1f1b", [stage] * 4, 8), step_ns("gpipe", [stage] * 4, 8)
         (33.0, 33.0)
     """
@@ -118,7 +118,7 @@ def step_ns(schedule: str, stages: Sequence[StageTimes], num_microbatches: int) 
     return total + rest * _period(stages)
 
 
-def _latest(stages: Sequence[StageTimes]) -> float:
+def _latest(stages: Sequence[ClosedFormTimes]) -> float:
     """How long after the last backward of the first stage the last stage has ended (E above)."""
     latest = before = 0.0
     for stage in stages:
@@ -127,7 +127,7 @@ def _latest(stages: Sequence[StageTimes]) -> float:
     return latest
 
 
-def _period(stages: Sequence[StageTimes]) -> float:
+def _period(stages: Sequence[ClosedFormTimes]) -> float:
     """Time from microbatch to microbatch, once the pipeline is full (see above)."""
     longest = 0.0
     for first in range(len(stages)):

@@ -55,7 +55,7 @@ class Devices:
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class PipelineSolution:
     """A chain of stages and its value (ns)."""
 
     value: float
@@ -69,7 +69,7 @@ def solve(
     *,
     bound: float = np.inf,
     num_stages: Sequence[int] = (),
-) -> list[Solution]:
+) -> list[PipelineSolution]:
     """The best chain of stages for every number of stages, best first.
 
     Exact for its model: a stage costs the same wherever it stands on devices of a kind, and a
@@ -110,7 +110,9 @@ class _Search:
     least_sum: Floats
     least_work: Floats
 
-    def run(self, bound: float, *, only_best: bool, num_stages: Sequence[int]) -> list[Solution]:
+    def run(
+        self, bound: float, *, only_best: bool, num_stages: Sequence[int]
+    ) -> list[PipelineSolution]:
         """The best solution of each number of stages, best first."""
         num_cuts, units = self.counts.shape[1], self.devices.table_of.shape[1]
         starts = np.zeros((len(self.need), num_cuts, units + 1, 2), dtype=np.int64)
@@ -138,13 +140,13 @@ class _Search:
             if size >= 0:
                 break
             room *= 4
-        found: list[Solution] = []
+        found: list[PipelineSolution] = []
         for stages in num_stages or range(1, len(self.need)):
             begin, behind = starts[stages, 0, 0] if stages < len(self.need) else (0, 0)
             if begin < behind:
                 values = labels[begin:behind] @ self.weights
                 best = int(begin) + int(values.argmin())
-                found.append(Solution(float(values.min()), self._trace(best, links)))
+                found.append(PipelineSolution(float(values.min()), self._trace(best, links)))
         return sorted(found, key=lambda s: (s.value, len(s.stages)))
 
     def _trace(self, label: int, links: Ints) -> tuple[StageDraft, ...]:

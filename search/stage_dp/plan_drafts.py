@@ -11,14 +11,14 @@ from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.stage_cuts import cut_stages
 from stratagem.searcher.stage_dp.closed_form_times import (
-    StageTimes,
+    ClosedFormTimes,
     microbatches_held,
     mode_of,
     step_ns,
 )
-from stratagem.searcher.stage_dp.pipeline_dp import Solution, StageDraft
+from stratagem.searcher.stage_dp.pipeline_dp import PipelineSolution, StageDraft
 from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
-from stratagem.searcher.stage_dp.tables.operator_chain import Chain
+from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.operator_profiles import (
     BoundaryPricer,
     MeshPricer,
@@ -69,7 +69,7 @@ class Candidate:
 class Drafter:
     """Turns solutions at one number of microbatches into candidates."""
 
-    chain: Chain
+    chain: OperatorChain
     situation: Situation
     num_microbatches: int
 
@@ -78,7 +78,7 @@ class Drafter:
         self._ties = TiePricer(self.chain, self.situation, self.num_microbatches)
         self._builders: dict[DeviceMesh, TableBuilder] = {}
 
-    def candidate(self, solution: Solution, schedule: str) -> Candidate:
+    def candidate(self, solution: PipelineSolution, schedule: str) -> Candidate:
         """The candidate, its boundaries priced between the meshes that it really has."""
         stages = solution.stages
         meshes = self._meshes(stages, schedule)
@@ -115,8 +115,8 @@ class Drafter:
 
     def _times(
         self, stages: Sequence[StageDraft], meshes: Sequence[DeviceMesh]
-    ) -> list[StageTimes]:
-        found: list[StageTimes] = []
+    ) -> list[ClosedFormTimes]:
+        found: list[ClosedFormTimes] = []
         for s, stage in enumerate(stages):
             ahead = back = 0
             if s + 1 < len(stages):
@@ -132,7 +132,7 @@ class Drafter:
                     kernels.STAGE_LAST,
                 )
             )
-            found.append(StageTimes(forward, backward, weight, last, ahead, back))
+            found.append(ClosedFormTimes(forward, backward, weight, last, ahead, back))
         return found
 
     def _tied_ns(self, stages: Sequence[StageDraft], meshes: Sequence[DeviceMesh]) -> int:

@@ -11,13 +11,13 @@ from stratagem.searcher.space.schedule_traits import traits_of
 from stratagem.searcher.stage_dp.closed_form_times import microbatches_held
 from stratagem.searcher.stage_dp.pipeline_dp import Devices
 from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
-from stratagem.searcher.stage_dp.tables.limits import Limits
-from stratagem.searcher.stage_dp.tables.operator_chain import Chain
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
+from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.simulator.base.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Shortage:
+class PipelineShortage:
     """The least that a plan is over the memory.
 
     Attributes:
@@ -54,16 +54,16 @@ class Shortage:
 
 
 def least_shortage(
-    chain: Chain,
+    chain: OperatorChain,
     devices: Devices,
     schedule: str,
     parts: int,
     counts: Sequence[int],
-    limits: Limits,
-) -> Shortage | None:
+    limits: PipelineLimits,
+) -> PipelineShortage | None:
     """The chain of stages whose worst stage is over the memory by least; None if there is none."""
     over = np.stack([table.over for table in devices.tables])
-    found: Shortage | None = None
+    found: PipelineShortage | None = None
     for count in counts:
         worst, cuts = kernels.least_over(over, devices.table_of, devices.sizes, count)
         if worst >= kernels.NO_RANGE or (found is not None and worst >= found.over):
@@ -72,7 +72,7 @@ def least_shortage(
         places = chain.cuts[cuts[stage, :2]]
         names = chain.graph.names
         held = microbatches_held(schedule, count, parts)[::-1][stage]
-        found = Shortage(
+        found = PipelineShortage(
             over=max(0, int(worst)),
             stage=stage,
             num_stages=count,
@@ -84,7 +84,7 @@ def least_shortage(
     return found
 
 
-def _remedy(limits: Limits, schedule: str, held: int) -> str:
+def _remedy(limits: PipelineLimits, schedule: str, held: int) -> str:
     """What a user may change, the cheapest first."""
     ways: list[str] = []
     if traits_of(schedule).runs_ahead and held > 1:

@@ -29,7 +29,7 @@ Given = ParamSpec("Given")
 Found = TypeVar("Found", covariant=True)
 
 
-class Kernel(Protocol[Given, Found]):
+class CompiledKernel(Protocol[Given, Found]):
     """A compiled function; `py_func` is the one that it is made of."""
 
     py_func: Callable[..., Any]
@@ -156,7 +156,7 @@ def _warn_not_kept() -> None:
 
 def kernel(
     *, cache: bool = False, **options: Any
-) -> Callable[[Callable[Given, Found]], Kernel[Given, Found]]:
+) -> Callable[[Callable[Given, Found]], CompiledKernel[Given, Found]]:
     """`numba.njit` for kernels, which count from the front.
 
     What was compiled is kept beside the source with ``cache=True``, or in the user's cache
@@ -169,7 +169,7 @@ def kernel(
         4
     """
 
-    def compiled(function: Callable[Given, Found]) -> Kernel[Given, Found]:
+    def compiled(function: Callable[Given, Found]) -> CompiledKernel[Given, Found]:
         made: Any = njit(pipeline_class=KernelCompiler, **options)(function)
         if cache:
             try:
@@ -178,7 +178,7 @@ def kernel(
                 if "cannot cache" not in str(error):
                     raise
                 _warn_not_kept()
-        wrapped: Kernel[Given, Found] = made
+        wrapped: CompiledKernel[Given, Found] = made
         return wrapped
 
     return compiled

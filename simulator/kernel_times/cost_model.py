@@ -25,7 +25,7 @@ class Direction(enum.Enum):
     BACKWARD = "backward"
 
 
-class Source(enum.Enum):
+class CostSource(enum.Enum):
     """Where a cost comes from, best first."""
 
     MEASURED = "measured"
@@ -38,7 +38,7 @@ class Cost:
     """Seconds, where they come from, and their relative error (one standard deviation)."""
 
     seconds: float
-    source: Source
+    source: CostSource
     relative_error: float
 
 
@@ -127,13 +127,13 @@ class RooflineCosts:
         memory = moved / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
         compute = flops / self._flop_rate(operator, sizes, training, device)
         seconds = max(compute, memory) + kernels * device.launch_us * 1e-6
-        return Cost(seconds, Source.ROOFLINE, self.relative_error)
+        return Cost(seconds, CostSource.ROOFLINE, self.relative_error)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel` and `Training.update_bytes`."""
         rate = device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency
         seconds = num_parameters * training.update_bytes / rate + device.launch_us * 1e-6
-        return Cost(seconds, Source.ROOFLINE, self.relative_error)
+        return Cost(seconds, CostSource.ROOFLINE, self.relative_error)
 
     def _flop_rate(
         self, operator: Operator, sizes: Mapping[str, int], training: Training, device: DeviceType

@@ -18,9 +18,9 @@ from stratagem.simulator.hardware.device_type import (
 from stratagem.simulator.kernel_times.cost_model import (
     Cost,
     CostModel,
+    CostSource,
     Direction,
     RooflineCosts,
-    Source,
 )
 from stratagem.simulator.kernel_times.matrix_products import Multiplier
 from stratagem.simulator.kernel_times.memory_traffic import (
@@ -125,7 +125,7 @@ def memory_seconds(
 def _memory_cost(moved: Moved, family: str, device: DeviceType, memory: MemoryConstants) -> Cost:
     seconds = memory_seconds(moved, memory.share(family), device, memory)
     launches = moved.kernels * device.launch_us * 1e-6
-    return Cost(max(seconds, launches), Source.FITTED, memory.relative_error)
+    return Cost(max(seconds, launches), CostSource.FITTED, memory.relative_error)
 
 
 def _family(operator: Operator) -> str:
@@ -161,7 +161,7 @@ def _product_cost(
             seconds += memory_seconds(Moved(summed, 1), share, device, device.memory)
             kernels += 1
     seconds = max(seconds, kernels * device.launch_us * 1e-6)
-    return Cost(seconds, Source.FITTED, constants.relative_error)
+    return Cost(seconds, CostSource.FITTED, constants.relative_error)
 
 
 def _attention_cost(
@@ -196,7 +196,7 @@ def _attention_cost(
         share = device.memory.share("elementwise")
         seconds = max(seconds, memory_seconds(moved, share, device, device.memory))
     seconds = max(seconds, moved.kernels * device.launch_us * 1e-6)
-    return Cost(seconds, Source.FITTED, constants.relative_error)
+    return Cost(seconds, CostSource.FITTED, constants.relative_error)
 
 
 def _saturation(size: float, half: float) -> float:

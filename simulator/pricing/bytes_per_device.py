@@ -17,7 +17,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator, factor_sizes, shape_of
 from stratagem.simulator.operators.saved_for_backward import saved_inside
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.parameter_homes import Use, home_placements
+from stratagem.simulator.sharding.parameter_homes import ParameterUse, home_placements
 
 _FLOAT32 = 4
 
@@ -46,7 +46,7 @@ def operator_footprint(
     operator: Operator,
     choice: Choice,
     sizes: Mapping[str, int],
-    uses: tuple[Use, ...],
+    uses: tuple[ParameterUse, ...],
     shape: Sequence[int],
     training: Training,
 ) -> Footprint:
@@ -92,7 +92,7 @@ def _loss_bytes(logits: int, training: Training) -> tuple[int, int]:
 def _state_bytes(
     operator: Operator,
     choice: Choice,
-    uses: tuple[Use, ...],
+    uses: tuple[ParameterUse, ...],
     shape: Sequence[int],
     training: Training,
 ) -> tuple[int, int, int, int, int]:
@@ -103,25 +103,25 @@ def _state_bytes(
         used = local_elements(whole, weight_placements(weight, choice.config), shape)
         home = local_elements(whole, home_placements(weight, choice, shape), shape)
         match use:
-            case Use.BUFFER:
+            case ParameterUse.BUFFER:
                 parameters += used
-            case Use.FROZEN:
+            case ParameterUse.FROZEN:
                 parameters += home if choice.zero == 3 else used
                 gathered += used - home if choice.zero == 3 else 0
-            case Use.FROZEN_HERE:
+            case ParameterUse.FROZEN_HERE:
                 gathered += used - home if choice.zero == 3 else 0
-            case Use.TIED_ELSEWHERE:
+            case ParameterUse.TIED_ELSEWHERE:
                 parameters += used
                 gradients += used
                 made += used
-            case Use.OWNED:
+            case ParameterUse.OWNED:
                 parameters += home if choice.zero == 3 else used
                 gradients += home if choice.zero >= 2 else used
                 made += used
                 gathered += used - home if choice.zero == 3 else 0
                 scattered += used if choice.zero >= 2 and used > home else 0
                 optimizer += home * training.optimizer_bytes
-            case Use.TIED_HERE:
+            case ParameterUse.TIED_HERE:
                 pass
     each, grad = training.parameter_bytes, training.gradient_bytes
     held = gradients * grad + (made * each if training.holds_buckets else 0)

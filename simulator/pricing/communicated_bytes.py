@@ -20,7 +20,7 @@ from stratagem.simulator.operators.operator_kinds import InnerReduction, rule_of
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
-    Use,
+    ParameterUse,
     home_placements,
     residences,
     use_of,
@@ -143,7 +143,7 @@ def _tied_gathers(builder: TableBuilder, table: CostTable, user: int) -> Iterato
 
 
 def _parameter_bytes(
-    builder: TableBuilder, operator: Operator, uses: list[Use], choice: Choice
+    builder: TableBuilder, operator: Operator, uses: list[ParameterUse], choice: Choice
 ) -> tuple[int, int]:
     sync = gather = 0
     gradient, parameter = builder.training.gradient_bytes, builder.training.parameter_bytes

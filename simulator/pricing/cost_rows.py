@@ -18,15 +18,15 @@ MANY = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class Timed:
+class PricedTime:
     """Times in ns and the resources they occupy (bit masks), by choice or pair of choices."""
 
     ns: Ints
     mask: Ints
 
-    def where(self, keep: Flags) -> Timed:
+    def where(self, keep: Flags) -> PricedTime:
         """The same where `keep` is true, nothing elsewhere."""
-        return Timed(masked(self.ns, keep), masked(self.mask, keep))
+        return PricedTime(masked(self.ns, keep), masked(self.mask, keep))
 
 
 def masked(values: Ints, keep: Flags) -> Ints:
@@ -70,20 +70,20 @@ class OperatorRow:
 
     choices: tuple[Choice, ...]
     pieces: Ints
-    forward: Timed
-    backward: Timed
-    input_gradient: Timed
-    weight_gradient: Timed
-    recompute: Timed
-    launch_forward: Timed
-    launch_backward: Timed
-    launch_recompute: Timed
-    gather: Timed
-    sync: Timed
-    each_sync: Timed
-    update: Timed
-    publish: Timed
-    stash: Timed
+    forward: PricedTime
+    backward: PricedTime
+    input_gradient: PricedTime
+    weight_gradient: PricedTime
+    recompute: PricedTime
+    launch_forward: PricedTime
+    launch_backward: PricedTime
+    launch_recompute: PricedTime
+    gather: PricedTime
+    sync: PricedTime
+    each_sync: PricedTime
+    update: PricedTime
+    publish: PricedTime
+    stash: PricedTime
     sync_latency: tuple[Mapping[str, tuple[int, float]], ...]
     relative_error: Floats
     sources: tuple[str, ...]
@@ -166,12 +166,12 @@ class SharedBy(IntEnum):
 class EdgeLaunches:
     """What hosts lose while they launch the collectives of an edge's conversions, whole."""
 
-    forward: Timed
-    backward: Timed
-    recompute: Timed
-    regather: Timed
+    forward: PricedTime
+    backward: PricedTime
+    recompute: PricedTime
+    regather: PricedTime
 
-    def of(self, by: SharedBy) -> Timed:
+    def of(self, by: SharedBy) -> PricedTime:
         """Those of a kind of conversion."""
         return (self.forward, self.backward, self.recompute, self.regather)[by]
 
@@ -192,14 +192,14 @@ class EdgeRow:
     `shared_conversions`), −1 where nothing is shared; None where nothing ever is converted.
     """
 
-    forward: Timed
-    backward: Timed
+    forward: PricedTime
+    backward: PricedTime
     made_forward: Ints
     read_forward: Ints
     made_backward: Ints
     read_backward: Ints
-    recompute: Timed
-    regather: Timed
+    recompute: PricedTime
+    regather: PricedTime
     copy_bytes: Ints
     launches: EdgeLaunches | None = None
     shares: tuple[Ints, ...] | None = None
@@ -234,9 +234,9 @@ class TieRow:
     on the whole gradient of a microbatch, from the user's backward pass to the owner's.
     """
 
-    gradient: Timed
-    publish: Timed
-    gather: Timed
+    gradient: PricedTime
+    publish: PricedTime
+    gather: PricedTime
     parameter_bytes: Ints
     gradient_bytes: Ints
     gathered_bytes: Ints
@@ -258,16 +258,16 @@ def to_ns(seconds: Floats) -> Ints:
     return np.where(seconds > 0, np.maximum(ns, 1), 0)
 
 
-def timed_rows(rows: Sequence[Sequence[tuple[float, int]]]) -> list[Timed]:
+def timed_rows(rows: Sequence[Sequence[tuple[float, int]]]) -> list[PricedTime]:
     """`timed` of several rows of equal length at once."""
     pairs = np.array(rows, dtype=np.float64)
     seconds, masks = pairs[..., 0], pairs[..., 1].astype(np.int64)
     masks = np.where(seconds > 0, masks, 0)
-    return [Timed(ns, mask) for ns, mask in zip(to_ns(seconds), masks, strict=True)]
+    return [PricedTime(ns, mask) for ns, mask in zip(to_ns(seconds), masks, strict=True)]
 
 
-def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> Timed:
+def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -> PricedTime:
     """(seconds, mask) pairs as an array; what takes no time occupies nothing."""
     seconds = np.array([value for value, _ in values], dtype=np.float64).reshape(shape)
     masks = np.array([mask for _, mask in values], dtype=np.int64).reshape(shape)
-    return Timed(to_ns(seconds), np.where(seconds > 0, masks, 0))
+    return PricedTime(to_ns(seconds), np.where(seconds > 0, masks, 0))

@@ -50,8 +50,8 @@ from stratagem.simulator.pricing.cost_rows import (
     EdgeLaunches,
     EdgeRow,
     OperatorRow,
+    PricedTime,
     TieRow,
-    Timed,
     masked,
     timed,
     to_ns,
@@ -384,7 +384,7 @@ class TableBuilder:
         backward = forward.where(np.zeros(forward.ns.shape, dtype=np.bool_))
         if flows:
             back = self._conversions(sizes, itemsize, grads, needed)
-            backward = Timed(back.ns.T.copy(), back.mask.T.copy())
+            backward = PricedTime(back.ns.T.copy(), back.mask.T.copy())
         copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape)
         saved = saved_slots(consumer, fused=self.training.fused_elementwise)
         kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved
@@ -398,10 +398,10 @@ class TableBuilder:
         launches = None
         if self._stall:
             there = self._stalls(sizes, itemsize, sources, targets)
-            back = Timed(np.zeros_like(there.ns), np.zeros_like(there.mask))
+            back = PricedTime(np.zeros_like(there.ns), np.zeros_like(there.mask))
             if flows:
                 stalls = self._stalls(sizes, itemsize, grads, needed)
-                back = Timed(stalls.ns.T.copy(), stalls.mask.T.copy())
+                back = PricedTime(stalls.ns.T.copy(), stalls.mask.T.copy())
             launches = EdgeLaunches(there, back, there.where(again), there.where(gathers))
         if max(makes.max(), reads.max()) > 1:
             pieces = np.where(makes[:, None] > 1, makes[:, None], reads[None, :])
@@ -470,14 +470,14 @@ class TableBuilder:
 
     def _in_pieces(
         self,
-        whole: Timed,
+        whole: PricedTime,
         pieces: Ints,
         sizes: tuple[int, ...],
         itemsize: int,
         ends: tuple[Sequence[Placements], Sequence[Placements]],
         *,
         transposed: bool = False,
-    ) -> Timed:
+    ) -> PricedTime:
         """The time of one of `pieces`: each pays the latency of the whole path."""
         ns = whole.ns.copy()
         for a, b in zip(*np.nonzero((pieces > 1) & (ns > 0)), strict=True):
@@ -485,9 +485,11 @@ class TableBuilder:
             path = self.resharder.path(sizes, itemsize, source, target)
             latency = self.resharder.seconds(path, 0) * 1e9
             ns[a, b] = max(1, round(latency + (ns[a, b] - latency) / pieces[a, b]))
-        return Timed(ns, whole.mask)
+        return PricedTime(ns, whole.mask)
 
-    def _fused(self, forward: Timed, consumer: Operator, theirs: Sequence[Choice]) -> Timed:
+    def _fused(
+        self, forward: PricedTime, consumer: Operator, theirs: Sequence[Choice]
+    ) -> PricedTime:
         """The conversions with the forward pass of a fused consumer inside them."""
         ns, mask = forward.ns.copy(), forward.mask.copy()
         for b, choice in enumerate(theirs):
@@ -495,7 +497,7 @@ class TableBuilder:
                 own = to_ns(np.array(self._pricer.forward_seconds(consumer, choice)))
                 mask[:, b] = np.where(ns[:, b] > 0, mask[:, b], COMPUTE)
                 ns[:, b] = np.maximum(ns[:, b], own)
-        return Timed(ns, mask)
+        return PricedTime(ns, mask)
 
     def _stalls(
         self,
@@ -503,7 +505,7 @@ class TableBuilder:
         itemsize: int,
         sources: Sequence[Placements],
         targets: Sequence[Placements],
-    ) -> Timed:
+    ) -> PricedTime:
         """What hosts lose while they launch the collectives of conversions."""
         paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
         lost = [(self._stall * self.resharder.members(path), HOST) for path in paths]
@@ -515,7 +517,7 @@ class TableBuilder:
         itemsize: int,
         sources: Sequence[Placements],
         targets: Sequence[Placements],
-    ) -> Timed:
+    ) -> PricedTime:
         if any(isinstance(p, Pin | Flat) for each in (*sources, *targets) for p in each):
             paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
             pairs = [(self.resharder.seconds(p, itemsize), self.resharder.mask(p)) for p in paths]
@@ -523,13 +525,13 @@ class TableBuilder:
         if len(sources) == len(targets) == 1 and sources[0] == targets[0]:
             return timed([(0.0, 0)], (1, 1))
         seconds, mask = self.resharder.matrix(sizes, itemsize, sources, targets)
-        return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))
+        return PricedTime(to_ns(seconds), np.where(seconds > 0, mask, 0))
 
 
 def _unconverted() -> EdgeRow:
     """The row of one pair of choices under which a tensor stays as it is."""
     nothing, whole = np.zeros((1, 1), dtype=np.int64), np.ones((1, 1), dtype=np.int64)
-    idle = Timed(nothing, nothing)
+    idle = PricedTime(nothing, nothing)
     return EdgeRow(idle, idle, whole, nothing, whole, nothing, idle, idle, nothing)
 
 

@@ -33,7 +33,7 @@ from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_foo
 from stratagem.simulator.pricing.cost_rows import OperatorRow, timed_rows, to_ns
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
-    Use,
+    ParameterUse,
     home_placements,
     makes_input_gradients,
     residences,
@@ -68,7 +68,12 @@ class OperatorPricer:
     known: dict[Any, tuple[float, float, str]]
 
     def row(
-        self, i: int, choices: tuple[Choice, ...], uses: tuple[Use, ...], *, runs_again: bool
+        self,
+        i: int,
+        choices: tuple[Choice, ...],
+        uses: tuple[ParameterUse, ...],
+        *,
+        runs_again: bool,
     ) -> OperatorRow:
         """The row of operator `i`; `uses` says what it is to each of its weights.
 
@@ -160,7 +165,9 @@ class OperatorPricer:
             runs_again=runs_again,
         )
 
-    def _footprint(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> Footprint:
+    def _footprint(
+        self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
+    ) -> Footprint:
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
         return operator_footprint(operator, choice, sizes, uses, self.mesh.shape, self.training)
 
@@ -296,7 +303,9 @@ class OperatorPricer:
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def _parameters(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> _Moved:
+    def _parameters(
+        self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
+    ) -> _Moved:
         sync, gather, updated, used = IDLE, IDLE, 0, 0
         latency: dict[str, tuple[int, float]] = {}
         gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
@@ -306,7 +315,7 @@ class OperatorPricer:
             sync = _add(sync, moved)
             moved = self._convert(operator, lies.weight, parameter, home, lies.used)
             gather = _add(gather, moved)
-            if lies.use is Use.OWNED:
+            if lies.use is ParameterUse.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
                 updated += local_elements(whole, lies.home, self.mesh.shape)
                 used += local_elements(whole, lies.used, self.mesh.shape)
@@ -325,16 +334,18 @@ class OperatorPricer:
             add_seconds=self._add_seconds(operator, uses, choice),
         )
 
-    def _add_seconds(self, operator: Operator, uses: tuple[Use, ...], choice: Choice) -> float:
+    def _add_seconds(
+        self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
+    ) -> float:
         """Adding the gradients of a microbatch to those before, where no product does it."""
         if self.training.fused_accumulation:
             return 0.0
         added = 0
         for weight, use in zip(operator.weights, uses, strict=True):
-            if use in (Use.OWNED, Use.TIED_HERE, Use.TIED_ELSEWHERE):
+            if use in (ParameterUse.OWNED, ParameterUse.TIED_HERE, ParameterUse.TIED_ELSEWHERE):
                 whole = factor_sizes(weight.layout, operator.sizes)
                 # From ZeRO-2 on, what is added is the shard that a reduction leaves.
-                sharded = use is Use.OWNED and choice.zero >= 2
+                sharded = use is ParameterUse.OWNED and choice.zero >= 2
                 lies = (
                     home_placements(weight, choice, self.mesh.shape)
                     if sharded

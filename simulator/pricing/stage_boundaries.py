@@ -30,7 +30,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.hardware.resources import INTER_NODE, INTRA_NODE
 from stratagem.simulator.operators.operator import Edge, Weight, factor_sizes
-from stratagem.simulator.pricing.cost_rows import Timed, to_ns
+from stratagem.simulator.pricing.cost_rows import PricedTime, to_ns
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights
@@ -46,8 +46,8 @@ class BoundaryRow:
     same way, only one is sent.
     """
 
-    forward: Timed
-    backward: Timed
+    forward: PricedTime
+    backward: PricedTime
     targets: tuple[Placements, ...]
     received_bytes: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -230,7 +230,7 @@ def price_tie(
     user: tuple[TableBuilder, int, Sequence[Choice]],
     parameter: str,
     cluster: Cluster,
-) -> Timed:
+) -> PricedTime:
     """Price a parameter tied across stages, per (owner choice, user choice).
 
     Its gradient goes to the owner's stage once a step and the new value comes back; `owner` and
@@ -310,8 +310,8 @@ def _path_seconds(
     return builder.resharder.seconds(steps, itemsize)
 
 
-def _masked(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mask: int) -> Timed:
-    return Timed(to_ns(seconds), np.where(seconds > 0, mask, 0))
+def _masked(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mask: int) -> PricedTime:
+    return PricedTime(to_ns(seconds), np.where(seconds > 0, mask, 0))
 
 
 def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[Edge, ...]:

@@ -23,11 +23,11 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Weight
-from stratagem.simulator.pricing.cost_rows import TieRow, Timed
+from stratagem.simulator.pricing.cost_rows import PricedTime, TieRow
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import home_placements
 
-Convert = Callable[[int, Sequence[Placements], Sequence[Placements]], Timed]
+Convert = Callable[[int, Sequence[Placements], Sequence[Placements]], PricedTime]
 """Times of moving the parameter at so many bytes an element, sources × targets."""
 
 
@@ -72,7 +72,7 @@ def tie_row(
     to_home = convert(grad, theirs.gradients, ours.homes)
     to_user = convert(each, ours.homes, theirs.uses)
     return TieRow(
-        gradient=Timed(to_home.ns.T, to_home.mask.T).where(~joins),
+        gradient=PricedTime(to_home.ns.T, to_home.mask.T).where(~joins),
         publish=to_user.where(copied),
         gather=to_user.where(gathers),
         parameter_bytes=np.where(copied, used * each, 0),

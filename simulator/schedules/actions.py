@@ -164,7 +164,7 @@ class Schedule:
         return {action: rank for rank, order in enumerate(self.orders) for action in order}
 
     @cached_property
-    def situations(self) -> tuple[tuple[Situation, ...], ...]:
+    def situations(self) -> tuple[tuple[MemorySituation, ...], ...]:
         """Per rank, the distinct situations in which its memory may be fullest.
 
         Of those in which a rank begins actions of one stage and kind, none is listed that holds no
@@ -320,7 +320,7 @@ class Held(NamedTuple):
     late: int
 
 
-class Situation(NamedTuple):
+class MemorySituation(NamedTuple):
     """A rank begins an action of a stage and a kind, and holds the activations of others."""
 
     stage: int
@@ -357,9 +357,9 @@ def check_sizes(num_stages: int, num_microbatches: int, num_slices: int = 1) -> 
         raise ValueError(f"{num_slices} token slices: a microbatch has at least one")
 
 
-def fullest(situations: Iterable[Situation]) -> tuple[Situation, ...]:
+def fullest(situations: Iterable[MemorySituation]) -> tuple[MemorySituation, ...]:
     """Of situations with actions of one stage and kind, those that hold no less than another."""
-    found: dict[tuple[int, ActionKind], list[Situation]] = {}
+    found: dict[tuple[int, ActionKind], list[MemorySituation]] = {}
     for situation in dict.fromkeys(situations):
         rivals = found.setdefault((situation.stage, situation.kind), [])
         if not any(_covers(rival, situation) for rival in rivals):
@@ -368,7 +368,7 @@ def fullest(situations: Iterable[Situation]) -> tuple[Situation, ...]:
     return tuple(situation for rivals in found.values() for situation in rivals)
 
 
-def _situations(order: Iterable[Action]) -> Iterator[Situation]:
+def _situations(order: Iterable[Action]) -> Iterator[MemorySituation]:
     """What a rank holds of other microbatches while each of its actions runs."""
     waiting: dict[int, int] = {}
     late: dict[int, int] = {}
@@ -380,14 +380,14 @@ def _situations(order: Iterable[Action]) -> Iterator[Situation]:
         elif kind is ActionKind.WEIGHT_GRADIENT:
             late[stage] -= 1
         held = tuple(Held(s, count, late.get(s, 0)) for s, count in sorted(waiting.items()))
-        yield Situation(stage, kind, held)
+        yield MemorySituation(stage, kind, held)
         if kind is ActionKind.FORWARD:
             waiting[stage] += 1
         elif kind is ActionKind.INPUT_GRADIENT:
             late[stage] = late.get(stage, 0) + 1
 
 
-def _covers(large: Situation, small: Situation) -> bool:
+def _covers(large: MemorySituation, small: MemorySituation) -> bool:
     there = {held.stage: held for held in large.held}
     return all(
         held.stage in there

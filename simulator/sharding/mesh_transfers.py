@@ -25,7 +25,7 @@ from stratagem.simulator.graph.placement import Partial, Placements
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.sharding.tensor_parts import (
     Box,
-    Part,
+    TensorPart,
     box_elements,
     intersection,
     part_of,
@@ -91,13 +91,13 @@ class Transfer:
     def _by_receiver(self) -> dict[int, tuple[Move, ...]]:
         return _grouped(self.moves, lambda move: move.receiver)
 
-    def source_part(self, device: int) -> Part | None:
+    def source_part(self, device: int) -> TensorPart | None:
         """What `device` holds before; None when it takes no part."""
         if device not in self.source_mesh.devices:
             return None
         return part_of(self.sizes, self.source_placements, self.source_mesh, device)
 
-    def target_part(self, device: int) -> Part | None:
+    def target_part(self, device: int) -> TensorPart | None:
         """What `device` holds after; None when it takes no part."""
         if device not in self.target_mesh.devices:
             return None

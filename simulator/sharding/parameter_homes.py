@@ -65,7 +65,7 @@ def home_placements(weight: Weight, choice: Choice, shape: Sequence[int]) -> Pla
     )
 
 
-class Use(enum.Enum):
+class ParameterUse(enum.Enum):
     """What an operator is to one of its weights."""
 
     __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
@@ -84,18 +84,22 @@ def use_of(
     operator: Operator,
     weight: Weight,
     inside: set[int],
-) -> Use:
+) -> ParameterUse:
     """What `operator` is to its `weight` in a stage that runs the operators `inside`."""
     if not graph.parameter_index[weight.parameter].trainable:
         if not is_frozen(graph, operator, weight):
-            return Use.BUFFER
+            return ParameterUse.BUFFER
         readers = graph.frozen_readers[weight.parameter]
         first = next((i for i in readers if i in inside), None)
-        return Use.FROZEN if first in (None, graph.index[operator.name]) else Use.FROZEN_HERE
+        return (
+            ParameterUse.FROZEN
+            if first in (None, graph.index[operator.name])
+            else ParameterUse.FROZEN_HERE
+        )
     owning = owner[weight.parameter]
     if owning == operator.name:
-        return Use.OWNED
-    return Use.TIED_HERE if graph.index[owning] in inside else Use.TIED_ELSEWHERE
+        return ParameterUse.OWNED
+    return ParameterUse.TIED_HERE if graph.index[owning] in inside else ParameterUse.TIED_ELSEWHERE
 
 
 def is_frozen(graph: OperatorGraph, operator: Operator, weight: Weight) -> bool:
@@ -171,21 +175,21 @@ class Residence:
     """
 
     weight: Weight
-    use: Use
+    use: ParameterUse
     made: Placements
     home: Placements
     used: Placements
 
 
 def residences(
-    operator: Operator, uses: Sequence[Use], choice: Choice, shape: Sequence[int]
+    operator: Operator, uses: Sequence[ParameterUse], choice: Choice, shape: Sequence[int]
 ) -> Iterator[Residence]:
     """The weights of `operator` that it syncs or gathers itself; ZeRO is the owner's affair."""
     for weight, use in zip(operator.weights, uses, strict=True):
-        frozen = use in (Use.FROZEN, Use.FROZEN_HERE)
-        if use in (Use.BUFFER, Use.TIED_HERE) or (frozen and choice.zero < 3):
+        frozen = use in (ParameterUse.FROZEN, ParameterUse.FROZEN_HERE)
+        if use in (ParameterUse.BUFFER, ParameterUse.TIED_HERE) or (frozen and choice.zero < 3):
             continue
-        own = replace(choice, zero=0) if use is Use.TIED_ELSEWHERE else choice
+        own = replace(choice, zero=0) if use is ParameterUse.TIED_ELSEWHERE else choice
         home = home_placements(weight, own, shape)
         made = weight_gradient_placements(weight, choice.config)
         used = weight_placements(weight, choice.config)

@@ -26,11 +26,11 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The elements of `box` from `span[0]` to `span[1]`, in order; all of them without a span.
 
     Example:
-        >>> Part(((0, 3), (0, 5)), (4, 8)).pieces
+        >>> TensorPart(((0, 3), (0, 5)), (4, 8)).pieces
         (((0, 1), (4, 5)), ((1, 2), (0, 3)))
     """
 
@@ -99,25 +99,25 @@ def part_at(
     placements: Placements,
     shape: Sequence[int],
     coordinates: Sequence[int],
-) -> Part | None:
+) -> TensorPart | None:
     """What the device at some coordinates of a mesh holds; None when it is pinned elsewhere.
 
     Example:
         >>> from stratagem.simulator.graph.placement import FLAT
         >>> part_at((3, 5), (FLAT,), (4,), (3,))
-        Part(box=((0, 3), (0, 5)), span=(12, 15))
+        TensorPart(box=((0, 3), (0, 5)), span=(12, 15))
     """
     box = bounds_at(sizes, placements, shape, coordinates)
     axes = flat_axes(placements)
     if box is None or not axes:
-        return None if box is None else Part(box)
+        return None if box is None else TensorPart(box)
     ways, places = [shape[axis] for axis in axes], [coordinates[axis] for axis in axes]
-    return Part(box, shard_bounds(box_elements(box), ways, places))
+    return TensorPart(box, shard_bounds(box_elements(box), ways, places))
 
 
 def part_of(
     sizes: Sequence[int], placements: Placements, mesh: DeviceMesh, device: int
-) -> Part | None:
+) -> TensorPart | None:
     """`part_at` of a device of a mesh."""
     return part_at(sizes, placements, mesh.shape, mesh.coordinates(device))
 

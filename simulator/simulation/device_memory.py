@@ -19,7 +19,7 @@ import numpy as np
 from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_bytes
-from stratagem.simulator.schedules.actions import ActionKind, Held, Situation
+from stratagem.simulator.schedules.actions import ActionKind, Held, MemorySituation
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, Purpose
 
 PASSES = {
@@ -159,7 +159,7 @@ class DeviceMemory:
 
 def device_memory(
     tensors: Mapping[int, StageTensors],
-    found: Sequence[Situation],
+    found: Sequence[MemorySituation],
     capacity: int,
     *,
     split: bool = False,
@@ -202,7 +202,7 @@ def _held_bytes(stage: StageTensors, held: Held) -> int:
 
 
 def _alive(
-    tensors: Mapping[int, StageTensors], situation: Situation, which: int
+    tensors: Mapping[int, StageTensors], situation: MemorySituation, which: int
 ) -> tuple[Alive, ...]:
     """What is in memory at the place of the peak, by operator and use, largest first."""
     total: dict[tuple[Purpose, int, str, int], int] = {}

@@ -19,7 +19,7 @@ from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
 from stratagem.simulator.plan.weight_stashing import check_stashing
-from stratagem.simulator.pricing.cost_rows import Timed
+from stratagem.simulator.pricing.cost_rows import PricedTime
 from stratagem.simulator.pricing.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import (
     BoundaryRow,
@@ -45,7 +45,7 @@ from stratagem.simulator.simulation.device_memory import StageTensors
 from stratagem.simulator.stage.cell_layouts import Cells
 from stratagem.simulator.stage.device_cells import CellBlock, cell_block, pinned_axes
 from stratagem.simulator.stage.equal_stages import StageShapes
-from stratagem.simulator.stage.replica_sync import Home, HomeTask, home_tasks, homes_block
+from stratagem.simulator.stage.replica_sync import HomeTask, ReplicaHome, home_tasks, homes_block
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 from stratagem.simulator.stage.tails_of_backwards import with_parts_apart
 
@@ -111,7 +111,7 @@ class PlanModel:
     plan: Plan
     stages: tuple[StageModel, ...]
     boundaries: tuple[tuple[Edge, BoundaryRow], ...]
-    ties: tuple[tuple[int, int, Timed], ...]
+    ties: tuple[tuple[int, int, PricedTime], ...]
     macro: MacroGraph
     slices: tuple[PlanModel, ...] = ()
     mirror: PlanModel | None = None
@@ -269,7 +269,9 @@ def _mirrored_model(
         replace(stage, blocks=with_parts_apart(stage.blocks)) for stage in down.stages + up.stages
     ]
     count = len(plan.stages)
-    homes = [[Home(stage.builder, stage.table) for stage in way.stages] for way in (down, up)]
+    homes = [
+        [ReplicaHome(stage.builder, stage.table) for stage in way.stages] for way in (down, up)
+    ]
     tasks = [
         home_tasks(both, plan.cluster, plan.bucket_bytes) for both in zip(*homes, strict=True)
     ]
@@ -362,7 +364,7 @@ def _boundary(
 
 def _ties(
     plan: Plan, graph: OperatorGraph, builders: Sequence[TableBuilder]
-) -> tuple[tuple[int, int, Timed], ...]:
+) -> tuple[tuple[int, int, PricedTime], ...]:
     return tuple(
         (
             i,

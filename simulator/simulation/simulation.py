@@ -19,7 +19,7 @@ from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
-from stratagem.simulator.kernel_times.cost_model import CostModel, Source
+from stratagem.simulator.kernel_times.cost_model import CostModel, CostSource
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.simulation import predictions
@@ -293,6 +293,6 @@ def _relative_error(model: PlanModel) -> float:
 def _spread(model: PlanModel) -> float:
     """How far clusters are apart; 0 where the cluster, or some operator, has been measured."""
     rows = (stage.table.row(i) for stage in model.stages for i in stage.table.operators)
-    if any(Source.MEASURED.value in row.sources for row in rows):
+    if any(CostSource.MEASURED.value in row.sources for row in rows):
         return 0.0
     return model.plan.cluster.calibration.spread

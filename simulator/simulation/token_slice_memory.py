@@ -22,7 +22,13 @@ import numpy as np
 from stratagem.simulator.graph.token_slices import OWN, PREFIX
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.pricing.cost_table import CostTable
-from stratagem.simulator.schedules.actions import Action, ActionKind, Held, Situation, fullest
+from stratagem.simulator.schedules.actions import (
+    Action,
+    ActionKind,
+    Held,
+    MemorySituation,
+    fullest,
+)
 from stratagem.simulator.simulation.device_memory import (
     BlockRun,
     DeviceMemory,
@@ -30,7 +36,7 @@ from stratagem.simulator.simulation.device_memory import (
     device_memory,
 )
 from stratagem.simulator.simulation.priced_plan import PlanModel, StageModel
-from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, Purpose, Tensor
+from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, LivingTensor, Purpose
 
 GRADIENTS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
@@ -90,7 +96,7 @@ def _waiting(model: PlanModel, stage: int, number: int) -> int:
     return len(model.stages) + _entry(model, stage, number)
 
 
-def _situations(model: PlanModel, order: Iterable[Action]) -> Iterator[Situation]:
+def _situations(model: PlanModel, order: Iterable[Action]) -> Iterator[MemorySituation]:
     """What a rank holds of other passes while each of its actions runs."""
     waiting: dict[int, int] = {}
     late: dict[int, int] = {}
@@ -106,7 +112,7 @@ def _situations(model: PlanModel, order: Iterable[Action]) -> Iterator[Situation
         elif action.kind is ActionKind.WEIGHT_GRADIENT:
             late[at] -= 1
         held = tuple(Held(key, count, late.get(key, 0)) for key, count in sorted(waiting.items()))
-        yield Situation(at, action.kind, held)
+        yield MemorySituation(at, action.kind, held)
         if action.kind is ActionKind.FORWARD:
             waiting[at] += 1
         elif action.kind is ActionKind.INPUT_GRADIENT:
@@ -142,7 +148,7 @@ def _own_bytes(part: StageModel, prefix: int) -> int:
     return int(row.output_bytes[0][0]) // operator.sizes[key] * operator.sizes[own]
 
 
-def _gradient_tensors(model: PlanModel, stage: int, number: int) -> Iterator[Tensor]:
+def _gradient_tensors(model: PlanModel, stage: int, number: int) -> Iterator[LivingTensor]:
     """Gradients for earlier slices that the last one makes, or that a slice takes."""
     last = len(model.parts) - 1
     part = model.stages[_entry(model, stage, number)]
@@ -151,18 +157,18 @@ def _gradient_tensors(model: PlanModel, stage: int, number: int) -> Iterator[Ten
     for prefix in _prefixes(part):
         back = 2 * n - 1 - place[prefix]
         if number < last:
-            yield Tensor(Purpose.TENSORS, prefix, _own_bytes(part, prefix), n, back)
+            yield LivingTensor(Purpose.TENSORS, prefix, _own_bytes(part, prefix), n, back)
             continue
         earlier = (model.stages[_entry(model, stage, each)] for each in range(last))
         nbytes = sum(_own_bytes(each, prefix) for each in earlier)
-        yield Tensor(Purpose.TENSORS, prefix, nbytes, back, 2 * n - 1)
+        yield LivingTensor(Purpose.TENSORS, prefix, nbytes, back, 2 * n - 1)
 
 
 def _gradients(model: PlanModel, stage: int, number: int) -> StageTensors:
     """The gradients for a slice while no pass of it or of the last slice runs."""
     part = model.stages[_entry(model, stage, number)]
     more = [
-        Tensor(Purpose.TENSORS, prefix, _own_bytes(part, prefix), 0, 1)
+        LivingTensor(Purpose.TENSORS, prefix, _own_bytes(part, prefix), 0, 1)
         for prefix in _prefixes(part)
     ]
     known = replace(part.tensors.lifetimes, num_operators=1)
@@ -174,7 +180,7 @@ def _stage_tensors(part: StageModel, lifetimes: Lifetimes) -> StageTensors:
     return replace(part.tensors, lifetimes=lifetimes, nbytes=lifetimes.bytes_under(none))
 
 
-def _kept_for_later(part: StageModel) -> Iterator[Tensor]:
+def _kept_for_later(part: StageModel) -> Iterator[LivingTensor]:
     """What prefixes of later slices read, where the slice itself does not keep it."""
     table = part.table
     place = {i: p for p, i in enumerate(table.operators)}
@@ -187,12 +193,12 @@ def _kept_for_later(part: StageModel) -> Iterator[Tensor]:
         made = edge.producer, edge.output
         if copied:
             born = place[edge.consumer]
-            yield Tensor(Purpose.ACTIVATIONS, edge.consumer, copied, born, until)
+            yield LivingTensor(Purpose.ACTIVATIONS, edge.consumer, copied, born, until)
         elif _is_dropped(table, edge) and made not in seen:
             seen.add(made)
             nbytes = int(table.row(edge.producer).output_bytes[edge.output][0])
             born = place[edge.producer]
-            yield Tensor(Purpose.ACTIVATIONS, edge.producer, nbytes, born, until)
+            yield LivingTensor(Purpose.ACTIVATIONS, edge.producer, nbytes, born, until)
 
 
 def _is_dropped(table: CostTable, edge: Edge) -> bool:

@@ -32,14 +32,21 @@ from typing import Any
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Ints
-from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, SharedBy, Timed
+from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, PricedTime, SharedBy
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
 from stratagem.simulator.sharding.parameter_homes import gradient_buckets
 from stratagem.simulator.stage.bucketed_syncs import shared_latency, shortened
 from stratagem.simulator.stage.recompute_triggers import recompute_triggers
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, chains_of, sharing_of
-from stratagem.simulator.stage.stage_blocks import PREFETCH, Block, Draft, Pool, Role, StageBlocks
+from stratagem.simulator.stage.stage_blocks import (
+    PREFETCH,
+    Block,
+    BlockDraft,
+    Pool,
+    Role,
+    StageBlocks,
+)
 
 
 def stage_blocks(
@@ -87,10 +94,10 @@ class _Host:
     """The host of a block: it launches one kernel after the other, ahead of the device."""
 
     writer: _Writer
-    draft: Draft
+    draft: BlockDraft
     last: list[int] = field(default_factory=list)
 
-    def launches(self, i: int, what: str, timed: Timed) -> list[int]:
+    def launches(self, i: int, what: str, timed: PricedTime) -> list[int]:
         """What a pass of operator `i` waits for; nothing where launches are not modelled."""
         if not self.writer.table.row(i).is_launched:
             return []
@@ -119,7 +126,7 @@ class _Writer:
     inputs_first: bool
     stashes: bool
     pool: Pool = field(default_factory=Pool)
-    _parts: dict[tuple[int, int, str], Timed] = field(default_factory=dict)
+    _parts: dict[tuple[int, int, str], PricedTime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.incoming = self.table.incoming
@@ -203,14 +210,14 @@ class _Writer:
 
     def weight_backward(self) -> Block:
         """The gradients of parameters, and what they end in."""
-        draft = Draft(self.table.graph.names)
+        draft = BlockDraft(self.table.graph.names)
         done: dict[int, int] = {}
         for i in reversed(self.table.operators):
             done[i] = self._weight_gradient(draft, i, list(done.values())[-1:])
         self._parameters(draft, done)
         return draft.finish()
 
-    def _weight_gradient(self, draft: Draft, i: int, before: Sequence[int]) -> int:
+    def _weight_gradient(self, draft: BlockDraft, i: int, before: Sequence[int]) -> int:
         row = self._row(i)
         number = self.pool.add(self._whole(row.weight_gradient, row.pieces))
         return draft.operator_task("{0} weight gradient", Role.WEIGHT_GRADIENT, i, number, before)
@@ -219,11 +226,11 @@ class _Writer:
 
     def _passes(
         self,
-        draft: Draft,
+        draft: BlockDraft,
         i: int,
         what: str,
         role: Role,
-        timed: Timed,
+        timed: PricedTime,
         first: Sequence[int],
         arrivals: Sequence[Sequence[int]],
     ) -> list[int]:
@@ -245,7 +252,7 @@ class _Writer:
         now: _Pass,
         k: int,
         by: SharedBy,
-        timed: Timed,
+        timed: PricedTime,
         pieces: tuple[Ints, Ints],
         made: Sequence[int],
         launch: Sequence[int],
@@ -275,7 +282,13 @@ class _Writer:
         return ours, theirs
 
     def _converted(
-        self, draft: Draft, k: int, by: SharedBy, j: int, timed: Timed, before: Sequence[int]
+        self,
+        draft: BlockDraft,
+        k: int,
+        by: SharedBy,
+        j: int,
+        timed: PricedTime,
+        before: Sequence[int],
     ) -> int:
         role, arrow = _CONVERSIONS[by]
         label = arrow + (f", piece {j + 1}" if j else "")
@@ -283,11 +296,11 @@ class _Writer:
 
     def pair(
         self,
-        draft: Draft,
+        draft: BlockDraft,
         k: int,
         label: str,
         role: Role,
-        timed: Timed,
+        timed: PricedTime,
         before: Sequence[int],
         by: SharedBy,
     ) -> int:
@@ -349,7 +362,7 @@ class _Writer:
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def _parameters(self, draft: Draft, done: Mapping[int, int]) -> None:
+    def _parameters(self, draft: BlockDraft, done: Mapping[int, int]) -> None:
         """Sync, update and publish of parameters; tied ones are joined at their owner.
 
         Updates wait for all gradients.
@@ -366,7 +379,7 @@ class _Writer:
 
     def _parameter(
         self,
-        draft: Draft,
+        draft: BlockDraft,
         i: int,
         before: int | None,
         full: Sequence[int],
@@ -393,7 +406,7 @@ class _Writer:
         for k in tied:
             self._tie(draft, k, Role.TIE_PUBLISH, tie_rows[k].publish, [update])
 
-    def _sync(self, draft: Draft, i: int, before: int | None, after: Sequence[int]) -> int:
+    def _sync(self, draft: BlockDraft, i: int, before: int | None, after: Sequence[int]) -> int:
         role, row = Role.SYNC, self._row(i)
         if self.bucket_bytes:
             row_before = None if before is None else self._row(before)
@@ -414,22 +427,24 @@ class _Writer:
         nbytes = {i: int(self._row(i).gradient_bytes.max()) for i in order}
         return gradient_buckets(order, nbytes, self.bucket_bytes)
 
-    def _tie(self, draft: Draft, k: int, role: Role, timed: Timed, before: Sequence[int]) -> int:
+    def _tie(
+        self, draft: BlockDraft, k: int, role: Role, timed: PricedTime, before: Sequence[int]
+    ) -> int:
         inner = 0 if not self.stashes else None
         return self._tied(draft, k, "{0} ↔ {1}", role, timed, before, inner)
 
-    def tie_gather(self, draft: Draft, k: int, before: Sequence[int]) -> int:
+    def tie_gather(self, draft: BlockDraft, k: int, before: Sequence[int]) -> int:
         """The gather of a tied parameter by its user, in every block."""
         timed = self.table.tie_rows[k].gather
         return self._tied(draft, k, "{1} gather", Role.TIE_GATHER, timed, before, None)
 
     def _tied(
         self,
-        draft: Draft,
+        draft: BlockDraft,
         k: int,
         label: str,
         role: Role,
-        timed: Timed,
+        timed: PricedTime,
         before: Sequence[int],
         inner: int | None,
     ) -> int:
@@ -453,24 +468,24 @@ class _Writer:
     def _num_pieces(self, i: int) -> int:
         return self._row(i).most_pieces
 
-    def _part(self, timed: Timed, j: int, active: Flags) -> Timed:
+    def _part(self, timed: PricedTime, j: int, active: Flags) -> PricedTime:
         """One piece of a row: `timed` where it is `active`."""
         key = (id(timed), j, "part")
         if key not in self._parts:
             self._parts[key] = timed.where(active)
         return self._parts[key]
 
-    def _whole(self, timed: Timed, pieces: Ints) -> Timed:
+    def _whole(self, timed: PricedTime, pieces: Ints) -> PricedTime:
         key = (id(timed), 0, "whole")
         if key not in self._parts:
-            self._parts[key] = Timed(timed.ns * pieces, timed.mask)
+            self._parts[key] = PricedTime(timed.ns * pieces, timed.mask)
         return self._parts[key]
 
 
 class _Prefetch:
     """Gathers of parameters: each is released by the operator `PREFETCH` before its own."""
 
-    def __init__(self, writer: _Writer, draft: Draft) -> None:
+    def __init__(self, writer: _Writer, draft: BlockDraft) -> None:
         self._writer, self._draft = writer, draft
         self.passed: list[int] = []
         self.made: dict[int, None] = {}
@@ -506,7 +521,7 @@ class _Pass:
     """
 
     def __init__(self, writer: _Writer, *, backwards: bool = False) -> None:
-        self.draft = Draft(writer.table.graph.names)
+        self.draft = BlockDraft(writer.table.graph.names)
         self.done: dict[int, list[int]] = {}
         self.again: dict[int, int] = {}
         self.converted: dict[int, tuple[list[int], list[int]]] = {}

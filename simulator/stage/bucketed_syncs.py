@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.pricing.cost_rows import OperatorRow, Timed
+from stratagem.simulator.pricing.cost_rows import OperatorRow, PricedTime
 
 
 def shared_latency(before: OperatorRow | None, row: OperatorRow) -> Ints:
@@ -24,7 +24,7 @@ def shared_latency(before: OperatorRow | None, row: OperatorRow) -> Ints:
     return np.rint(np.array(saved) * 1e9).astype(np.int64)
 
 
-def shortened(timed: Timed, saved: Ints) -> Timed:
+def shortened(timed: PricedTime, saved: Ints) -> PricedTime:
     """Times less what is saved; what takes time still takes some."""
     ns = np.where(timed.ns > 0, np.maximum(timed.ns[None, :] - saved, 1), 0)
-    return Timed(ns, np.broadcast_to(timed.mask, ns.shape))
+    return PricedTime(ns, np.broadcast_to(timed.mask, ns.shape))

@@ -22,19 +22,24 @@ from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.operator import factor_sizes
-from stratagem.simulator.pricing.cost_rows import Timed, timed
+from stratagem.simulator.pricing.cost_rows import PricedTime, timed
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import syncs_compute
 from stratagem.simulator.schedules.macro_graph import ALL, CopyTask
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum, joint_mesh
-from stratagem.simulator.sharding.parameter_homes import Use, gradient_buckets, residences, use_of
+from stratagem.simulator.sharding.parameter_homes import (
+    ParameterUse,
+    gradient_buckets,
+    residences,
+    use_of,
+)
 from stratagem.simulator.sharding.resharding_paths import Resharder, Step, shared_resharder
 from stratagem.simulator.stage.stage_blocks import KIND_OF_ROLE, Role
 
 Paths = list[tuple[Step, ...]]
 
 
-class Home(NamedTuple):
+class ReplicaHome(NamedTuple):
     """A stage on one of its homes, with one choice per operator."""
 
     builder: TableBuilder
@@ -52,7 +57,7 @@ class HomeTask(NamedTuple):
 
 
 def home_tasks(
-    homes: tuple[Home, Home], cluster: Cluster, bucket_bytes: int
+    homes: tuple[ReplicaHome, ReplicaHome], cluster: Cluster, bucket_bytes: int
 ) -> tuple[HomeTask, ...]:
     """What a stage does on its homes behind its last backward blocks.
 
@@ -83,7 +88,7 @@ def home_sync_paths(builder: TableBuilder, table: CostTable, i: int, joint: Resh
             after_sum(lies.home),
         )
         for lies in residences(operator, uses, choice, shape)
-        if lies.use is Use.OWNED
+        if lies.use is ParameterUse.OWNED
     ]
 
 
@@ -91,7 +96,7 @@ def home_sync_paths(builder: TableBuilder, table: CostTable, i: int, joint: Resh
 class _Writer:
     """Writes the tasks of a stage."""
 
-    homes: tuple[Home, Home]
+    homes: tuple[ReplicaHome, ReplicaHome]
     cluster: Cluster
     bucket_bytes: int
     made: list[HomeTask] = field(default_factory=list)
@@ -119,7 +124,7 @@ class _Writer:
                 self._update(CopyTask(copy, number), i)
         return tuple(self.made)
 
-    def _sums(self, bucket: Sequence[int]) -> Iterator[Timed]:
+    def _sums(self, bucket: Sequence[int]) -> Iterator[PricedTime]:
         """The times of the sums of a bucket; equal paths pay their latency once."""
         builder, table = self.homes[0].builder, self.homes[0].table
         itemsize = builder.training.gradient_bytes
@@ -145,7 +150,7 @@ class _Writer:
                 price = table.tie_rows[k].publish
                 self._add(task, Role.TIE_PUBLISH, f"{names[i]} ↔ {names[user]}", price)
 
-    def _add(self, task: CopyTask, role: Role, name: str, price: Timed) -> None:
+    def _add(self, task: CopyTask, role: Role, name: str, price: PricedTime) -> None:
         ns, mask = (int(each.ravel()[0]) for each in (price.ns, price.mask))
         if ns:
             self.made.append(HomeTask(task, name, KIND_OF_ROLE[role], ns, mask))

@@ -29,7 +29,7 @@ from stratagem.simulator.hardware.resources import (
     SET_OFFSETS,
     SET_RESOURCES,
 )
-from stratagem.simulator.pricing.cost_rows import Timed
+from stratagem.simulator.pricing.cost_rows import PricedTime
 from stratagem.simulator.pricing.repeated_layers import extrapolated
 from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
@@ -276,9 +276,9 @@ class Pool:
         self._ns: list[Ints] = [np.zeros(1, dtype=np.int64)]
         self._mask: list[Ints] = [np.zeros(1, dtype=np.int64)]
         self._size = 1
-        self._seen: dict[int, tuple[Timed, int]] = {}
+        self._seen: dict[int, tuple[PricedTime, int]] = {}
 
-    def add(self, timed: Timed) -> int:
+    def add(self, timed: PricedTime) -> int:
         """Append a row and return where it begins; 0 when it never has anything to do."""
         if id(timed) in self._seen:
             return self._seen[id(timed)][1]
@@ -301,7 +301,7 @@ _Task = tuple[str, Role, int, int, int, int, int, int, int, int, Sequence[int]]
 stride, base, inner base, gate, predecessors. Millions are made, so it is a plain tuple."""
 
 
-class Draft:
+class BlockDraft:
     """A block while it is being built: tasks in order, and their predecessors.
 
     Args:

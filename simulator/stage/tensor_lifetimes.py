@@ -46,7 +46,7 @@ class Purpose(Enum):
     STASHED = "older weights"
 
 
-class Tensor(NamedTuple):
+class LivingTensor(NamedTuple):
     """A tensor of an operator whose bytes do not depend on choices."""
 
     use: Purpose
@@ -98,7 +98,7 @@ class Lifetimes:
             sharing=self.sharing.moved(by),
         )
 
-    def with_tensors(self, more: Sequence[Tensor], *, of: Flags) -> Lifetimes:
+    def with_tensors(self, more: Sequence[LivingTensor], *, of: Flags) -> Lifetimes:
         """Those of these tensors that `of` marks, and `more`."""
         kept = np.flatnonzero(of)
         rows = np.array([each[1:] for each in more], dtype=np.int64).reshape(-1, 4).T

@@ -24,7 +24,7 @@ from stratagem.profiler import (
     describe_environment,
 )
 from stratagem.profiler.cache.rows import row_of
-from stratagem.profiler.cache.timing_keys import CollectiveEntry, Entry
+from stratagem.profiler.cache.timing_keys import CacheEntry, CollectiveEntry
 from stratagem.profiler.imports.importing import FileFormat, import_file
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.collective_times import Collective
@@ -49,13 +49,13 @@ NCCL = """# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807
 
 def timing(
     size: int, where: Environment = HERE, found: Measurement = GOOD, days: float = 0.0
-) -> Entry:
+) -> CacheEntry:
     operator = next(o for o in mlp([size, 8], batch=4).operators if o.kind == "linear")
     key = TimingKey(where, operator, "float32", Direction.FORWARD)
     return TimingEntry(key, found, NOW - days * DAY)
 
 
-def collective(days: float = 0.0) -> Entry:
+def collective(days: float = 0.0) -> CacheEntry:
     key = CollectiveKey(GPU, Collective.ALL_REDUCE, 2**20, 8, "nccl")
     return CollectiveEntry(key, GOOD, NOW - days * DAY)
 
@@ -69,7 +69,7 @@ def plain(result: Result) -> str:
     return " ".join(result.output.split())
 
 
-def fill(path: Path, *entries: Entry) -> Path:
+def fill(path: Path, *entries: CacheEntry) -> Path:
     with TimingCache(path) as cache:
         cache.merge(entries)
     return path

@@ -40,7 +40,9 @@ def case(make: Callable[[], Case]) -> Callable[[], Case]:
 
 
 def operator_of(
-    b: GraphBuilder, made: operator_drafts.Tensor, seen: operator_drafts.Tensor | None = None
+    b: GraphBuilder,
+    made: operator_drafts.DraftTensor,
+    seen: operator_drafts.DraftTensor | None = None,
 ) -> Operator:
     """The operator that made a tensor, after the graph has settled how it is seen."""
     seen = made if seen is None else seen
@@ -48,7 +50,9 @@ def operator_of(
 
 
 def builder() -> tuple[
-    GraphBuilder, Callable[..., operator_drafts.Tensor], Callable[..., operator_drafts.Tensor]
+    GraphBuilder,
+    Callable[..., operator_drafts.DraftTensor],
+    Callable[..., operator_drafts.DraftTensor],
 ]:
     """A builder, and short ways to float64 inputs and parameters."""
     b = GraphBuilder("one operator")
@@ -185,8 +189,8 @@ def rms_norm() -> Case:
 
 
 def norm_weights(
-    w: Callable[..., operator_drafts.Tensor], channels: int
-) -> list[operator_drafts.Tensor]:
+    w: Callable[..., operator_drafts.DraftTensor], channels: int
+) -> list[operator_drafts.DraftTensor]:
     return [w(channels), w(channels), *(w(channels, trainable=False) for _ in range(2))]
 
 

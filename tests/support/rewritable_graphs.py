@@ -12,7 +12,7 @@ from torch import Tensor
 from stratagem.executor import ExecutionResult, execute
 from stratagem.executor.running.torch_reference import gradient_errors
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor as Handle
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor as Handle
 from stratagem.simulator.graph.building.operator_drafts import part, reshape, select, transpose
 from stratagem.simulator.graph.models import gpt, layers, llama, moe
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -22,9 +22,9 @@ from stratagem.searcher.ilp.problem._reduction_kernels import (
     dual_bound,
     priced_costs,
 )
-from stratagem.searcher.ilp.problem.flat_arrays import Flat
+from stratagem.searcher.ilp.problem.flat_arrays import FlatInstance
 from stratagem.searcher.ilp.problem.memory_rows import FlatWindows, only, some_rows
-from stratagem.searcher.ilp.problem.reductions import Problem
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.simulator.base.arrays import Floats, Ints
 
 FIRST_PASSES, PASSES = 20, 4
@@ -46,7 +46,7 @@ SURE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Effort:
+class AscentEffort:
     """Fine steps at the most, the share of the way to the goal under which they end, and passes:
     to begin with, after every step, and in the end."""
 
@@ -57,8 +57,8 @@ class Effort:
     last: int
 
 
-THOROUGH = Effort(60, 1e-5, first=20, passes=4, last=40)
-QUICK = Effort(12, 1e-3, first=3, passes=2, last=4)
+THOROUGH = AscentEffort(60, 1e-5, first=20, passes=4, last=40)
+QUICK = AscentEffort(12, 1e-3, first=3, passes=2, last=4)
 
 
 class Ascent:
@@ -67,10 +67,10 @@ class Ascent:
     Of many rows of memory only some are priced at first; those join that its choices break.
     """
 
-    def __init__(self, problem: Problem, prices: Floats) -> None:
+    def __init__(self, problem: ReducedInstance, prices: Floats) -> None:
         assert problem.memory is not None
         self.problem, self.memory = problem, problem.memory
-        self.flat = flat = Flat.of(problem)
+        self.flat = flat = FlatInstance.of(problem)
         self.prices = np.empty(0)
         self.rows = np.empty(0, np.int64)
         self._price_rows(some_rows(self.memory.num_rows, prices, MAX_ROWS), prices)
@@ -123,7 +123,7 @@ class Ascent:
         """Raise the bound a little from duals that are good already."""
         self._refine(target, deadline, QUICK)
 
-    def _refine(self, target: float, deadline: float, effort: Effort) -> None:
+    def _refine(self, target: float, deadline: float, effort: AscentEffort) -> None:
         self.bound = self._passes(effort.first)
         share, slope = FIRST_SHARE, self._slope()
         best = self.messages.copy(), self.prices.copy()

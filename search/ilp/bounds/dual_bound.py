@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratagem.searcher.ilp.problem.reductions import Problem, keep
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance, keep
 from stratagem.simulator.base.arrays import Floats, Ints
 
 
@@ -25,7 +25,7 @@ class Dual:
     Signs are those of the duals of the marginal constraints of `linear_relaxation.Program`.
     """
 
-    def __init__(self, problem: Problem, prices: Floats) -> None:
+    def __init__(self, problem: ReducedInstance, prices: Floats) -> None:
         self.problem = problem
         self.prices = prices
         self.messages: dict[tuple[int, int], Floats] = {}

@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 
 from stratagem.searcher.ilp.bounds.dual_bound import Dual
 from stratagem.searcher.ilp.bounds.relaxation_result import Relaxed
-from stratagem.searcher.ilp.problem.reductions import Problem
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.simulator.base.arrays import Floats
 
 FIRST_ROWS = 32
@@ -23,10 +23,10 @@ BROKEN = 1e-7
 """Share of a limit beyond which a row counts as broken."""
 
 
-class Program:
+class LinearProgram:
     """The program of a problem as sparse matrices; rows of memory are added by number."""
 
-    def __init__(self, problem: Problem, scale: float) -> None:
+    def __init__(self, problem: ReducedInstance, scale: float) -> None:
         assert problem.memory is not None
         self.problem, self.scale = problem, scale
         self.nodes = problem.alive

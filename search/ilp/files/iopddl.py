@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stratagem.searcher.ilp.problem.instance import Device, Edge, Instance, Use
+from stratagem.searcher.ilp.problem.instance import CostEdge, Device, Instance, MemoryUse
 from stratagem.simulator.base.arrays import Floats, Ints
 
 FORBIDDEN = 10**18
@@ -86,7 +86,7 @@ def _costs(figures: list[int]) -> Floats:
     return costs
 
 
-def _edges(path: Path, problem: _Problem) -> list[Edge]:
+def _edges(path: Path, problem: _Problem) -> list[CostEdge]:
     """Edges; those with equal costs share one array."""
     counts = [len(costs) for costs in problem.nodes.costs]
     shared: dict[tuple[int, int, bytes], Floats] = {}
@@ -105,11 +105,11 @@ def _edges(path: Path, problem: _Problem) -> list[Edge]:
             )
         costs = _costs(figures)
         costs = shared.setdefault((rows, columns, costs.tobytes()), costs.reshape(rows, columns))
-        found.append(Edge(first, second, costs))
+        found.append(CostEdge(first, second, costs))
     return found
 
 
-def _uses(path: Path, nodes: _Nodes) -> list[Use]:
+def _uses(path: Path, nodes: _Nodes) -> list[MemoryUse]:
     found = []
     for node, (interval, usage) in enumerate(zip(nodes.intervals, nodes.usages, strict=True)):
         if len(interval) not in (0, 2):
@@ -118,7 +118,9 @@ def _uses(path: Path, nodes: _Nodes) -> list[Use]:
                 "[start, end) or empty"
             )
         if interval:
-            found.append(Use(node, interval[0], interval[1], np.array(usage, dtype=np.int64)))
+            found.append(
+                MemoryUse(node, interval[0], interval[1], np.array(usage, dtype=np.int64))
+            )
     return found
 
 

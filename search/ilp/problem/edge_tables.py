@@ -26,7 +26,7 @@ class Facts:
     parts: tuple[Floats, Floats] | None
 
 
-class Tables:
+class EdgeTables:
     """Interned tables: equal ones are one object, so that work on one is done once."""
 
     def __init__(self) -> None:

@@ -19,11 +19,11 @@ from stratagem.searcher.ilp.problem._reduction_kernels import (
     min_plus,
     worst_differences,
 )
-from stratagem.searcher.ilp.problem.memory_rows import Memory
+from stratagem.searcher.ilp.problem.memory_rows import MemoryRows
 from stratagem.searcher.ilp.problem.reductions import (
     Decided,
-    Problem,
     Propagation,
+    ReducedInstance,
     connect,
     disconnect,
     keep,
@@ -35,7 +35,7 @@ MAX_DOMINANCE_WORK = 50_000_000
 """Comparisons of entries for one node beyond which domination is not looked for."""
 
 
-def simplify(problem: Problem) -> None:
+def simplify(problem: ReducedInstance) -> None:
     """Reduce until nothing more is found.
 
     Raises:
@@ -56,7 +56,7 @@ def simplify(problem: Problem) -> None:
         waiting = touched
 
 
-def _drop_oversized(problem: Problem) -> set[int]:
+def _drop_oversized(problem: ReducedInstance) -> set[int]:
     """Drop what cannot be held; gives the nodes that may now lose more."""
     memory = problem.memory
     assert memory is not None
@@ -81,7 +81,7 @@ def _drop_oversized(problem: Problem) -> set[int]:
     return touched
 
 
-def _forbid_pairs(problem: Problem, memory: Memory, node: int, other: int) -> bool:
+def _forbid_pairs(problem: ReducedInstance, memory: MemoryRows, node: int, other: int) -> bool:
     """Forbid pairs of strategies that are over a limit together; whether there are any."""
     one, two = memory.windows[node], memory.windows[other]
     first, end = max(one.first, two.first), min(one.end, two.end)
@@ -103,7 +103,9 @@ def _forbid_pairs(problem: Problem, memory: Memory, node: int, other: int) -> bo
     return True
 
 
-def _drop_dominated(problem: Problem, node: int, differences: dict[int, Floats]) -> set[int]:
+def _drop_dominated(
+    problem: ReducedInstance, node: int, differences: dict[int, Floats]
+) -> set[int]:
     """Drop strategies of a node; gives the nodes that may now lose some too."""
     costs, links = problem.costs[node], problem.links[node]
     work = len(costs) ** 2 * (1 + sum(len(problem.costs[other]) for other in links))
@@ -121,13 +123,13 @@ def _drop_dominated(problem: Problem, node: int, differences: dict[int, Floats])
     return {node, *links}
 
 
-def _bytes(problem: Problem, node: int) -> Ints:
+def _bytes(problem: ReducedInstance, node: int) -> Ints:
     assert problem.memory is not None
     nbytes = problem.memory.windows[node].nbytes
     return nbytes if nbytes.shape[1] else np.zeros((len(problem.costs[node]), 0), np.int64)
 
 
-def _eliminate(problem: Problem, node: int) -> set[int]:
+def _eliminate(problem: ReducedInstance, node: int) -> set[int]:
     """Eliminate a node if that is exact and makes nothing larger; gives its neighbours."""
     assert problem.memory is not None
     others = list(problem.links[node])
@@ -156,14 +158,14 @@ def _eliminate(problem: Problem, node: int) -> set[int]:
     return set(others)
 
 
-def _grows(problem: Problem, node: int, one: int, other: int) -> bool:
+def _grows(problem: ReducedInstance, node: int, one: int, other: int) -> bool:
     if other in problem.links[one]:
         return False
     a, b, k = len(problem.costs[one]), len(problem.costs[other]), len(problem.costs[node])
     return a * b > k * (a + b)
 
 
-def _follow(problem: Problem, node: int, other: int) -> set[int]:
+def _follow(problem: ReducedInstance, node: int, other: int) -> set[int]:
     """Merge a node that uses memory into its only neighbour, where it has one best answer."""
     together = problem.costs[node][:, None] + problem.links[node][other]
     cheapest = together == together.min(axis=0)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stratagem.searcher.ilp.problem.reductions import Problem
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.simulator.base.arrays import Floats, Ints
 
 FORBIDDEN_FACTOR = 100.0
@@ -15,7 +15,7 @@ FORBIDDEN_FACTOR = 100.0
 
 
 @dataclass(frozen=True, eq=False)
-class Flat:
+class FlatInstance:
     """Costs, neighbours and tables of the nodes that are alive.
 
     Directed edge e is one of `adjacency[i]` to `adjacency[i + 1]`, goes to `neighbours[e]`, has
@@ -36,7 +36,7 @@ class Flat:
     places: Ints
 
     @classmethod
-    def of(cls, problem: Problem) -> Flat:
+    def of(cls, problem: ReducedInstance) -> FlatInstance:
         """Lay out a problem."""
         nodes = problem.alive
         place = {node: number for number, node in enumerate(nodes)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stratagem.searcher.ilp.problem.reductions import Problem
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.simulator.base.arrays import Ints
 
 ROUNDING = 1e-13
@@ -17,10 +17,10 @@ NEGLIGIBLE = 1e-9
 
 
 @dataclass
-class Incumbent:
+class BestAssignment:
     """The best solution of a problem so far; `deadline` is of the clock `time.perf_counter`."""
 
-    problem: Problem
+    problem: ReducedInstance
     tolerance: float
     deadline: float
     integral: bool
@@ -51,7 +51,7 @@ class Incumbent:
         """Time until the deadline."""
         return self.deadline - time.perf_counter()
 
-    def consider(self, part: Problem, choice: Ints) -> None:
+    def consider(self, part: ReducedInstance, choice: Ints) -> None:
         """Take a choice of the nodes of a part if it is allowed and better."""
         cost, fits = part.evaluate(choice)
         if not fits or not cost < self.cost:

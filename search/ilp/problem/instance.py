@@ -12,7 +12,7 @@ from stratagem.simulator.base.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)
-class Edge:
+class CostEdge:
     """What two nodes cost together: `costs[k, l]` if `first` chooses k and `second` chooses l.
 
     Infinity forbids the pair. Edges of the same two nodes add up.
@@ -32,7 +32,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Use:
+class MemoryUse:
     """Bytes that `node` holds on a device in the steps [start, end), by its strategy."""
 
     node: int
@@ -50,7 +50,7 @@ class Instance:
         >>> import numpy as np
         >>> disagree = np.array([[0.0, 2.0], [2.0, 0.0]])
         >>> costs = (np.array([1.0, 0.0]), np.array([0.0, 5.0]))
-        >>> pair = Instance(costs, (Edge(0, 1, disagree),))
+        >>> pair = Instance(costs, (CostEdge(0, 1, disagree),))
         >>> pair.objective([0, 0])
         1.0
 
@@ -62,8 +62,8 @@ class Instance:
     """
 
     costs: tuple[Floats, ...]
-    edges: tuple[Edge, ...] = ()
-    uses: tuple[Use, ...] = ()
+    edges: tuple[CostEdge, ...] = ()
+    uses: tuple[MemoryUse, ...] = ()
     devices: tuple[Device, ...] = ()
     names: tuple[str, ...] = ()
 
@@ -88,7 +88,7 @@ class Instance:
         for use in self.uses:
             self._check_use(use)
 
-    def _check_edge(self, edge: Edge, checked: set[int]) -> None:
+    def _check_edge(self, edge: CostEdge, checked: set[int]) -> None:
         ends = f"the edge of nodes {edge.first} and {edge.second}"
         if not (0 <= edge.first < self.num_nodes and 0 <= edge.second < self.num_nodes):
             raise ValueError(f"{ends} names a node that is not one of {self.num_nodes}")
@@ -105,7 +105,7 @@ class Instance:
             checked.add(id(edge.costs))
             _check_costs(edge.costs, ends)
 
-    def _check_use(self, use: Use) -> None:
+    def _check_use(self, use: MemoryUse) -> None:
         if not 0 <= use.node < self.num_nodes:
             raise ValueError(
                 f"memory of node {use.node} is given, but there are {self.num_nodes} nodes"

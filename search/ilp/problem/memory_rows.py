@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.searcher.ilp.problem._reduction_kernels import implied_rows
-from stratagem.searcher.ilp.problem.instance import Instance, Use, limits
+from stratagem.searcher.ilp.problem.instance import Instance, MemoryUse, limits
 from stratagem.simulator.base.arrays import Floats, Ints
 
 
@@ -27,7 +27,7 @@ class OverLimitError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class MemoryWindow:
     """Bytes of a node: `nbytes[k, r]` in row `first + r` under strategy k."""
 
     first: int
@@ -39,16 +39,18 @@ class Window:
         return self.first + int(self.nbytes.shape[1])
 
 
-EMPTY = Window(0, np.zeros((1, 0), np.int64))
+EMPTY = MemoryWindow(0, np.zeros((1, 0), np.int64))
 
 
-class Memory:
+class MemoryRows:
     """The rows of a problem, their limits in bytes, and the window of every node.
 
     `devices` and `steps` say where a row comes from: the first step that it stands for.
     """
 
-    def __init__(self, limits: Ints, devices: Ints, steps: Ints, windows: list[Window]) -> None:
+    def __init__(
+        self, limits: Ints, devices: Ints, steps: Ints, windows: list[MemoryWindow]
+    ) -> None:
         self.limits = limits
         self.devices = devices
         self.steps = steps
@@ -63,7 +65,7 @@ class Memory:
         """See `reductions.keep`."""
         window = self.windows[node]
         if window.nbytes.shape[1]:
-            self.windows[node] = Window(window.first, window.nbytes[strategies])
+            self.windows[node] = MemoryWindow(window.first, window.nbytes[strategies])
 
     def fix(self, node: int) -> None:
         """See `reductions.fix`."""
@@ -79,17 +81,17 @@ class Memory:
         if not other.nbytes.shape[1]:
             return
         if not one.nbytes.shape[1]:
-            self.windows[leader] = Window(other.first, other.nbytes[follows])
+            self.windows[leader] = MemoryWindow(other.first, other.nbytes[follows])
             return
         first, end = min(one.first, other.first), max(one.end, other.end)
         nbytes = np.zeros((len(follows), end - first), np.int64)
         nbytes[:, one.first - first : one.end - first] += one.nbytes
         nbytes[:, other.first - first : other.end - first] += other.nbytes[follows]
-        self.windows[leader] = Window(first, nbytes)
+        self.windows[leader] = MemoryWindow(first, nbytes)
 
-    def copy(self) -> Memory:
+    def copy(self) -> MemoryRows:
         """Rows of its own; windows are never changed in place and are shared."""
-        return Memory(self.limits.copy(), self.devices, self.steps, list(self.windows))
+        return MemoryRows(self.limits.copy(), self.devices, self.steps, list(self.windows))
 
     def held(self, choice: Ints) -> Ints:
         """Bytes of each row under a choice of the nodes."""
@@ -128,7 +130,7 @@ class Memory:
                 self.limits[rows] -= least
                 nbytes = window.nbytes - least
                 most[rows] += nbytes.max(axis=0)
-                self.windows[node] = Window(window.first, nbytes)
+                self.windows[node] = MemoryWindow(window.first, nbytes)
         over = np.flatnonzero(self.limits < 0)
         if len(over):
             row = over[self.limits[over].argmin()]
@@ -148,7 +150,7 @@ class Memory:
         for node, window in enumerate(self.windows):
             if window.nbytes.shape[1]:
                 self.windows[node] = _trimmed(
-                    Window(
+                    MemoryWindow(
                         int(place[window.first]),
                         window.nbytes[:, taken[window.first : window.end]],
                     )
@@ -163,13 +165,13 @@ class Memory:
         self.take_rows(~implied_rows(self.limits, most - self.limits, *flat.arrays))
 
 
-def _trimmed(window: Window) -> Window:
+def _trimmed(window: MemoryWindow) -> MemoryWindow:
     """The same without rows at either end in which nothing is held."""
     rows = np.flatnonzero(window.nbytes.any(axis=0))
     if not len(rows):
         return EMPTY
     lo, hi = int(rows[0]), int(rows[-1]) + 1
-    return Window(window.first + lo, np.ascontiguousarray(window.nbytes[:, lo:hi]))
+    return MemoryWindow(window.first + lo, np.ascontiguousarray(window.nbytes[:, lo:hi]))
 
 
 def some_rows(num_rows: int, prices: Floats, count: int) -> Ints:
@@ -180,10 +182,12 @@ def some_rows(num_rows: int, prices: Floats, count: int) -> Ints:
     return np.union1d(dearest[prices[dearest] > 0], np.arange(0, num_rows, num_rows // count))
 
 
-def only(window: Window, rows: Ints) -> Window:
+def only(window: MemoryWindow, rows: Ints) -> MemoryWindow:
     """The window of a node in a memory that has some of the rows, by number, ascending."""
     lo, hi = np.searchsorted(rows, (window.first, window.end))
-    return Window(int(lo), np.ascontiguousarray(window.nbytes[:, rows[lo:hi] - window.first]))
+    return MemoryWindow(
+        int(lo), np.ascontiguousarray(window.nbytes[:, rows[lo:hi] - window.first])
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +201,7 @@ class FlatWindows:
     pool: Ints
 
     @classmethod
-    def of(cls, windows: list[Window]) -> FlatWindows:
+    def of(cls, windows: list[MemoryWindow]) -> FlatWindows:
         """Lay out the windows of all nodes, strategy by strategy."""
         starts = np.concatenate(([0], np.cumsum([window.nbytes.size for window in windows])))
         pool = np.empty(int(starts[-1]), np.int64)
@@ -238,7 +242,7 @@ class Spans:
     pool: Ints
 
     @classmethod
-    def of(cls, windows: list[Window]) -> Spans:
+    def of(cls, windows: list[MemoryWindow]) -> Spans:
         """Lay out the windows of all nodes."""
         first, begin, end, place = [0], [np.empty(0, np.int64)], [np.empty(0, np.int64)], [0]
         pool = [np.empty(0, np.int64)]
@@ -272,7 +276,7 @@ def _runs(nbytes: Ints) -> tuple[Ints, Ints]:
     return starts, nbytes[:, starts[:-1]].T
 
 
-def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
+def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> MemoryRows:
     """Rows of an instance whose nodes follow `roots` by `maps` (see `reductions.Problem.maps`).
 
     Raises:
@@ -283,7 +287,7 @@ def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
     return memory
 
 
-def gather(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
+def gather(instance: Instance, roots: Ints, maps: list[Ints]) -> MemoryRows:
     """The same before it is tightened: limits may be below what is held at the least."""
     rows = _Rows(instance)
     left, changes = _changes(rows, roots, maps)
@@ -298,7 +302,7 @@ def gather(instance: Instance, roots: Ints, maps: list[Ints]) -> Memory:
     windows = [EMPTY] * len(roots)
     for node, (at, by) in changes.items():
         windows[node] = _trimmed(_spread(at, by))
-    return Memory(left, devices, steps, windows)
+    return MemoryRows(left, devices, steps, windows)
 
 
 ENOUGH = 0.9
@@ -360,12 +364,12 @@ def _worth_keeping(left: Ints, devices: Ints, changes: Changes) -> npt.NDArray[n
     return taken | (least > left)
 
 
-def _spread(at: Ints, by: Ints) -> Window:
+def _spread(at: Ints, by: Ints) -> MemoryWindow:
     """The window of a node, row by row."""
     if not len(at):
         return EMPTY
     held = np.cumsum(by, axis=1)[:, :-1]
-    return Window(int(at[0]), np.repeat(held, np.diff(at), axis=1))
+    return MemoryWindow(int(at[0]), np.repeat(held, np.diff(at), axis=1))
 
 
 class _Rows:
@@ -396,7 +400,7 @@ class _Rows:
         self.devices = np.concatenate([*devices, np.empty(0, np.int64)]).astype(np.int64)
         self.steps = np.concatenate([*steps, np.empty(0, np.int64)]).astype(np.int64)
 
-    def ranges(self) -> Iterator[tuple[Use, int, int]]:
+    def ranges(self) -> Iterator[tuple[MemoryUse, int, int]]:
         """Every use with the rows [lo, hi) that it is in."""
         for use in self.instance.uses:
             if use.start < use.end:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stratagem.searcher.ilp.problem.edge_tables import Tables
+from stratagem.searcher.ilp.problem.edge_tables import EdgeTables
 from stratagem.searcher.ilp.problem.instance import Instance
-from stratagem.searcher.ilp.problem.memory_rows import Memory
+from stratagem.searcher.ilp.problem.memory_rows import MemoryRows
 from stratagem.simulator.base.arrays import Floats, Ints
 
 SMALL_DEGREE = 8
@@ -54,7 +54,7 @@ class Decided:
 
 
 @dataclass
-class Problem:
+class ReducedInstance:
     """A problem in the making: costs by node, tables by pair of nodes, memory where known.
 
     `counts` are the strategies that nodes had at first. `log` says, in order, what was done to
@@ -63,9 +63,9 @@ class Problem:
 
     costs: list[Floats]
     links: list[dict[int, Floats]]
-    tables: Tables
+    tables: EdgeTables
     counts: list[int]
-    memory: Memory | None = None
+    memory: MemoryRows | None = None
     constant: float = 0.0
     log: list[Kept | Decided] = field(default_factory=list)
 
@@ -119,9 +119,9 @@ class Problem:
         return roots, maps
 
 
-def copy(problem: Problem) -> Problem:
+def copy(problem: ReducedInstance) -> ReducedInstance:
     """A problem of its own with the same nodes; tables are shared."""
-    return Problem(
+    return ReducedInstance(
         list(problem.costs),
         [dict(links) for links in problem.links],
         problem.tables,
@@ -132,14 +132,14 @@ def copy(problem: Problem) -> Problem:
     )
 
 
-def compact(problem: Problem) -> tuple[Problem, Ints]:
+def compact(problem: ReducedInstance) -> tuple[ReducedInstance, Ints]:
     """The problem with the nodes that are alive numbered from 0, and what they were before."""
     assert problem.memory is not None
     nodes = problem.alive
     place = {node: number for number, node in enumerate(nodes)}
     memory = problem.memory.copy()
     memory.windows = [memory.windows[node] for node in nodes]
-    smaller = Problem(
+    smaller = ReducedInstance(
         [problem.costs[node] for node in nodes],
         [{place[other]: table for other, table in problem.links[node].items()} for node in nodes],
         problem.tables,
@@ -150,16 +150,16 @@ def compact(problem: Problem) -> tuple[Problem, Ints]:
     return smaller, np.array(nodes, np.int64)
 
 
-def make_problem(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> Problem:
+def make_problem(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> ReducedInstance:
     """The problem of an instance, memory left out, parallel edges merged, tied nodes joined.
 
     Raises:
         ValueError: tied nodes have different numbers of strategies.
     """
-    tables = Tables()
+    tables = EdgeTables()
     links: list[dict[int, Floats]] = [{} for _ in instance.costs]
     counts = [len(costs) for costs in instance.costs]
-    problem = Problem([costs.copy() for costs in instance.costs], links, tables, counts)
+    problem = ReducedInstance([costs.copy() for costs in instance.costs], links, tables, counts)
     for edge in instance.edges:
         connect(problem, edge.first, edge.second, tables.intern(edge.costs))
     for group in tied:
@@ -168,7 +168,7 @@ def make_problem(instance: Instance, tied: Sequence[Sequence[int]] = ()) -> Prob
     return problem
 
 
-def _tie(problem: Problem, instance: Instance, leader: int, node: int) -> None:
+def _tie(problem: ReducedInstance, instance: Instance, leader: int, node: int) -> None:
     counts = len(problem.costs[leader]), len(problem.costs[node])
     if node == leader or not counts[1]:
         raise ValueError(f"{instance.name(node)} is tied twice; name each node once")
@@ -180,7 +180,7 @@ def _tie(problem: Problem, instance: Instance, leader: int, node: int) -> None:
     merge(problem, leader, node, np.arange(counts[0]))
 
 
-def connect(problem: Problem, first: int, second: int, table: Floats) -> None:
+def connect(problem: ReducedInstance, first: int, second: int, table: Floats) -> None:
     """Add an edge; one that is there already is added to."""
     before = problem.links[first].get(second)
     if before is not None:
@@ -189,13 +189,13 @@ def connect(problem: Problem, first: int, second: int, table: Floats) -> None:
     problem.links[second][first] = problem.tables.transpose(table)
 
 
-def disconnect(problem: Problem, first: int, second: int) -> None:
+def disconnect(problem: ReducedInstance, first: int, second: int) -> None:
     """Remove an edge."""
     del problem.links[first][second]
     del problem.links[second][first]
 
 
-def keep(problem: Problem, node: int, strategies: Ints) -> None:
+def keep(problem: ReducedInstance, node: int, strategies: Ints) -> None:
     """Drop all other strategies of a node."""
     if not len(strategies):
         raise ContradictionError(node)
@@ -210,7 +210,7 @@ def keep(problem: Problem, node: int, strategies: Ints) -> None:
     problem.log.append(Kept(node, strategies))
 
 
-def fix(problem: Problem, node: int) -> None:
+def fix(problem: ReducedInstance, node: int) -> None:
     """Take away a node that has one strategy."""
     problem.constant += float(problem.costs[node][0])
     for other, table in list(problem.links[node].items()):
@@ -222,7 +222,7 @@ def fix(problem: Problem, node: int) -> None:
     problem.log.append(Decided(node, (), np.array(0)))
 
 
-def merge(problem: Problem, leader: int, node: int, follows: Ints) -> list[int]:
+def merge(problem: ReducedInstance, leader: int, node: int, follows: Ints) -> list[int]:
     """Let `node` choose `follows[k]` where `leader` chooses k; gives the new neighbours."""
     tables, links = problem.tables, problem.links
     costs = problem.costs[leader] + problem.costs[node][follows]
@@ -248,7 +248,7 @@ class Propagation:
         ContradictionError: no choice is allowed for some node.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ReducedInstance) -> None:
         self.problem = problem
         self.edges: deque[tuple[int, int]] = deque()
         self.later: deque[tuple[int, int]] = deque()

@@ -16,12 +16,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stratagem.searcher.ilp.bounds.dual_ascent import Ascent
-from stratagem.searcher.ilp.bounds.linear_relaxation import Program
+from stratagem.searcher.ilp.bounds.linear_relaxation import LinearProgram
 from stratagem.searcher.ilp.bounds.relaxation_result import Relaxed
 from stratagem.searcher.ilp.problem.elimination import simplify
-from stratagem.searcher.ilp.problem.incumbent import Incumbent
-from stratagem.searcher.ilp.problem.memory_rows import Memory, OverLimitError
-from stratagem.searcher.ilp.problem.reductions import ContradictionError, Problem, copy, keep
+from stratagem.searcher.ilp.problem.incumbent import BestAssignment
+from stratagem.searcher.ilp.problem.memory_rows import MemoryRows, OverLimitError
+from stratagem.searcher.ilp.problem.reductions import (
+    ContradictionError,
+    ReducedInstance,
+    copy,
+    keep,
+)
 from stratagem.simulator.base.arrays import Floats, Ints
 
 WORTHWHILE = 0.1
@@ -42,10 +47,10 @@ RowKey = tuple[int, int]
 
 
 @dataclass
-class Part:
+class Subproblem:
     """A part of the search: a problem, a bound of it, and its relaxation once it has one."""
 
-    problem: Problem
+    problem: ReducedInstance
     bound: float = -np.inf
     prices: dict[RowKey, float] = field(default_factory=dict)
     relaxed: Relaxed | None = None
@@ -54,13 +59,13 @@ class Part:
 class Branching:
     """A best-first search that dives for solutions now and then."""
 
-    def __init__(self, incumbent: Incumbent) -> None:
+    def __init__(self, incumbent: BestAssignment) -> None:
         self.incumbent = incumbent
-        self.heap: list[tuple[float, int, Part]] = []
+        self.heap: list[tuple[float, int, Subproblem]] = []
         self.numbers = itertools.count()
         self.num_parts = 0
 
-    def run(self, parts: Iterable[Part], max_parts: int | None = None) -> float:
+    def run(self, parts: Iterable[Subproblem], max_parts: int | None = None) -> float:
         """Search until all is known or time or parts are up; gives a lower bound."""
         for part in parts:
             self._push(part)
@@ -74,10 +79,10 @@ class Branching:
                 self._split(part)
         return self.incumbent.proved
 
-    def _push(self, part: Part) -> None:
+    def _push(self, part: Subproblem) -> None:
         heapq.heappush(self.heap, (part.bound, next(self.numbers), part))
 
-    def _relax(self, part: Part) -> None:
+    def _relax(self, part: Subproblem) -> None:
         """Bound a part, and put it back unless that settles it."""
         self.num_parts += 1
         if not tighten(part, self.incumbent):
@@ -86,15 +91,15 @@ class Branching:
             dive(part, self.incumbent)
         self._push(part)
 
-    def _split(self, part: Part) -> None:
+    def _split(self, part: Subproblem) -> None:
         node, first, second = choose_split(part)
         for strategies in (first, second):
             problem = copy(part.problem)
             keep(problem, node, strategies)
-            self._push(Part(problem, part.bound, part.prices))
+            self._push(Subproblem(problem, part.bound, part.prices))
 
 
-def tighten(part: Part, incumbent: Incumbent) -> bool:
+def tighten(part: Subproblem, incumbent: BestAssignment) -> bool:
     """Bound and reduce a part until it is settled (False) or little changes (True)."""
     exact = False
     while True:
@@ -129,7 +134,7 @@ def tighten(part: Part, incumbent: Incumbent) -> bool:
             exact = True
 
 
-def ascended(part: Part, incumbent: Incumbent) -> Relaxed:
+def ascended(part: Subproblem, incumbent: BestAssignment) -> Relaxed:
     """Bound a part by ascent, from the prices that are known."""
     memory = part.problem.memory
     assert memory is not None
@@ -140,13 +145,13 @@ def ascended(part: Part, incumbent: Incumbent) -> Relaxed:
     return ascent.relaxed()
 
 
-def exactly_relaxed(part: Part, incumbent: Incumbent) -> Relaxed | None:
+def exactly_relaxed(part: Subproblem, incumbent: BestAssignment) -> Relaxed | None:
     """Relax a part by HiGHS, rows added while its solution breaks any; None if it has none."""
     memory = part.problem.memory
     assert memory is not None
     keys = row_keys(memory)
     scale = incumbent.cost if np.isfinite(incumbent.cost) else part.bound
-    program = Program(part.problem, max(abs(scale - part.problem.constant), 1e-300) * 1e-6)
+    program = LinearProgram(part.problem, max(abs(scale - part.problem.constant), 1e-300) * 1e-6)
     program.rows = [row for row, key in enumerate(keys) if part.prices.get(key, 0.0) > 0]
     while True:
         relaxed = program.relax(incumbent.seconds_left)
@@ -157,16 +162,16 @@ def exactly_relaxed(part: Part, incumbent: Incumbent) -> Relaxed | None:
             return relaxed
 
 
-def row_keys(memory: Memory) -> list[RowKey]:
+def row_keys(memory: MemoryRows) -> list[RowKey]:
     """What rows are called across reductions."""
     return list(zip(memory.devices.tolist(), memory.steps.tolist(), strict=True))
 
 
-def _remember_prices(part: Part, keys: list[RowKey], prices: Floats) -> None:
+def _remember_prices(part: Subproblem, keys: list[RowKey], prices: Floats) -> None:
     part.prices = {keys[row]: float(prices[row]) for row in np.flatnonzero(prices)}
 
 
-def num_entries(problem: Problem) -> int:
+def num_entries(problem: ReducedInstance) -> int:
     """Allowed strategies and pairs."""
     pairs = sum(
         int(np.isfinite(table).sum())
@@ -177,7 +182,7 @@ def num_entries(problem: Problem) -> int:
     return pairs + sum(len(problem.costs[node]) for node in problem.alive)
 
 
-def dive(part: Part, incumbent: Incumbent) -> None:
+def dive(part: Subproblem, incumbent: BestAssignment) -> None:
     """Look for a solution: settle what the relaxation is sure of, relax again, and so on."""
     above = part
     for _ in range(MAX_LEVELS):
@@ -193,7 +198,7 @@ def dive(part: Part, incumbent: Incumbent) -> None:
                 below = _settled(above, chosen)
             else:
                 ((node, strategy),) = chosen
-                below = Part(copy(above.problem), above.bound, above.prices)
+                below = Subproblem(copy(above.problem), above.bound, above.prices)
                 keep(
                     below.problem,
                     node,
@@ -203,14 +208,14 @@ def dive(part: Part, incumbent: Incumbent) -> None:
         above = below
 
 
-def _settled(part: Part, chosen: list[tuple[int, int]]) -> Part:
-    below = Part(copy(part.problem), part.bound, part.prices)
+def _settled(part: Subproblem, chosen: list[tuple[int, int]]) -> Subproblem:
+    below = Subproblem(copy(part.problem), part.bound, part.prices)
     for node, strategy in chosen:
         keep(below.problem, node, np.array([strategy]))
     return below
 
 
-def sure_choices(problem: Problem, relaxed: Relaxed) -> dict[int, int]:
+def sure_choices(problem: ReducedInstance, relaxed: Relaxed) -> dict[int, int]:
     """Choices of the nodes whose weights are clear, each given those before it.
 
     Nodes come by their heaviest weight. One whose choice the edges to those before make dearer
@@ -238,7 +243,7 @@ def sure_choices(problem: Problem, relaxed: Relaxed) -> dict[int, int]:
     return chosen
 
 
-def choose_split(part: Part) -> tuple[int, Ints, Ints]:
+def choose_split(part: Subproblem) -> tuple[int, Ints, Ints]:
     """The node to split, and its strategies in two parts."""
     problem, relaxed, memory = part.problem, part.relaxed, part.problem.memory
     assert relaxed is not None

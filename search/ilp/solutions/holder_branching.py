@@ -17,9 +17,9 @@ import numpy as np
 
 from stratagem.searcher.ilp.bounds.dual_ascent import Ascent
 from stratagem.searcher.ilp.problem.flat_arrays import FORBIDDEN_FACTOR
-from stratagem.searcher.ilp.problem.incumbent import Incumbent
+from stratagem.searcher.ilp.problem.incumbent import BestAssignment
 from stratagem.searcher.ilp.problem.reductions import copy, keep
-from stratagem.searcher.ilp.solutions.branch_and_bound import Part, row_keys
+from stratagem.searcher.ilp.solutions.branch_and_bound import Subproblem, row_keys
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
 
 MAX_PARTS = 400
@@ -39,7 +39,7 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class BranchLevel:
     """A part of the search: the strategies that it has, its duals and bound, and its split."""
 
     left: Flags
@@ -74,7 +74,7 @@ class LevelBranching:
     `settled` says whether there was anything to settle and it came to its end.
     """
 
-    def __init__(self, part: Part, incumbent: Incumbent) -> None:
+    def __init__(self, part: Subproblem, incumbent: BestAssignment) -> None:
         memory = part.problem.memory
         assert memory is not None
         self.part, self.problem, self.memory = part, part.problem, memory
@@ -102,15 +102,15 @@ class LevelBranching:
                 found.append(Holder(lo, hi, window.first, window.nbytes, levels))
         return found
 
-    def run(self) -> list[Part]:
+    def run(self) -> list[Subproblem]:
         """Search; gives the parts that may have better solutions and are not split further.
 
         Where no node is a holder, that is the part itself, and none is bounded.
         """
         if not self.holders:
             return [self.part]
-        done: list[Level] = []
-        heap: list[tuple[float, int, Level]] = []
+        done: list[BranchLevel] = []
+        heap: list[tuple[float, int, BranchLevel]] = []
         numbers = itertools.count()
         everything = np.ones(len(self.costs), np.bool_)
         root = self._bounded(everything, self.ascent.messages, self.ascent.prices)
@@ -165,7 +165,7 @@ class LevelBranching:
 
     def _bounded(
         self, left: Flags, messages: Floats, prices: Floats, least: float = -np.inf
-    ) -> Level:
+    ) -> BranchLevel:
         """Bound a part from the duals of the one above, and choose how to split it."""
         self.num_parts += 1
         ascent = self.ascent
@@ -175,7 +175,7 @@ class LevelBranching:
         self.incumbent.consider(self.problem, ascent.full_choice())
         bound = max(least, ascent.bound)
         split = self._split(left, bound) if bound <= self.incumbent.cutoff else None
-        return Level(left, ascent.messages.copy(), ascent.prices.copy(), bound, split)
+        return BranchLevel(left, ascent.messages.copy(), ascent.prices.copy(), bound, split)
 
     def _split(self, left: Flags, bound: float) -> Split | None:
         """Two neighbouring levels far apart in price that the bound hardly tells apart."""
@@ -201,7 +201,7 @@ class LevelBranching:
                 found = Split(number, int(levels[1 + score.argmax()]))
         return found
 
-    def _as_part(self, level: Level) -> Part:
+    def _as_part(self, level: BranchLevel) -> Subproblem:
         """The part as a problem of its own."""
         problem = copy(self.problem)
         flat = self.ascent.flat
@@ -211,4 +211,4 @@ class LevelBranching:
         keys = row_keys(self.memory)
         rows = self.ascent.rows
         prices = {keys[row]: float(price) for row, price in zip(rows, level.prices, strict=True)}
-        return Part(problem, level.bound, prices)
+        return Subproblem(problem, level.bound, prices)

@@ -12,10 +12,10 @@ from collections import deque
 
 import numpy as np
 
-from stratagem.searcher.ilp.problem.incumbent import Incumbent
-from stratagem.searcher.ilp.problem.memory_rows import EMPTY, Memory
-from stratagem.searcher.ilp.problem.reductions import Decided, Kept, Problem
-from stratagem.searcher.ilp.solutions.branch_and_bound import Branching, Part, RowKey
+from stratagem.searcher.ilp.problem.incumbent import BestAssignment
+from stratagem.searcher.ilp.problem.memory_rows import EMPTY, MemoryRows
+from stratagem.searcher.ilp.problem.reductions import Decided, Kept, ReducedInstance
+from stratagem.searcher.ilp.solutions.branch_and_bound import Branching, RowKey, Subproblem
 from stratagem.simulator.base.arrays import Floats, Ints
 
 FIRST_REGION, SMALLEST_REGION = 60.0, 8.0
@@ -30,11 +30,15 @@ GROWTH, SHRINKAGE = 1.1, 0.8
 """Factors of the size of regions."""
 
 
-class Improver:
+class NeighbourhoodSearch:
     """Improves the incumbent within the choices that a problem leaves."""
 
     def __init__(
-        self, problem: Problem, prices: dict[RowKey, float], incumbent: Incumbent, seed: int
+        self,
+        problem: ReducedInstance,
+        prices: dict[RowKey, float],
+        incumbent: BestAssignment,
+        seed: int,
     ) -> None:
         self.problem, self.prices, self.incumbent = problem, prices, incumbent
         self.rng = np.random.default_rng(seed)
@@ -66,7 +70,7 @@ class Improver:
         place = self._place()
         region = self._region() | {node for node in self.nodes if place[node] < 0}
         branching = Branching(self.incumbent)
-        part = Part(restricted(self.problem, place, region), prices=self.prices)
+        part = Subproblem(restricted(self.problem, place, region), prices=self.prices)
         branching.run([part], MAX_PARTS)
         done = branching.num_parts < MAX_PARTS
         size = max(SMALLEST_REGION, self.size * (GROWTH if done else SHRINKAGE))
@@ -117,7 +121,7 @@ class Improver:
         ]
 
 
-def restricted(problem: Problem, place: Ints, region: set[int]) -> Problem:
+def restricted(problem: ReducedInstance, place: Ints, region: set[int]) -> ReducedInstance:
     """The problem of a region with all other nodes at `place`."""
     memory = problem.memory
     assert memory is not None
@@ -143,5 +147,5 @@ def restricted(problem: Problem, place: Ints, region: set[int]) -> Problem:
                 links[node][other] = table
             else:
                 costs[node] = costs[node] + table[:, place[other]]
-    rows = Memory(limits, memory.devices, memory.steps, windows)
-    return Problem(costs, links, problem.tables, problem.counts, rows, constant, log)
+    rows = MemoryRows(limits, memory.devices, memory.steps, windows)
+    return ReducedInstance(costs, links, problem.tables, problem.counts, rows, constant, log)

@@ -12,10 +12,10 @@ import time
 import numpy as np
 
 from stratagem.searcher.ilp.bounds.relaxation_result import Relaxed
-from stratagem.searcher.ilp.problem.flat_arrays import Flat
-from stratagem.searcher.ilp.problem.incumbent import Incumbent
+from stratagem.searcher.ilp.problem.flat_arrays import FlatInstance
+from stratagem.searcher.ilp.problem.incumbent import BestAssignment
 from stratagem.searcher.ilp.problem.memory_rows import Spans
-from stratagem.searcher.ilp.problem.reductions import Problem
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.searcher.ilp.solutions._tree_kernels import search_priced
 from stratagem.simulator.base.arrays import Floats
 
@@ -34,15 +34,15 @@ class PricedSearch:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: ReducedInstance,
         relaxed: Relaxed,
         bound: float,
-        incumbent: Incumbent,
+        incumbent: BestAssignment,
         seed: int,
     ) -> None:
         assert problem.memory is not None
         self.problem, self.memory, self.incumbent = problem, problem.memory, incumbent
-        self.flat = Flat.of(problem)
+        self.flat = FlatInstance.of(problem)
         self.rng = np.random.default_rng(seed)
         self.spans = Spans.of([self.memory.windows[node] for node in self.flat.nodes])
         self.choice = relaxed.choice[self.flat.nodes]

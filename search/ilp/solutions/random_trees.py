@@ -11,10 +11,10 @@ import time
 import numpy as np
 
 from stratagem.searcher.ilp.bounds.relaxation_result import Relaxed
-from stratagem.searcher.ilp.problem.flat_arrays import Flat
-from stratagem.searcher.ilp.problem.incumbent import Incumbent
+from stratagem.searcher.ilp.problem.flat_arrays import FlatInstance
+from stratagem.searcher.ilp.problem.incumbent import BestAssignment
 from stratagem.searcher.ilp.problem.memory_rows import FlatWindows, only, some_rows
-from stratagem.searcher.ilp.problem.reductions import Problem
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.searcher.ilp.solutions._tree_kernels import search_trees
 from stratagem.simulator.base.arrays import Floats, Ints
 
@@ -33,14 +33,14 @@ class TreeSearch:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: ReducedInstance,
         relaxed: Relaxed,
-        incumbent: Incumbent,
+        incumbent: BestAssignment,
         seed: int,
     ) -> None:
         assert problem.memory is not None
         self.problem, self.incumbent = problem, incumbent
-        self.flat = Flat.of(problem)
+        self.flat = FlatInstance.of(problem)
         self.rng = np.random.default_rng(seed)
         self.choice = np.array(
             [int(relaxed.weights[node].argmax()) for node in self.flat.nodes], np.int64

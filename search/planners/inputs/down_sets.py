@@ -299,7 +299,7 @@ StageCosts = Callable[[Pairs], Floats]
 
 
 @dataclass(frozen=True)
-class Cut:
+class DownSetCut:
     """One stage of a partition: what an outer down-set has more than an inner one."""
 
     inner: int
@@ -337,7 +337,7 @@ class StageProblem:
 
 def cut_into_stages(
     problem: StageProblem, *, bound: float = math.inf, start: int = 0
-) -> StageTable:
+) -> DownSetTable:
     """The cheapest partition of the whole graph after `start`, by dynamic programming.
 
     The state is the down-set done and the devices taken; a step is one stage. With several kinds
@@ -372,7 +372,7 @@ def cut_into_stages(
     return table
 
 
-def cut_from_every_set(problem: StageProblem, first_costs: StageCosts) -> list[StageTable]:
+def cut_from_every_set(problem: StageProblem, first_costs: StageCosts) -> list[DownSetTable]:
     """The cheapest partitions of every set from every smaller one; costs are asked for once.
 
     Example:
@@ -404,11 +404,11 @@ def cut_from_every_set(problem: StageProblem, first_costs: StageCosts) -> list[S
     return tables
 
 
-def _empty_table(problem: StageProblem, start: int) -> StageTable:
+def _empty_table(problem: StageProblem, start: int) -> DownSetTable:
     shape = (len(problem.sets), math.prod(count + 1 for count in problem.counts))
     best = np.full(shape, math.inf)
     best[start, 0] = 0.0
-    return StageTable(
+    return DownSetTable(
         best,
         origin=np.full(shape, -1, dtype=np.int64),
         choice=np.full(shape, -1, dtype=np.int32),
@@ -417,7 +417,7 @@ def _empty_table(problem: StageProblem, start: int) -> StageTable:
     )
 
 
-def _alive(problem: StageProblem, table: StageTable) -> Flags:
+def _alive(problem: StageProblem, table: DownSetTable) -> Flags:
     if problem.alive is None:
         return np.ones(table.best.shape, dtype=np.bool_)
     return problem.alive
@@ -429,7 +429,7 @@ def _relax(
     cost: Floats,
     bound: float,
     alive: Flags,
-    table: StageTable,
+    table: DownSetTable,
     reached: Flags,
 ) -> None:
     counts = np.asarray(problem.counts, dtype=np.int32)
@@ -451,7 +451,7 @@ def _relax(
 
 
 @dataclass(frozen=True)
-class StageTable:
+class DownSetTable:
     """What was found for every set and number of devices taken, from one set on."""
 
     best: Floats
@@ -470,7 +470,7 @@ class StageTable:
         row = self.best[target]
         return float(row[-1] if self.exactly else row.min())
 
-    def cuts(self, target: int | None = None) -> list[Cut]:
+    def cuts(self, target: int | None = None) -> list[DownSetCut]:
         """The stages of the best partition of the whole graph, or of one set, first to last.
 
         Raises:
@@ -481,9 +481,9 @@ class StageTable:
         state = len(row) - 1 if self.exactly else int(row.argmin())
         if not math.isfinite(row[state]):
             raise ValueError("no partition into stages is allowed on these devices")
-        cuts: list[Cut] = []
+        cuts: list[DownSetCut] = []
         while place != self.start:
             before, state_before = divmod(int(self.origin[place, state]), len(row))
-            cuts.append(Cut(before, place, int(self.choice[place, state])))
+            cuts.append(DownSetCut(before, place, int(self.choice[place, state])))
             place, state = before, state_before
         return cuts[::-1]

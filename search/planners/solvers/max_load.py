@@ -22,7 +22,7 @@ from stratagem.searcher.planners.inputs.dnn_partitioning import (
     read_partition_input,
 )
 from stratagem.searcher.planners.inputs.down_sets import (
-    Cut,
+    DownSetCut,
     DownSets,
     Pairs,
     StageProblem,
@@ -195,7 +195,7 @@ class LoadModel:
             return math.inf, ()
         return table.value, tuple(self._stage(sets, cut) for cut in table.cuts())
 
-    def _stage(self, sets: DownSets, cut: Cut) -> PlannedStage:
+    def _stage(self, sets: DownSets, cut: DownSetCut) -> PlannedStage:
         blocks = sets.between(cut.inner, cut.outer)
         nodes = tuple(node for block in blocks for node in self.blocks.nodes[block])
         return PlannedStage(nodes, device=DEVICES[cut.option])

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from stratagem.searcher.planners.inputs.down_sets import (
-    Cut,
+    DownSetCut,
     DownSets,
+    DownSetTable,
     Pairs,
     StageProblem,
-    StageTable,
     TooManyDownSetsError,
     cut_from_every_set,
     cut_into_stages,
@@ -33,7 +33,7 @@ MAX_NESTED_SETS = 800
 
 
 @dataclass(frozen=True)
-class Level:
+class HierarchyLevel:
     """Devices, or machines, that hang together: how many, and bytes a second between them."""
 
     count: int
@@ -52,7 +52,7 @@ class Replicated:
 def pipeline_seconds(
     graph: PipeDreamGraph,
     plan: Sequence[Replicated],
-    levels: Sequence[Level],
+    levels: Sequence[HierarchyLevel],
     *,
     compression: float | None = 1.0,
 ) -> float:
@@ -136,7 +136,7 @@ def _seconds(model: _Model, plan: Sequence[Replicated], start: int, level: int) 
 
 def solve_pipedream(
     source: PipeDreamGraph | str | Path,
-    levels: Sequence[Level],
+    levels: Sequence[HierarchyLevel],
     *,
     compression: float | None = 1.0,
     sets: DownSets | None = None,
@@ -149,7 +149,7 @@ def solve_pipedream(
     plan than the best one along a linear order are dropped.
 
     Example:
-        >>> print(solve_pipedream("vgg16.txt", [Level(4, 1e9)]))  # doctest: +SKIP
+        >>> print(solve_pipedream("vgg16.txt", [HierarchyLevel(4, 1e9)]))  # doctest: +SKIP
 
     Args:
         source: the profile or its file.
@@ -254,7 +254,7 @@ class _Model:
 
     graph: PipeDreamGraph
     sets: DownSets
-    levels: Sequence[Level]
+    levels: Sequence[HierarchyLevel]
     compression: float | None
 
     @cached_property
@@ -291,7 +291,7 @@ class _Model:
 
 
 def _best_model(
-    graph: PipeDreamGraph, levels: Sequence[Level], compression: float | None, limit: int
+    graph: PipeDreamGraph, levels: Sequence[HierarchyLevel], compression: float | None, limit: int
 ) -> tuple[_Solved, tuple[str, ...], bool]:
     """The best plan, notes, and whether all down-sets were searched."""
     best: _Solved | None = None
@@ -317,7 +317,7 @@ class _Solved:
     """Tables of a model, the innermost level first; of an inner level one for each start."""
 
     model: _Model
-    tables: tuple[Sequence[StageTable], ...]
+    tables: tuple[Sequence[DownSetTable], ...]
 
     @property
     def value(self) -> float:
@@ -336,7 +336,7 @@ class _Solved:
         cuts = self.tables[level][start].cuts(target)
         return tuple(self._stage(level, cut) for cut in cuts)
 
-    def _stage(self, level: int, cut: Cut) -> Replicated:
+    def _stage(self, level: int, cut: DownSetCut) -> Replicated:
         nodes = self.model.sets.between(cut.inner, cut.outer)
         inner = self._stages(level - 1, cut.inner, cut.outer) if level else ()
         ids = tuple(self.model.graph.layers[v].id for v in nodes)
@@ -347,7 +347,7 @@ class _Solved:
 
 def _solved(model: _Model, bound: float) -> _Solved:
     """Solve level by level: what a machine makes of any stage is the work of the level outside."""
-    tables: list[Sequence[StageTable]] = []
+    tables: list[Sequence[DownSetTable]] = []
     inside: Floats | None = None
     for level in range(len(model.levels) - 1):
         problem = _problem(model, level, inside, math.inf)
@@ -433,7 +433,7 @@ def _nested_notes(plan: Sequence[Replicated]) -> tuple[str, ...]:
     return (f"Machines and devices in them: {', '.join(parts)}.",)
 
 
-def _objective(levels: Sequence[Level], compression: float | None) -> str:
+def _objective(levels: Sequence[HierarchyLevel], compression: float | None) -> str:
     shape = " × ".join(str(level.count) for level in reversed(levels))
     rates = ", ".join(f"{level.bandwidth / 1e9:g}" for level in reversed(levels))
     charged = "not charged" if compression is None else f"charged at 1/{compression:g}"

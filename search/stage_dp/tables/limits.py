@@ -10,11 +10,11 @@ from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, ch
 
 
 @dataclass(frozen=True)
-class Limits:
+class PipelineLimits:
     """Bounds on a plan; an empty list allows everything.
 
     Example:
-        >>> Limits(max_stages=8, tensor_ways=(8,), headroom=0.1).capacity(100)
+        >>> PipelineLimits(max_stages=8, tensor_ways=(8,), headroom=0.1).capacity(100)
         90
 
     Attributes:

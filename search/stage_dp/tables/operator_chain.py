@@ -18,7 +18,7 @@ ALL_CUTS = 40
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class OperatorChain:
     """The operators of a graph in graph order, without sources, and the edges between them.
 
     A graph that is no chain is linearised: what it says is true of stages of consecutive
@@ -80,7 +80,7 @@ class Chain:
         return tuple(tuple(sorted(found)) for found in places)
 
 
-def chain_of(graph: OperatorGraph) -> Chain:
+def chain_of(graph: OperatorGraph) -> OperatorChain:
     """Linearise a graph in its own order.
 
     Short graphs are cut anywhere, others where segments begin (see `OperatorGraph.segments`):
@@ -114,7 +114,7 @@ def chain_of(graph: OperatorGraph) -> Chain:
         if graph.parameter_index[weight.parameter].trainable
         and owner[weight.parameter] != graph.names[i]
     )
-    return Chain(
+    return OperatorChain(
         compact=compact,
         operators=np.array(operators, dtype=np.int64),
         cuts=_cuts(graph, operators),

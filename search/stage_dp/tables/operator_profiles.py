@@ -15,7 +15,7 @@ import numpy as np
 
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
-from stratagem.searcher.stage_dp.tables.operator_chain import Chain
+from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.tied_parameters import TiePricer
 from stratagem.searcher.stage_dp.tables.variants import Variant
 from stratagem.simulator.base.arrays import Ints
@@ -26,7 +26,7 @@ from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import price_boundary
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.parameter_homes import Use, use_of
+from stratagem.simulator.sharding.parameter_homes import ParameterUse, use_of
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, stage_lifetimes
 
 
@@ -53,7 +53,9 @@ class Profile:
     ties: Ints
     shares_link: bool
 
-    def range_costs(self, chain: Chain, *, limit: float = np.inf, whole: bool = False) -> Ints:
+    def range_costs(
+        self, chain: OperatorChain, *, limit: float = np.inf, whole: bool = False
+    ) -> Ints:
         """[NUM_COSTS, cuts, cuts], see `_dp_kernels.range_costs`."""
         size = chain.cuts.size
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
@@ -78,7 +80,7 @@ class Profile:
 class MeshPricer:
     """Prices the variants of a chain on one mesh, at one number of microbatches."""
 
-    chain: Chain
+    chain: OperatorChain
     situation: Situation
     mesh: DeviceMesh
     num_microbatches: int
@@ -174,7 +176,7 @@ class MeshPricer:
 class BoundaryPricer:
     """Prices what crosses a cut between two meshes at one number of microbatches, each once."""
 
-    chain: Chain
+    chain: OperatorChain
     situation: Situation
 
     def __post_init__(self) -> None:
@@ -306,7 +308,8 @@ def _sharing_frozen(builder: TableBuilder, table: CostTable) -> set[int]:
         i
         for i in table.operators
         for weight in graph.operators[i].weights
-        if use_of(graph, builder.owner, graph.operators[i], weight, inside) is Use.FROZEN_HERE
+        if use_of(graph, builder.owner, graph.operators[i], weight, inside)
+        is ParameterUse.FROZEN_HERE
     }
 
 

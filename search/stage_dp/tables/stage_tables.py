@@ -11,10 +11,10 @@ import numpy as np
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import MAX_IMBALANCE, distinct_stages
 from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
-from stratagem.searcher.stage_dp.tables.limits import Limits
-from stratagem.searcher.stage_dp.tables.operator_chain import Chain
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
+from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.operator_profiles import MeshPricer, stage_mesh
-from stratagem.searcher.stage_dp.tables.variants import Layout, Variant, variants
+from stratagem.searcher.stage_dp.tables.variants import Variant, VariantLayout, variants
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
@@ -99,10 +99,10 @@ class TableMaker:
     Stages whose forward or backward pass is longer than `limit` ns are left out.
     """
 
-    chain: Chain
+    chain: OperatorChain
     situation: Situation
-    limits: Limits
-    layouts: Sequence[Layout]
+    limits: PipelineLimits
+    layouts: Sequence[VariantLayout]
     num_microbatches: int
     modes: Sequence[Mode]
     pruned: Pruned

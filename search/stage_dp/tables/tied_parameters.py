@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stratagem.searcher.space.situation import Situation
-from stratagem.searcher.stage_dp.tables.operator_chain import Chain
+from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import price_tie
@@ -16,7 +16,7 @@ from stratagem.simulator.sharding.choice import Choice
 class TiePricer:
     """Prices the tied parameters of a chain at one number of microbatches, each pair once."""
 
-    chain: Chain
+    chain: OperatorChain
     situation: Situation
     num_microbatches: int
     _builders: dict[DeviceMesh, TableBuilder] = field(init=False, default_factory=dict)

@@ -13,7 +13,7 @@ from stratagem.searcher.space.strategies import (
     tensor_dims,
     tensor_parallel,
 )
-from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Shard
@@ -25,7 +25,7 @@ MakeChoices = Callable[[OperatorGraph, Sequence[int]], "Choices | None"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class VariantLayout:
     """Configs of every operator, without ZeRO and recompute: a name and who makes them.
 
     `make` is given a graph at one microbatch, perhaps with fewer repeats of equal layers but
@@ -35,7 +35,8 @@ class Layout:
     Example:
         >>> from stratagem.simulator.graph.models import mlp
         >>> from stratagem.searcher.space.strategies import data_parallel
-        >>> Layout("data", data_parallel).make(mlp([8, 8], batch=4), (4, 1))["layers.0"].zero
+        >>> layout = VariantLayout("data", data_parallel)
+        >>> layout.make(mlp([8, 8], batch=4), (4, 1))["layers.0"].zero
         0
     """
 
@@ -79,7 +80,7 @@ def _tensor(*, sequence: bool, experts: bool, regather: bool) -> MakeChoices:
     return make
 
 
-def standard_layouts(*, regather: bool) -> tuple[Layout, ...]:
+def standard_layouts(*, regather: bool) -> tuple[VariantLayout, ...]:
     """Data parallelism along the first axis and Megatron-LM's tensor parallelism along the second.
 
     Without and with sequence parallelism, and with experts shared out over the data-parallel ranks
@@ -90,10 +91,12 @@ def standard_layouts(*, regather: bool) -> tuple[Layout, ...]:
             again in backward, as Megatron-LM does.
     """
     return (
-        Layout("plain", _tensor(sequence=False, experts=False, regather=False)),
-        Layout("sequence", _tensor(sequence=True, experts=False, regather=regather)),
-        Layout("experts", _tensor(sequence=False, experts=True, regather=False)),
-        Layout("experts, sequence", _tensor(sequence=True, experts=True, regather=regather)),
+        VariantLayout("plain", _tensor(sequence=False, experts=False, regather=False)),
+        VariantLayout("sequence", _tensor(sequence=True, experts=False, regather=regather)),
+        VariantLayout("experts", _tensor(sequence=False, experts=True, regather=False)),
+        VariantLayout(
+            "experts, sequence", _tensor(sequence=True, experts=True, regather=regather)
+        ),
     )
 
 
@@ -106,7 +109,7 @@ def _sharded(choice: Choice, zero: int) -> Choice:
 
 
 def variants(
-    graph: OperatorGraph, shape: Sequence[int], layout: Layout, limits: Limits
+    graph: OperatorGraph, shape: Sequence[int], layout: VariantLayout, limits: PipelineLimits
 ) -> Iterator[Variant]:
     """All variants of a layout: ZeRO stages where something is data parallel, recompute policies.
 

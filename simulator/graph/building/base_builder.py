@@ -17,12 +17,12 @@ from stratagem.simulator.graph.building.drafts_to_graph import (
 from stratagem.simulator.graph.building.elementwise_fusion import fuse_elementwise
 from stratagem.simulator.graph.building.factor_unification import fresh, leaves_of
 from stratagem.simulator.graph.building.operator_drafts import (
-    Draft,
+    DraftParameter,
+    DraftTensor,
     Loop,
     Made,
+    OperatorDraft,
     Read,
-    Stored,
-    Tensor,
     bind,
 )
 from stratagem.simulator.graph.building.sample_dims import settle_samples
@@ -55,10 +55,10 @@ class GraphBuilderBase:
     def __init__(self, name: str) -> None:
         self.name = name
         self._module = ""
-        self._drafts: list[Draft] = []
-        self._stored: list[Stored] = []
+        self._drafts: list[OperatorDraft] = []
+        self._stored: list[DraftParameter] = []
         self._inputs: list[GraphInput] = []
-        self._fed: dict[str, Draft] = {}
+        self._fed: dict[str, OperatorDraft] = {}
 
     @contextmanager
     def scope(self, module: str) -> Iterator[None]:
@@ -80,7 +80,7 @@ class GraphBuilderBase:
         dtype: str = "float32",
         *,
         sample_dim: int | None = 0,
-    ) -> Tensor:
+    ) -> DraftTensor:
         """A tensor that the user feeds, such as token ids of shape (batch, sequence).
 
         Raises:
@@ -93,13 +93,13 @@ class GraphBuilderBase:
             made = self.source(
                 [["alias", [["input", name]]]], shape, dtype, sample_dim=sample_dim, name=name
             )
-        assert isinstance(made.node, Draft)
+        assert isinstance(made.node, OperatorDraft)
         self._fed[name] = made.node
         return made
 
     def parameter(
         self, name: str, shape: Sequence[int], dtype: str = "float32", *, trainable: bool = True
-    ) -> Tensor:
+    ) -> DraftTensor:
         """A tensor that outlives the step; buffers are not `trainable`.
 
         Raises:
@@ -107,9 +107,9 @@ class GraphBuilderBase:
         """
         _check_shape(f"parameter {name!r}", shape)
         self._check_new(f"parameter {name!r}", dtype, [s.name for s in self._stored], name)
-        stored = Stored(name, tuple(fresh(size) for size in shape), dtype, trainable)
+        stored = DraftParameter(name, tuple(fresh(size) for size in shape), dtype, trainable)
         self._stored.append(stored)
-        return Tensor(stored, stored.dims, dtype)
+        return DraftTensor(stored, stored.dims, dtype)
 
     def source(
         self,
@@ -119,7 +119,7 @@ class GraphBuilderBase:
         *,
         sample_dim: int | None = None,
         name: str = "source",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """A tensor computed from graph inputs by a program (`step_programs.SOURCE_FUNCTIONS`)."""
         draft = self._draft("source", name)
         check_steps(steps, known=SOURCE_FUNCTIONS, where=draft.where)
@@ -134,13 +134,13 @@ class GraphBuilderBase:
 
     def elementwise(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[DraftTensor],
         steps: Steps,
         dtype: str = "",
         *,
         name: str | None = None,
         detached: bool = False,
-    ) -> Tensor:
+    ) -> DraftTensor:
         """Pointwise `steps` over broadcast `inputs`, which ``["in", i]`` counts.
 
         Parameters among the inputs become weights. `dtype` defaults to that of the first input.
@@ -153,7 +153,7 @@ class GraphBuilderBase:
             read = self._bind(draft, tensor, own, broadcast=True)
             reads, kind = (
                 (draft.weights, "weight")
-                if isinstance(tensor.node, Stored)
+                if isinstance(tensor.node, DraftParameter)
                 else (draft.reads, "in")
             )
             renamed["in", index] = [kind, len(reads)]
@@ -162,21 +162,21 @@ class GraphBuilderBase:
         draft.attributes["steps"] = shift_steps(steps, renamed)
         return self._made(draft, loops, dtype or inputs[0].dtype, detached=detached)
 
-    def pointwise(self, function: str, *operands: Tensor | float | str | None) -> Tensor:
+    def pointwise(self, function: str, *operands: DraftTensor | float | str | None) -> DraftTensor:
         """One elementwise function of tensors and numbers: ``pointwise("add", x, 1.0)``."""
-        tensors = [each for each in operands if isinstance(each, Tensor)]
+        tensors = [each for each in operands if isinstance(each, DraftTensor)]
         positions = iter(range(len(tensors)))
-        given = [["in", next(positions)] if isinstance(x, Tensor) else x for x in operands]
+        given = [["in", next(positions)] if isinstance(x, DraftTensor) else x for x in operands]
         return self.elementwise(tensors, [[function, given]])
 
-    def build(self, loss: Tensor) -> OperatorGraph:
+    def build(self, loss: DraftTensor) -> OperatorGraph:
         """The graph that computes `loss`, a scalar; its sources come first.
 
         Raises:
             ValueError: `loss` is no scalar of this builder, or an operator cannot be finished.
         """
         made = loss.node
-        if not isinstance(made, Draft) or math.prod(loss.shape) != 1:
+        if not isinstance(made, OperatorDraft) or math.prod(loss.shape) != 1:
             raise ValueError(
                 f"graph {self.name!r}: the loss has shape {loss.shape}; it must be one number "
                 "made by an operator, such as the result of cross_entropy or reduce"
@@ -192,7 +192,7 @@ class GraphBuilderBase:
             lambda: self._finish(drafts, made),
         )
 
-    def _finish(self, drafts: Sequence[Draft], loss: Draft) -> OperatorGraph:
+    def _finish(self, drafts: Sequence[OperatorDraft], loss: OperatorDraft) -> OperatorGraph:
         operators = finish_operators(drafts)  # it makes names unique, that of the loss too
         read = {name for draft in drafts for name in _inputs_read(draft)}
         return OperatorGraph(
@@ -211,14 +211,14 @@ class GraphBuilderBase:
         )
         return given if counts else replace(given, sample_dim=None)
 
-    def _draft(self, kind: str, name: str) -> Draft:
-        draft = Draft(self.full_name(name) or kind, kind, self._module)
+    def _draft(self, kind: str, name: str) -> OperatorDraft:
+        draft = OperatorDraft(self.full_name(name) or kind, kind, self._module)
         self._drafts.append(draft)
         return draft
 
     def _loop(
         self,
-        draft: Draft,
+        draft: OperatorDraft,
         name: str,
         kind: DimKind,
         size: int,
@@ -231,7 +231,12 @@ class GraphBuilderBase:
         return loop
 
     def _bind(
-        self, draft: Draft, tensor: Tensor, loops: Sequence[Loop], *, broadcast: bool = False
+        self,
+        draft: OperatorDraft,
+        tensor: DraftTensor,
+        loops: Sequence[Loop],
+        *,
+        broadcast: bool = False,
     ) -> Read:
         """Read `tensor` with one loop per dim, its dims of size 1 repeated if `broadcast`."""
         bound = tuple(
@@ -240,25 +245,34 @@ class GraphBuilderBase:
         )
         return Read(tensor, bound)
 
-    def _broadcast_loops(self, draft: Draft, shapes: Sequence[Sequence[int]]) -> list[Loop]:
+    def _broadcast_loops(
+        self, draft: OperatorDraft, shapes: Sequence[Sequence[int]]
+    ) -> list[Loop]:
         return [
             self._loop(draft, f"dim{i}", ATTRIBUTE, size, labelled=True)
             for i, size in enumerate(_broadcast(draft.where, shapes))
         ]
 
     def _made(
-        self, draft: Draft, loops: Sequence[Loop | None], dtype: str, *, detached: bool = False
-    ) -> Tensor:
+        self,
+        draft: OperatorDraft,
+        loops: Sequence[Loop | None],
+        dtype: str,
+        *,
+        detached: bool = False,
+    ) -> DraftTensor:
         kept = tuple(loop if loop is not None and loop.factors else None for loop in loops)
         draft.outputs.append(Made(kept, dtype, is_float(dtype) and not detached))
         dims = tuple(() if loop is None else loop.factors for loop in kept)
-        return Tensor(draft, dims, dtype, len(draft.outputs) - 1)
+        return DraftTensor(draft, dims, dtype, len(draft.outputs) - 1)
 
-    def _computed(self, tensor: Tensor) -> Tensor:
+    def _computed(self, tensor: DraftTensor) -> DraftTensor:
         """`tensor`, or a copy made by an operator where it is a parameter."""
-        return self.pointwise("alias", tensor) if isinstance(tensor.node, Stored) else tensor
+        return (
+            self.pointwise("alias", tensor) if isinstance(tensor.node, DraftParameter) else tensor
+        )
 
-    def _written(self, tensor: Tensor) -> Tensor:
+    def _written(self, tensor: DraftTensor) -> DraftTensor:
         """`tensor`, or a copy where it is a parameter or repeats elements by `expand`."""
         return self.pointwise("alias", tensor) if tensor.is_broadcast else self._computed(tensor)
 
@@ -289,7 +303,7 @@ def _broadcast(where: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return result
 
 
-def _inputs_read(draft: Draft) -> Iterator[str]:
+def _inputs_read(draft: OperatorDraft) -> Iterator[str]:
     if draft.kind == "source":
         for _, arguments in draft.attributes["steps"]:
             yield from (name for kind, name in references(arguments) if kind == "input")

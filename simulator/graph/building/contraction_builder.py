@@ -12,13 +12,18 @@ from stratagem.simulator.graph.building.factor_unification import (
     name_factors,
     size_of,
 )
-from stratagem.simulator.graph.building.operator_drafts import Draft, Loop, Stored, Tensor
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftParameter,
+    DraftTensor,
+    Loop,
+    OperatorDraft,
+)
 from stratagem.simulator.operators.operator import DimKind
 
 ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION
 
 
-def label(tensor: Tensor, dims: Sequence[int], name: str, priority: int) -> None:
+def label(tensor: DraftTensor, dims: Sequence[int], name: str, priority: int) -> None:
     """Propose a name for dims of a tensor (see `factor_unification.name_factors`)."""
     for dim in dims:
         name_factors(tensor.dims[dim], name, priority)
@@ -29,13 +34,13 @@ class ContractionBuilder(GraphBuilderBase):
 
     def linear(
         self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
+        x: DraftTensor,
+        weight: DraftTensor,
+        bias: DraftTensor | None = None,
         *,
         transposed: bool = False,
         name: str = "",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """``x @ weight.T + bias``: (..., in) to (..., out).
 
         The weight is (out, in), or (in, out) if `transposed`.
@@ -45,7 +50,7 @@ class ContractionBuilder(GraphBuilderBase):
         """
         x = self._written(x)
         draft = self._draft("linear", name)
-        if not isinstance(weight.node, Stored) or len(weight.node.dims) != 2:
+        if not isinstance(weight.node, DraftParameter) or len(weight.node.dims) != 2:
             raise ValueError(
                 f"{draft.where}: its weight has shape {weight.shape}; it must be a parameter of "
                 "two dims (use matmul for computed weights)"
@@ -67,12 +72,12 @@ class ContractionBuilder(GraphBuilderBase):
 
     def linear_sum(
         self,
-        inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        bias: Tensor | None = None,
+        inputs: Sequence[DraftTensor],
+        weights: Sequence[DraftTensor],
+        bias: DraftTensor | None = None,
         *,
         name: str = "",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """``x0 @ weight0.T + x1 @ weight1.T + … + bias``: several (..., in) to (..., out).
 
         Every weight is (out, in).
@@ -100,7 +105,7 @@ class ContractionBuilder(GraphBuilderBase):
         label(made, [-1], "feature", 1)
         return made
 
-    def matmul(self, a: Tensor, b: Tensor, *, name: str = "") -> Tensor:
+    def matmul(self, a: DraftTensor, b: DraftTensor, *, name: str = "") -> DraftTensor:
         """The batched product (..., m, k) × (..., k, n); leading dims broadcast.
 
         Raises:
@@ -124,16 +129,16 @@ class ContractionBuilder(GraphBuilderBase):
 
     def conv2d(
         self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
+        x: DraftTensor,
+        weight: DraftTensor,
+        bias: DraftTensor | None = None,
         *,
         stride: tuple[int, int] = (1, 1),
         padding: tuple[int, int] = (0, 0),
         dilation: tuple[int, int] = (1, 1),
         groups: int = 1,
         name: str = "",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """(sample, in_channel, in_height, in_width) to (sample, out_channel, height, width).
 
         The weight is (out_channel, in_channel / groups, kernel_height, kernel_width).
@@ -183,8 +188,13 @@ class ContractionBuilder(GraphBuilderBase):
         return made
 
     def embedding(
-        self, ids: Tensor, weight: Tensor, *, padding: int | None = None, name: str = ""
-    ) -> Tensor:
+        self,
+        ids: DraftTensor,
+        weight: DraftTensor,
+        *,
+        padding: int | None = None,
+        name: str = "",
+    ) -> DraftTensor:
         """Rows of `weight` (vocabulary, hidden): (...) to (..., hidden).
 
         Row `padding` gets no gradient, as with ``padding_idx`` of `torch.nn.Embedding`.
@@ -194,7 +204,7 @@ class ContractionBuilder(GraphBuilderBase):
         """
         ids = self._written(ids)
         draft = self._draft("embedding", name)
-        if not isinstance(weight.node, Stored) or len(weight.dims) != 2:
+        if not isinstance(weight.node, DraftParameter) or len(weight.dims) != 2:
             raise ValueError(f"{draft.where}: its weight must be a parameter of two dims")
         leading = self._leading(draft, ids, 0)
         vocabulary = self._loop(draft, "vocabulary", REDUCTION, weight.shape[0])
@@ -211,16 +221,16 @@ class ContractionBuilder(GraphBuilderBase):
 
     def attention(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
+        query: DraftTensor,
+        key: DraftTensor,
+        value: DraftTensor,
+        mask: DraftTensor | None = None,
         *,
         causal: bool = False,
         scale: float | None = None,
         dropout: float = 0.0,
         name: str = "attention",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """``softmax(q·kᵀ·scale + mask)·v``: (sample, head, query, e), (.., key, e), (.., key, f).
 
         With fewer heads in key and value (grouped-query attention) each of them serves equally
@@ -258,7 +268,9 @@ class ContractionBuilder(GraphBuilderBase):
             draft.attributes["dropout"] = dropout
         return self._made(draft, [*leading, rows, f], query.dtype)
 
-    def _share_heads(self, draft: Draft, query: Tensor, other: Tensor) -> Tensor:
+    def _share_heads(
+        self, draft: OperatorDraft, query: DraftTensor, other: DraftTensor
+    ) -> DraftTensor:
         """Keys or values with each head repeated for its group of query heads."""
         if len(query.dims) < 4 or other.shape[-3] == query.shape[-3]:
             return other
@@ -272,7 +284,9 @@ class ContractionBuilder(GraphBuilderBase):
         dims[-3] = (*dims[-3], *fresh(heads // own))
         return replace(other, dims=tuple(dims))
 
-    def _leading(self, draft: Draft, x: Tensor, own: int, *, head: bool = False) -> list[Loop]:
+    def _leading(
+        self, draft: OperatorDraft, x: DraftTensor, own: int, *, head: bool = False
+    ) -> list[Loop]:
         """Loops over the dims of `x` before its last `own` ones."""
         groups = x.dims[: len(x.dims) - own]
         loops = []
@@ -283,7 +297,7 @@ class ContractionBuilder(GraphBuilderBase):
         return loops
 
 
-def _label_groups(key: Tensor) -> None:
+def _label_groups(key: DraftTensor) -> None:
     """Tell the heads that keys have from the groups of query heads that share one."""
     if key.is_broadcast:
         own = {id(leaf) for group in key.own for leaf in leaves_of(group)}

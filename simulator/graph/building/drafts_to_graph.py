@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from stratagem.simulator.graph.building.factor_unification import Factor, leaves_of, size_of
 from stratagem.simulator.graph.building.operator_drafts import (
-    Draft,
+    DraftParameter,
     Loop,
     Made,
+    OperatorDraft,
     Read,
-    Stored,
     fixed_leaves,
 )
 from stratagem.simulator.operators.operator import (
@@ -29,7 +29,7 @@ LeafNames = dict[int, str]
 """Names of an operator's dims, by the identity of their leaf factors."""
 
 
-def live_drafts(drafts: Sequence[Draft], loss: Draft) -> list[Draft]:
+def live_drafts(drafts: Sequence[OperatorDraft], loss: OperatorDraft) -> list[OperatorDraft]:
     """The drafts that the loss depends on, in order."""
     needed: set[int] = set()
     waiting = [loss]
@@ -37,11 +37,15 @@ def live_drafts(drafts: Sequence[Draft], loss: Draft) -> list[Draft]:
         draft = waiting.pop()
         if id(draft) not in needed:
             needed.add(id(draft))
-            waiting.extend(r.tensor.node for r in draft.reads if isinstance(r.tensor.node, Draft))
+            waiting.extend(
+                r.tensor.node for r in draft.reads if isinstance(r.tensor.node, OperatorDraft)
+            )
     return [draft for draft in drafts if id(draft) in needed]
 
 
-def live_parameters(drafts: Sequence[Draft], stored: Sequence[Stored]) -> tuple[Parameter, ...]:
+def live_parameters(
+    drafts: Sequence[OperatorDraft], stored: Sequence[DraftParameter]
+) -> tuple[Parameter, ...]:
     """The parameters that the drafts read, in order of declaration."""
     used = {id(read.tensor.node) for draft in drafts for read in draft.weights}
     return tuple(
@@ -51,7 +55,7 @@ def live_parameters(drafts: Sequence[Draft], stored: Sequence[Stored]) -> tuple[
     )
 
 
-def finish_operators(drafts: Sequence[Draft]) -> tuple[Operator, ...]:
+def finish_operators(drafts: Sequence[OperatorDraft]) -> tuple[Operator, ...]:
     """The operators of live drafts.
 
     Raises:
@@ -61,7 +65,7 @@ def finish_operators(drafts: Sequence[Draft]) -> tuple[Operator, ...]:
     return tuple(_finish(draft, _name_leaves(draft)) for draft in drafts)
 
 
-def _make_names_unique(drafts: Sequence[Draft]) -> None:
+def _make_names_unique(drafts: Sequence[OperatorDraft]) -> None:
     wanted = Counter(draft.name for draft in drafts)
     seen: Counter[str] = Counter()
     for draft in drafts:
@@ -76,7 +80,7 @@ def _make_names_unique(drafts: Sequence[Draft]) -> None:
             wanted[draft.name] += 1
 
 
-def _name_leaves(draft: Draft) -> LeafNames:
+def _name_leaves(draft: OperatorDraft) -> LeafNames:
     names: LeafNames = {}
     taken: Counter[str] = Counter()
     for loop in draft.loops:
@@ -96,7 +100,7 @@ def _leaf_name(loop: Loop, leaf: Factor, position: int, count: int) -> str:
     return loop.name if count == 1 else leaf.label or f"{loop.name}{position}"
 
 
-def _finish(draft: Draft, names: LeafNames) -> Operator:
+def _finish(draft: OperatorDraft, names: LeafNames) -> Operator:
     dims = tuple(
         _dim(loop, leaf, names[id(leaf)])
         for loop in draft.loops
@@ -150,7 +154,7 @@ def _input(read: Read, names: LeafNames) -> Input:
     return Input(tensor.node.name, tuple(layout), tensor.output, tuple(order), fixed)
 
 
-def _weight(draft: Draft, read: Read, names: LeafNames) -> Weight:
+def _weight(draft: OperatorDraft, read: Read, names: LeafNames) -> Weight:
     """How the draft's dims index the parameter as it is stored, whatever view it reads."""
     mine: LeafNames = {}
     for group, loop in zip(read.tensor.dims, read.loops, strict=True):

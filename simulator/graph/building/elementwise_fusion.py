@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from stratagem.simulator.graph.building.factor_unification import leaves_of
-from stratagem.simulator.graph.building.operator_drafts import Draft, Loop, Read, view_key
+from stratagem.simulator.graph.building.operator_drafts import Loop, OperatorDraft, Read, view_key
 from stratagem.simulator.operators.step_programs import shift_steps
 
 Reference = tuple[str, Any]
 
 
-def fuse_elementwise(drafts: Sequence[Draft]) -> list[Draft]:
+def fuse_elementwise(drafts: Sequence[OperatorDraft]) -> list[OperatorDraft]:
     """The drafts with every elementwise one that is read once, whole and unbroadcast, merged.
 
     Two operators are merged when the second is elementwise too and its output has the same shape.
     """
-    readers: defaultdict[int, list[tuple[Draft, Read]]] = defaultdict(list)
+    readers: defaultdict[int, list[tuple[OperatorDraft, Read]]] = defaultdict(list)
     for draft in drafts:
         for read in draft.reads:
             readers[id(read.tensor.node)].append((draft, read))
-    kept: list[Draft] = []
+    kept: list[OperatorDraft] = []
     for draft in drafts:
         used = readers[id(draft)]
         if not _can_merge(draft, used):
@@ -41,7 +41,7 @@ def fuse_elementwise(drafts: Sequence[Draft]) -> list[Draft]:
     return kept
 
 
-def _can_merge(draft: Draft, used: Sequence[tuple[Draft, Read]]) -> bool:
+def _can_merge(draft: OperatorDraft, used: Sequence[tuple[OperatorDraft, Read]]) -> bool:
     if draft.kind != "elementwise" or not used or len({id(by) for by, _ in used}) != 1:
         return False
     after = used[0][0]
@@ -59,7 +59,7 @@ def _can_merge(draft: Draft, used: Sequence[tuple[Draft, Read]]) -> bool:
     )
 
 
-def _merge(before: Draft, after: Draft) -> None:
+def _merge(before: OperatorDraft, after: OperatorDraft) -> None:
     """Put `before`, whose only reader is `after`, in front of it."""
     same = {
         id(mine): theirs
@@ -99,11 +99,11 @@ class _Slots:
 
 
 def _adopt(
-    draft: Draft,
+    draft: OperatorDraft,
     reads: _Slots,
     weights: _Slots,
     loops: dict[int, Loop],
-    skip: Draft | None = None,
+    skip: OperatorDraft | None = None,
 ) -> dict[Reference, list[Any]]:
     """Add what `draft` reads to the slots, in terms of `loops`; how its references change."""
     renamed: dict[Reference, list[Any]] = {}

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 
 from stratagem.simulator.graph.building.contraction_builder import ContractionBuilder, label
-from stratagem.simulator.graph.building.operator_drafts import Draft, Loop, Stored, Tensor
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftParameter,
+    DraftTensor,
+    Loop,
+    OperatorDraft,
+)
 from stratagem.simulator.operators.operator import DimKind
 
 ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION
@@ -49,8 +54,8 @@ class ExpertBuilder(ContractionBuilder):
     """
 
     def moe_weights(
-        self, gates: Tensor, *, top_k: int, capacity: int, name: str = "weights"
-    ) -> Tensor:
+        self, gates: DraftTensor, *, top_k: int, capacity: int, name: str = "weights"
+    ) -> DraftTensor:
         """With which weight each slot holds each token: (group, token, expert, slot), mostly 0.
 
         GShard's formulation: as masks, they send tokens to slots by matrix products.
@@ -65,8 +70,14 @@ class ExpertBuilder(ContractionBuilder):
         return self._expert_tensor(draft, [group, token, expert, slot], gates.dtype)
 
     def moe_dispatch(
-        self, x: Tensor, gates: Tensor, *, top_k: int, capacity: int, name: str = "dispatch"
-    ) -> Tensor:
+        self,
+        x: DraftTensor,
+        gates: DraftTensor,
+        *,
+        top_k: int,
+        capacity: int,
+        name: str = "dispatch",
+    ) -> DraftTensor:
         """The tokens in the slots of their experts: (group, token, hidden) to (group, expert,
         slot, hidden); slots that nobody took hold zeros.
 
@@ -85,8 +96,8 @@ class ExpertBuilder(ContractionBuilder):
         return self._expert_tensor(draft, [group, expert, slot, hidden], x.dtype)
 
     def moe_combine(
-        self, y: Tensor, gates: Tensor, *, top_k: int, name: str = "combine"
-    ) -> Tensor:
+        self, y: DraftTensor, gates: DraftTensor, *, top_k: int, name: str = "combine"
+    ) -> DraftTensor:
         """What the experts made of each token, weighted: (group, expert, slot, hidden) to
         (group, token, hidden).
 
@@ -107,8 +118,13 @@ class ExpertBuilder(ContractionBuilder):
         return self._made(draft, [group, token, hidden], y.dtype)
 
     def expert_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: str = ""
-    ) -> Tensor:
+        self,
+        x: DraftTensor,
+        weight: DraftTensor,
+        bias: DraftTensor | None = None,
+        *,
+        name: str = "",
+    ) -> DraftTensor:
         """A linear layer of its own for each expert: (..., expert, slot, in) to (..., expert,
         slot, out).
 
@@ -120,7 +136,7 @@ class ExpertBuilder(ContractionBuilder):
         """
         x = self._written(x)
         draft = self._draft("expert_linear", name)
-        if not isinstance(weight.node, Stored) or len(weight.node.dims) != 3:
+        if not isinstance(weight.node, DraftParameter) or len(weight.node.dims) != 3:
             raise ValueError(
                 f"{draft.where}: its weight has shape {weight.shape}; it must be a parameter "
                 "(expert, in, out)"
@@ -141,8 +157,8 @@ class ExpertBuilder(ContractionBuilder):
         return made
 
     def _routing(
-        self, kind: str, gates: Tensor, top_k: int, capacity: int, name: str
-    ) -> tuple[Draft, Loop, Loop, Loop]:
+        self, kind: str, gates: DraftTensor, top_k: int, capacity: int, name: str
+    ) -> tuple[OperatorDraft, Loop, Loop, Loop]:
         """A draft with the loops of gates: group, token and choice."""
         draft = self._draft(kind, name)
         if not 1 <= top_k <= gates.shape[-1] or capacity < 1:
@@ -162,12 +178,12 @@ class ExpertBuilder(ContractionBuilder):
         )
         return draft, group, token, choice
 
-    def _slots(self, draft: Draft, gates: Tensor, capacity: int) -> tuple[Loop, Loop]:
+    def _slots(self, draft: OperatorDraft, gates: DraftTensor, capacity: int) -> tuple[Loop, Loop]:
         expert = self._loop(draft, "expert", ATTRIBUTE, gates.shape[-1])
         slot = self._loop(draft, "slot", ATTRIBUTE, capacity, whole="slots are counted along it")
         return expert, slot
 
-    def _expert_tensor(self, draft: Draft, loops: list[Loop], dtype: str) -> Tensor:
+    def _expert_tensor(self, draft: OperatorDraft, loops: list[Loop], dtype: str) -> DraftTensor:
         """The output of a draft, with its dims of experts and slots named."""
         made = self._made(draft, loops, dtype)
         for dim, loop in enumerate(loops):

@@ -9,7 +9,11 @@ from stratagem.simulator.graph.building.base_builder import is_float
 from stratagem.simulator.graph.building.contraction_builder import label, window_sizes
 from stratagem.simulator.graph.building.expert_builder import ExpertBuilder
 from stratagem.simulator.graph.building.factor_unification import fresh
-from stratagem.simulator.graph.building.operator_drafts import Draft, Loop, Tensor
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftTensor,
+    Loop,
+    OperatorDraft,
+)
 from stratagem.simulator.operators.operator import DimKind
 from stratagem.simulator.operators.step_programs import Steps
 
@@ -26,32 +30,32 @@ class GraphBuilder(ExpertBuilder):
         >>> [o.name for o in b.build(b.cross_entropy(logits, labels)).operators]
         ['x', 'labels', 'count', 'layer', 'cross_entropy']
 
-    Methods take and return `Tensor` handles and keep to the conventions of `operator_kinds`. Views
-    are the functions of `operator_drafts` (`reshape`, `permute`, `select`, `part`, `expand`).
+    Methods take and return `DraftTensor` handles and keep to the conventions of `operator_kinds`.
+    Views are the functions of `operator_drafts` (`reshape`, `permute`, `select`, `part`, `expand`).
     """
 
     def layer_norm(
         self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None = None,
+        x: DraftTensor,
+        weight: DraftTensor | None,
+        bias: DraftTensor | None = None,
         *,
         num_dims: int = 1,
         eps: float = 1e-5,
         name: str = "",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """Normalise the last `num_dims` dims of x to mean 0 and variance 1."""
         return self._norm("layer_norm", x, [weight, bias], num_dims, eps, name)
 
     def rms_norm(
         self,
-        x: Tensor,
-        weight: Tensor | None,
+        x: DraftTensor,
+        weight: DraftTensor | None,
         *,
         num_dims: int = 1,
         eps: float | None = 1e-6,
         name: str = "",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """Divide the last `num_dims` dims of x by their root mean square.
 
         `eps` None is the smallest of the dtype that the norm runs in, as torch has it.
@@ -61,12 +65,12 @@ class GraphBuilder(ExpertBuilder):
     def _norm(
         self,
         kind: str,
-        x: Tensor,
-        weights: Sequence[Tensor | None],
+        x: DraftTensor,
+        weights: Sequence[DraftTensor | None],
         num_dims: int,
         eps: float | None,
         name: str,
-    ) -> Tensor:
+    ) -> DraftTensor:
         x = self._written(x)
         draft = self._draft(kind, name)
         leading = self._leading(draft, x, num_dims)
@@ -82,17 +86,17 @@ class GraphBuilder(ExpertBuilder):
 
     def batch_norm(
         self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        running_mean: Tensor,
-        running_variance: Tensor,
+        x: DraftTensor,
+        weight: DraftTensor,
+        bias: DraftTensor,
+        running_mean: DraftTensor,
+        running_variance: DraftTensor,
         *,
         eps: float = 1e-5,
         momentum: float = 0.1,
         training: bool = True,
         name: str = "",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """Normalise each channel (dim 1) over the rest; by running values if not training."""
         x = self._written(x)
         draft = self._draft("batch_norm", name)
@@ -106,7 +110,14 @@ class GraphBuilder(ExpertBuilder):
         draft.attributes.update(eps=eps, momentum=momentum, training=training)
         return self._made(draft, loops, x.dtype)
 
-    def rotary(self, x: Tensor, cosine: Tensor, sine: Tensor, *, name: str = "rotary") -> Tensor:
+    def rotary(
+        self,
+        x: DraftTensor,
+        cosine: DraftTensor,
+        sine: DraftTensor,
+        *,
+        name: str = "rotary",
+    ) -> DraftTensor:
         """Turn pairs of features by the angle of their position (Su et al. 2021, RoFormer).
 
         x is (..., sequence, e), both tables are (sequence, e). With x = (a, b) in halves the
@@ -128,13 +139,13 @@ class GraphBuilder(ExpertBuilder):
 
     def softmax(
         self,
-        x: Tensor,
+        x: DraftTensor,
         *,
         dim: int = -1,
         causal: bool = False,
         scale: float = 1.0,
         name: str = "softmax",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """Exponentials of `scale` · x over their sum along `dim`.
 
         If `causal`, x is (..., query, key) and a query sees no later key: the masked softmax of
@@ -162,14 +173,14 @@ class GraphBuilder(ExpertBuilder):
 
     def pool2d(
         self,
-        x: Tensor,
+        x: DraftTensor,
         *,
         mode: str,
         kernel: tuple[int, int],
         stride: tuple[int, int],
         padding: tuple[int, int] = (0, 0),
         name: str = "pool",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """The ``"max"`` or ``"avg"`` of windows of (sample, channel, in_height, in_width).
 
         Raises:
@@ -199,13 +210,13 @@ class GraphBuilder(ExpertBuilder):
 
     def reduce(
         self,
-        x: Tensor,
+        x: DraftTensor,
         dims: Sequence[int] | None = None,
         *,
         scale: float = 1.0,
         keep: bool = False,
         name: str = "reduce",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """`scale` × the sum over `dims` (all by default), which stay with size 1 if `keep`.
 
         Sums of whole numbers and of truth values are in int64, as in torch.
@@ -227,18 +238,18 @@ class GraphBuilder(ExpertBuilder):
 
     def mean(
         self,
-        x: Tensor,
+        x: DraftTensor,
         dims: Sequence[int] | None = None,
         *,
         keep: bool = False,
         name: str = "mean",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """The mean over `dims` (all by default), of the whole batch where they count samples."""
         gone = range(len(x.dims)) if dims is None else dims
         count = math.prod(x.shape[dim] for dim in gone)
         return self.reduce(x, dims, scale=1.0 / count, keep=keep, name=name)
 
-    def cat(self, tensors: Sequence[Tensor], *, dim: int, name: str = "cat") -> Tensor:
+    def cat(self, tensors: Sequence[DraftTensor], *, dim: int, name: str = "cat") -> DraftTensor:
         """Tensors of equal shape but for `dim`, one after the other along it.
 
         Raises:
@@ -257,8 +268,8 @@ class GraphBuilder(ExpertBuilder):
         return self._made(draft, loops, tensors[0].dtype)
 
     def narrow(
-        self, x: Tensor, *, dim: int, start: int, length: int, name: str = "narrow"
-    ) -> Tensor:
+        self, x: DraftTensor, *, dim: int, start: int, length: int, name: str = "narrow"
+    ) -> DraftTensor:
         """Elements `start` to `start` + `length` of a dim.
 
         Raises:
@@ -280,12 +291,12 @@ class GraphBuilder(ExpertBuilder):
 
     def cross_entropy(
         self,
-        logits: Tensor,
-        target: Tensor,
+        logits: DraftTensor,
+        target: DraftTensor,
         *,
         ignore_index: int = -100,
         name: str = "cross_entropy",
-    ) -> Tensor:
+    ) -> DraftTensor:
         """Mean over counted targets of the negative log-likelihood: (..., class), (...) to ().
 
         Raises:
@@ -307,10 +318,10 @@ class GraphBuilder(ExpertBuilder):
         draft.attributes["ignore_index"] = ignore_index
         return self._made(draft, [], logits.dtype)
 
-    def _count(self, target: Tensor, ignore_index: int) -> Tensor:
+    def _count(self, target: DraftTensor, ignore_index: int) -> DraftTensor:
         """The number of targets of the whole batch that are not `ignore_index`."""
         node = target.node
-        if not isinstance(node, Draft) or node.kind != "source" or target.selected:
+        if not isinstance(node, OperatorDraft) or node.kind != "source" or target.selected:
             raise ValueError(
                 f"cross entropy: its target {node.name!r} must be a graph input or a source, "
                 "whole; targets that the model itself computes are not supported"
@@ -323,7 +334,7 @@ class GraphBuilder(ExpertBuilder):
         ]
         return self.source([*steps, *counting], (), "int64", name="count")
 
-    def _loops_of(self, draft: Draft, x: Tensor, whole: dict[int, str]) -> list[Loop]:
+    def _loops_of(self, draft: OperatorDraft, x: DraftTensor, whole: dict[int, str]) -> list[Loop]:
         """One loop per dim of x; `whole` says which may not be split, and why."""
         return [
             self._loop(

@@ -1,7 +1,8 @@
 """Operators under construction, and the handles by which a builder passes their tensors around.
 
-A `Tensor` is what an operator made, or a parameter, seen through views. Views only regroup factors
-(`reshape`, `permute`, `select`, …), so they are functions from handle to handle and cost nothing.
+A `DraftTensor` is what an operator made, or a parameter, seen through views. Views only regroup
+factors (`reshape`, `permute`, `select`, …), so they are functions from handle to handle and cost
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Loop:
 
 
 @dataclass(eq=False)
-class Stored:
+class DraftParameter:
     """A parameter to be."""
 
     name: str
@@ -53,7 +54,7 @@ class Stored:
 class Read:
     """A tensor that a draft reads: per tensor dim the loop that indexes it, None at size 1."""
 
-    tensor: Tensor
+    tensor: DraftTensor
     loops: tuple[Loop | None, ...]
 
 
@@ -67,7 +68,7 @@ class Made:
 
 
 @dataclass(eq=False)
-class Draft:
+class OperatorDraft:
     """An operator to be."""
 
     name: str
@@ -86,7 +87,7 @@ class Draft:
 
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
+class DraftTensor:
     """A handle on output `output` of a draft, or on a parameter, seen through views.
 
     Example:
@@ -94,7 +95,7 @@ class Tensor:
         (8, 128)
     """
 
-    node: Draft | Stored
+    node: OperatorDraft | DraftParameter
     dims: tuple[Group, ...]
     dtype: str
     output: int = 0
@@ -108,7 +109,7 @@ class Tensor:
     @property
     def own(self) -> tuple[Group, ...]:
         """The dims of the tensor as it was made, before any view."""
-        if isinstance(self.node, Stored):
+        if isinstance(self.node, DraftParameter):
             return self.node.dims
         made = self.node.outputs[self.output]
         return tuple(() if loop is None else loop.factors for loop in made.loops)
@@ -132,13 +133,13 @@ def _same(one: Sequence[Group], two: Sequence[Group]) -> bool:
     )
 
 
-def view_key(tensor: Tensor) -> tuple[Any, ...]:
+def view_key(tensor: DraftTensor) -> tuple[Any, ...]:
     """Equal for two handles on the same tensor seen in the same way."""
     dims = tuple(tuple(map(id, leaves_of(group))) for group in tensor.dims)
     return (id(tensor.node), tensor.output, dims, [(id(f), i) for f, i in tensor.selected])
 
 
-def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def reshape(tensor: DraftTensor, shape: Sequence[int]) -> DraftTensor:
     """Another shape of equally many elements; one size may be -1.
 
     Raises:
@@ -158,19 +159,19 @@ def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return replace(tensor, dims=tuple(groups))
 
 
-def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+def permute(tensor: DraftTensor, dims: Sequence[int]) -> DraftTensor:
     """The dims in another order."""
     return replace(tensor, dims=tuple(tensor.dims[dim] for dim in dims))
 
 
-def transpose(tensor: Tensor, one: int, two: int) -> Tensor:
+def transpose(tensor: DraftTensor, one: int, two: int) -> DraftTensor:
     """Two dims swapped."""
     dims = list(range(len(tensor.dims)))
     dims[one], dims[two] = dims[two], dims[one]
     return permute(tensor, dims)
 
 
-def select(tensor: Tensor, dim: int, index: int) -> Tensor:
+def select(tensor: DraftTensor, dim: int, index: int) -> DraftTensor:
     """Index `index` of a dim, which disappears."""
     dim %= len(tensor.dims)
     fixed = _fix(tensor.dims[dim], index)
@@ -178,7 +179,7 @@ def select(tensor: Tensor, dim: int, index: int) -> Tensor:
     return replace(tensor, dims=dims, selected=(*tensor.selected, *fixed))
 
 
-def part(tensor: Tensor, dim: int, index: int, parts: int) -> Tensor:
+def part(tensor: DraftTensor, dim: int, index: int, parts: int) -> DraftTensor:
     """Part `index` of `parts` equal parts of a dim.
 
     Raises:
@@ -199,12 +200,12 @@ def _fix(factors: Sequence[Factor], index: int) -> list[tuple[Factor, int]]:
     return fixed[::-1]
 
 
-def fixed_leaves(tensor: Tensor) -> list[tuple[Factor, int]]:
+def fixed_leaves(tensor: DraftTensor) -> list[tuple[Factor, int]]:
     """What `selected` fixes, per leaf."""
     return [pair for factor, index in tensor.selected for pair in _fix(factor.leaves, index)]
 
 
-def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def expand(tensor: DraftTensor, shape: Sequence[int]) -> DraftTensor:
     """Dims of size 1 repeated, and new ones in front; -1 keeps a size."""
     missing = len(shape) - len(tensor.dims)
     dims = (*((),) * missing, *tensor.dims)
@@ -217,7 +218,9 @@ def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
-def bind(draft: Draft, loop: Loop, group: Group, *, broadcast: bool = False) -> Loop | None:
+def bind(
+    draft: OperatorDraft, loop: Loop, group: Group, *, broadcast: bool = False
+) -> Loop | None:
     """Let `loop` run over a tensor dim; None when the dim has size 1 (repeated if `broadcast`).
 
     Raises:

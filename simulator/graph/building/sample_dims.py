@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 from stratagem.simulator.graph.building.factor_unification import Linked, leaves_of
-from stratagem.simulator.graph.building.operator_drafts import Draft
+from stratagem.simulator.graph.building.operator_drafts import OperatorDraft
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.operator_kinds import RULES
 from stratagem.simulator.operators.sums_over_samples import parts_of, sample_cuts
@@ -27,7 +27,9 @@ MOST_TRIED = 6
 
 
 def settle_samples(
-    drafts: Sequence[Draft], inputs: Sequence[Draft], finish: Callable[[], OperatorGraph]
+    drafts: Sequence[OperatorDraft],
+    inputs: Sequence[OperatorDraft],
+    finish: Callable[[], OperatorGraph],
 ) -> OperatorGraph:
     """The graph with as many samples as may be cut, or as were declared if nothing may be.
 
@@ -54,7 +56,7 @@ def settle_samples(
     return finish()
 
 
-def _groups(inputs: Sequence[Draft]) -> list[Linked]:
+def _groups(inputs: Sequence[OperatorDraft]) -> list[Linked]:
     """Linked factors that count samples, each once."""
     found: dict[int, Linked] = {}
     for draft in inputs:
@@ -66,7 +68,7 @@ def _groups(inputs: Sequence[Draft]) -> list[Linked]:
 
 
 def _candidates(
-    drafts: Sequence[Draft], declared: Sequence[Linked], leading: int
+    drafts: Sequence[OperatorDraft], declared: Sequence[Linked], leading: int
 ) -> Iterator[list[Linked]]:
     """Fewer groups, no two of which meet in an operator, around each of the `leading` ones."""
     position = {id(group): at for at, group in enumerate(declared)}

@@ -14,11 +14,11 @@ from typing import Any
 
 from stratagem.simulator.graph.building.factor_unification import leaves_of, size_of
 from stratagem.simulator.graph.building.operator_drafts import (
-    Draft,
+    DraftParameter,
+    DraftTensor,
     Made,
+    OperatorDraft,
     Read,
-    Stored,
-    Tensor,
     fixed_leaves,
     view_key,
 )
@@ -36,7 +36,7 @@ WHOLE = "sources are computed in full on every rank"
 Reference = list[Any]
 
 
-def sums_as_sources(drafts: Sequence[Draft]) -> None:
+def sums_as_sources(drafts: Sequence[OperatorDraft]) -> None:
     """Turn what mixes samples, and depends on inputs and constants alone, into sources.
 
     What leads to nothing that depends on a parameter stays: it is trained by nobody.
@@ -58,7 +58,7 @@ def sums_as_sources(drafts: Sequence[Draft]) -> None:
             _make_source(draft)
 
 
-def _is_free(draft: Draft, free: set[int]) -> bool:
+def _is_free(draft: OperatorDraft, free: set[int]) -> bool:
     """Whether a source could make what a draft makes."""
     if draft.kind not in _WRITERS or draft.weights or len(draft.outputs) != 1:
         return False
@@ -67,7 +67,7 @@ def _is_free(draft: Draft, free: set[int]) -> bool:
     return all(id(read.tensor.node) in free for read in draft.reads)
 
 
-def _mixes_samples(draft: Draft) -> bool:
+def _mixes_samples(draft: OperatorDraft) -> bool:
     """Whether one sample's results depend on others, or fewer than all are kept."""
     made = {id(loop) for loop in draft.outputs[0].loops}
     counted = 0
@@ -79,7 +79,7 @@ def _mixes_samples(draft: Draft) -> bool:
     return counted > 1
 
 
-def _make_source(draft: Draft) -> None:
+def _make_source(draft: OperatorDraft) -> None:
     program = _Program()
     program.made_by(draft)
     draft.kind, draft.reads, draft.attributes = "source", [], {"steps": program.steps}
@@ -103,15 +103,15 @@ class _Program:
         self.steps.append([function, list(arguments)])
         return ["step", len(self.steps) - 1]
 
-    def made_by(self, draft: Draft) -> Reference:
+    def made_by(self, draft: OperatorDraft) -> Reference:
         """What a draft makes, as it made it."""
         if id(draft) not in self._drafts:
             self._drafts[id(draft)] = _WRITERS[draft.kind](self, draft)
         return self._drafts[id(draft)]
 
-    def read(self, tensor: Tensor) -> Reference:
+    def read(self, tensor: DraftTensor) -> Reference:
         """A tensor as it is seen through its views."""
-        assert not isinstance(tensor.node, Stored)
+        assert not isinstance(tensor.node, DraftParameter)
         made = self.made_by(tensor.node)
         if tensor.is_plain:
             return made
@@ -120,7 +120,7 @@ class _Program:
             self._views[key] = self._view(tensor, made)
         return self._views[key]
 
-    def _view(self, tensor: Tensor, made: Reference) -> Reference:
+    def _view(self, tensor: DraftTensor, made: Reference) -> Reference:
         leaves = [leaf for group in tensor.own for leaf in leaves_of(group)]
         seen = self.add("view", made, [leaf.size for leaf in leaves])
         fixed = {id(leaf): index for leaf, index in fixed_leaves(tensor)}
@@ -148,18 +148,18 @@ class _Program:
         return ["step", len(self.steps) - 1]
 
 
-def _source(program: _Program, draft: Draft) -> Reference:
+def _source(program: _Program, draft: OperatorDraft) -> Reference:
     return program.run(draft.attributes["steps"])
 
 
-def _elementwise(program: _Program, draft: Draft) -> Reference:
+def _elementwise(program: _Program, draft: OperatorDraft) -> Reference:
     inputs = [program.read(read.tensor) for read in draft.reads]
     made = program.run(draft.attributes["steps"], inputs)
     constant = not any(True for _, given in draft.attributes["steps"] for _ in references(given))
     return program.add("expand", made, _shape(draft)) if constant else made
 
 
-def _reduce(program: _Program, draft: Draft) -> Reference:
+def _reduce(program: _Program, draft: OperatorDraft) -> Reference:
     (read,) = draft.reads
     made = program.read(read.tensor)
     gone = [at for at, loop in enumerate(draft.loops) if loop.kind is DimKind.REDUCTION]
@@ -171,33 +171,33 @@ def _reduce(program: _Program, draft: Draft) -> Reference:
     return _cast(program, draft, read, made)
 
 
-def _matmul(program: _Program, draft: Draft) -> Reference:
+def _matmul(program: _Program, draft: OperatorDraft) -> Reference:
     return program.add("matmul", *(program.read(read.tensor) for read in draft.reads))
 
 
-def _cat(program: _Program, draft: Draft) -> Reference:
+def _cat(program: _Program, draft: OperatorDraft) -> Reference:
     parts = [program.read(read.tensor) for read in draft.reads]
     return program.add("cat", parts, draft.attributes["dim"])
 
 
-def _narrow(program: _Program, draft: Draft) -> Reference:
+def _narrow(program: _Program, draft: OperatorDraft) -> Reference:
     (read,) = draft.reads
     start, at = draft.attributes["start"], draft.attributes["dim"]
     stop = start + draft.attributes["length"]
     return program.add("slice", program.read(read.tensor), at, start, stop, 1)
 
 
-def _softmax(program: _Program, draft: Draft) -> Reference:
+def _softmax(program: _Program, draft: OperatorDraft) -> Reference:
     (read,) = draft.reads
     return program.add("softmax", program.read(read.tensor), draft.attributes["dim"])
 
 
-def _cast(program: _Program, draft: Draft, read: Read, made: Reference) -> Reference:
+def _cast(program: _Program, draft: OperatorDraft, read: Read, made: Reference) -> Reference:
     dtype = draft.outputs[0].dtype
     return made if dtype == read.tensor.dtype else program.add("cast", made, dtype)
 
 
-def _shape(draft: Draft) -> list[int]:
+def _shape(draft: OperatorDraft) -> list[int]:
     loops = draft.outputs[0].loops
     return [1 if loop is None else size_of(loop.factors) for loop in loops]
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor, part, reshape, transpose
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftTensor,
+    part,
+    reshape,
+    transpose,
+)
 from stratagem.simulator.graph.models.layers import (
     check_heads,
     check_sizes,
@@ -83,7 +88,9 @@ def llama(
     return b.build(b.cross_entropy(b.linear(x, head, name="lm_head"), labels))
 
 
-def _rotation(b: GraphBuilder, function: str, sequence: int, size: int, base: float) -> Tensor:
+def _rotation(
+    b: GraphBuilder, function: str, sequence: int, size: int, base: float
+) -> DraftTensor:
     """Cosines or sines of (sequence, features of a head); the halves of a head turn alike."""
     if size % 2:
         raise ValueError(
@@ -102,8 +109,8 @@ def _rotation(b: GraphBuilder, function: str, sequence: int, size: int, base: fl
 
 
 def _heads(
-    b: GraphBuilder, x: Tensor, num_heads: int, kv_heads: int, *, fused: bool
-) -> list[Tensor]:
+    b: GraphBuilder, x: DraftTensor, num_heads: int, kv_heads: int, *, fused: bool
+) -> list[DraftTensor]:
     """Queries, keys and values of shape (sample, head, sequence, features)."""
     batch, sequence, hidden = x.shape
     size = hidden // num_heads
@@ -125,7 +132,7 @@ def _heads(
     ]
 
 
-def _heads_apart(b: GraphBuilder, x: Tensor, group: int, kv_heads: int) -> list[Tensor]:
+def _heads_apart(b: GraphBuilder, x: DraftTensor, group: int, kv_heads: int) -> list[DraftTensor]:
     """Queries, keys and values of a layer that lists them by key head: q, …, q, k, v."""
     groups = reshape(x, (*x.shape[:2], kv_heads, group + 2, -1))
     cuts = (("q", 0, group), ("k", group, 1), ("v", group + 1, 1))
@@ -136,8 +143,8 @@ def _heads_apart(b: GraphBuilder, x: Tensor, group: int, kv_heads: int) -> list[
 
 
 def _grouped_attention(
-    b: GraphBuilder, heads: Sequence[Tensor], angles: Sequence[Tensor]
-) -> Tensor:
+    b: GraphBuilder, heads: Sequence[DraftTensor], angles: Sequence[DraftTensor]
+) -> DraftTensor:
     """Attention with rotary positions, (sample, sequence, hidden)."""
     q, k, v = heads
     q, k = (
@@ -147,7 +154,7 @@ def _grouped_attention(
     return reshape(mixed, (*mixed.shape[:2], -1))
 
 
-def _gated(b: GraphBuilder, x: Tensor, ffn: int, *, fused: bool) -> Tensor:
+def _gated(b: GraphBuilder, x: DraftTensor, ffn: int, *, fused: bool) -> DraftTensor:
     """SwiGLU (Shazeer 2020): one half of the features gates the other."""
     if fused:
         both = linear(b, "mlp.gate_up", x, 2 * ffn, bias=False)

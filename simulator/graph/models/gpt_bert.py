@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from stratagem.simulator.graph.building.contraction_builder import label
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor, part, reshape, transpose
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftTensor,
+    part,
+    reshape,
+    transpose,
+)
 from stratagem.simulator.graph.models.layers import (
     check_choice,
     check_heads,
@@ -85,7 +90,7 @@ def gpt(
     check_sizes("gpt", {**sizes, "vocabulary": vocabulary, "sequence": sequence, "batch": batch})
     check_heads("gpt", hidden, num_heads)
     check_choice("gpt", "positions", positions, POSITIONS)
-    block = Block("gpt", num_heads, ffn, bias, attention, fused_qkv, dropout)
+    block = TransformerBlock("gpt", num_heads, ffn, bias, attention, fused_qkv, dropout)
     b = GraphBuilder("gpt")
     ids, labels = tokens(b, batch, sequence)
     table = b.parameter("wte.weight", (vocabulary, hidden))
@@ -118,7 +123,7 @@ def bert(
     """
     check_sizes("bert", locals())
     check_heads("bert", hidden, num_heads)
-    block = Block("bert", num_heads, 4 * hidden, causal=False, approximate="none")
+    block = TransformerBlock("bert", num_heads, 4 * hidden, causal=False, approximate="none")
     b = GraphBuilder("bert")
     ids, labels = tokens(b, batch, sequence)
     table = b.parameter("wte.weight", (vocabulary, hidden))
@@ -135,7 +140,7 @@ def bert(
 
 
 @dataclass(frozen=True)
-class Block:
+class TransformerBlock:
     """A transformer layer of `model`; see `gpt` for the fields.
 
     Raises:
@@ -160,28 +165,34 @@ class Block:
                 "below 1"
             )
 
-    def forward(self, b: GraphBuilder, x: Tensor, scores: Tensor | None = None) -> Tensor:
+    def forward(
+        self, b: GraphBuilder, x: DraftTensor, scores: DraftTensor | None = None
+    ) -> DraftTensor:
         """The layer with norms in front of both halves; `scores` is added to the attention's."""
         x = self.mixed(b, x, scores)
         y = self.feed_forward(b, layer_norm(b, "ln_2", x, bias=self.bias))
         return self.residual(b, x, y)
 
-    def mixed(self, b: GraphBuilder, x: Tensor, scores: Tensor | None = None) -> Tensor:
+    def mixed(
+        self, b: GraphBuilder, x: DraftTensor, scores: DraftTensor | None = None
+    ) -> DraftTensor:
         """The first half of the layer: norm, attention, residual."""
         y = self.attend(b, layer_norm(b, "ln_1", x, bias=self.bias), scores)
         return self.residual(b, x, y)
 
-    def residual(self, b: GraphBuilder, x: Tensor, y: Tensor) -> Tensor:
+    def residual(self, b: GraphBuilder, x: DraftTensor, y: DraftTensor) -> DraftTensor:
         """x plus what dropout leaves of y."""
         return b.pointwise("add", x, self.dropped(b, y))
 
-    def dropped(self, b: GraphBuilder, x: Tensor, name: str = "dropout") -> Tensor:
+    def dropped(self, b: GraphBuilder, x: DraftTensor, name: str = "dropout") -> DraftTensor:
         """x after dropout, if there is any."""
         if not self.dropout:
             return x
         return b.elementwise([x], [["dropout", [["in", 0], self.dropout]]], name=name)
 
-    def attend(self, b: GraphBuilder, x: Tensor, scores: Tensor | None = None) -> Tensor:
+    def attend(
+        self, b: GraphBuilder, x: DraftTensor, scores: DraftTensor | None = None
+    ) -> DraftTensor:
         """Projections, heads that look at each other, and a projection back."""
         q, k, v = self._heads(b, x)
         if self.attention == "flash":
@@ -193,13 +204,13 @@ class Block:
         merged = reshape(transpose(mixed, 1, 2), x.shape)
         return linear(b, "attn.out", merged, x.shape[-1], bias=self.bias)
 
-    def feed_forward(self, b: GraphBuilder, x: Tensor) -> Tensor:
+    def feed_forward(self, b: GraphBuilder, x: DraftTensor) -> DraftTensor:
         """Two linear layers with a GELU between them."""
         up = linear(b, "mlp.up", x, self.ffn, bias=self.bias)
         act = b.elementwise([up], [["gelu", [["in", 0], self.approximate]]], name="mlp.act")
         return linear(b, "mlp.down", act, x.shape[-1], bias=self.bias)
 
-    def _heads(self, b: GraphBuilder, x: Tensor) -> list[Tensor]:
+    def _heads(self, b: GraphBuilder, x: DraftTensor) -> list[DraftTensor]:
         """Queries, keys and values of shape (sample, head, sequence, features)."""
         batch, sequence, hidden = x.shape
         if self.fused_qkv:
@@ -211,8 +222,13 @@ class Block:
         return [transpose(reshape(each, shape), 1, 2) for each in projected]
 
     def _unfused(
-        self, b: GraphBuilder, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None
-    ) -> Tensor:
+        self,
+        b: GraphBuilder,
+        q: DraftTensor,
+        k: DraftTensor,
+        v: DraftTensor,
+        scores: DraftTensor | None,
+    ) -> DraftTensor:
         """Attention that writes all scores to memory."""
         for each in (q, k, v):
             for dim, name in ((-3, "head"), (-2, "sequence"), (-1, "head_dim")):
@@ -227,7 +243,7 @@ class Block:
         return b.matmul(looks, v, name="attn.mixed")
 
 
-def positions_added(b: GraphBuilder, x: Tensor) -> Tensor:
+def positions_added(b: GraphBuilder, x: DraftTensor) -> DraftTensor:
     """Embedded tokens (sample, sequence, hidden) plus a table of positions."""
     _, sequence, hidden = x.shape
     steps: Steps = [["arange", [0, sequence, 1, "int64"]]]
@@ -236,7 +252,7 @@ def positions_added(b: GraphBuilder, x: Tensor) -> Tensor:
     return b.pointwise("add", x, b.embedding(positions, table, name="wpe"))
 
 
-def _alibi(b: GraphBuilder, num_heads: int, sequence: int) -> Tensor:
+def _alibi(b: GraphBuilder, num_heads: int, sequence: int) -> DraftTensor:
     """What ALiBi adds to scores, (head, 1, key): the slope of the head times the key's position.
 
     It adds slope · (key − query); what depends on the query alone leaves a softmax unchanged.

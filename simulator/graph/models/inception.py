@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.graph.models.layers import check_sizes, linear, parameter
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 
@@ -24,7 +24,7 @@ class _Conv:
     stride: int = 1
     padded: bool = True
 
-    def on(self, b: GraphBuilder, x: Tensor) -> Tensor:
+    def on(self, b: GraphBuilder, x: DraftTensor) -> DraftTensor:
         """The three operators on x."""
         with b.scope(b.full_name(self.name)):
             weight = parameter(b, "conv.weight", (self.channels, x.shape[1], *self.kernel))
@@ -139,7 +139,7 @@ def _factorised(channels: int) -> tuple[_Branch, ...]:
     )
 
 
-def _stem(b: GraphBuilder, x: Tensor) -> Tensor:
+def _stem(b: GraphBuilder, x: DraftTensor) -> DraftTensor:
     """From the image to the features of 35 × 35."""
     x = _Conv("Conv2d_1a_3x3", 32, (3, 3), 2, padded=False).on(b, x)
     x = _Conv("Conv2d_2a_3x3", 32, (3, 3), padded=False).on(b, x)
@@ -155,8 +155,8 @@ def _pooled(channels: int) -> _Branch:
 
 
 def _mixed(
-    b: GraphBuilder, name: str, x: Tensor, branches: Sequence[_Branch], pool: _Branch | str
-) -> Tensor:
+    b: GraphBuilder, name: str, x: DraftTensor, branches: Sequence[_Branch], pool: _Branch | str
+) -> DraftTensor:
     """Branches on x and its pooling, concatenated; `pool` is ``"max"`` or follows an average."""
     with b.scope(name):
         made = [_chain(b, branch, x) for branch in branches]
@@ -167,7 +167,7 @@ def _mixed(
         return b.cat(made, dim=1)
 
 
-def _expanded(b: GraphBuilder, name: str, x: Tensor) -> Tensor:
+def _expanded(b: GraphBuilder, name: str, x: DraftTensor) -> DraftTensor:
     """A block on the features of 8 × 8, whose branches fork once more (figure 7)."""
     with b.scope(name):
         fork = _Conv("branch3x3_1", 384).on(b, x)
@@ -181,26 +181,26 @@ def _expanded(b: GraphBuilder, name: str, x: Tensor) -> Tensor:
         return b.cat(made, dim=1)
 
 
-def _forked(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
+def _forked(b: GraphBuilder, x: DraftTensor, name: str) -> DraftTensor:
     """A 1 × 3 and a 3 × 1 kernel side by side."""
     sides = (_Conv(f"{name}a", 384, (1, 3)), _Conv(f"{name}b", 384, (3, 1)))
     return b.cat([side.on(b, x) for side in sides], dim=1, name=f"{name}.cat")
 
 
-def _chain(b: GraphBuilder, branch: _Branch, x: Tensor) -> Tensor:
+def _chain(b: GraphBuilder, branch: _Branch, x: DraftTensor) -> DraftTensor:
     for conv in branch:
         x = conv.on(b, x)
     return x
 
 
-def _pool(b: GraphBuilder, x: Tensor, mode: str, name: str) -> Tensor:
+def _pool(b: GraphBuilder, x: DraftTensor, mode: str, name: str) -> DraftTensor:
     """Windows of 3 × 3: averages of stride 1 as large as x, maxima of stride 2."""
     stride, pad = (1, 1) if mode == "avg" else (2, 0)
     stride_2d, padding = (stride, stride), (pad, pad)
     return b.pool2d(x, mode=mode, kernel=(3, 3), stride=stride_2d, padding=padding, name=name)
 
 
-def _auxiliary(b: GraphBuilder, x: Tensor, labels: Tensor, classes: int) -> Tensor:
+def _auxiliary(b: GraphBuilder, x: DraftTensor, labels: DraftTensor, classes: int) -> DraftTensor:
     """The loss of the second classifier, which drives the lower layers."""
     with b.scope("AuxLogits"):
         x = b.pool2d(x, mode="avg", kernel=(5, 5), stride=(3, 3), name="pool")

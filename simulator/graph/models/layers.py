@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 
 
 def check_sizes(model: str, sizes: dict[str, int]) -> None:
@@ -45,31 +45,33 @@ def check_choice(model: str, what: str, value: str, known: Sequence[str]) -> Non
 
 def parameter(
     b: GraphBuilder, name: str, shape: Sequence[int], *, trainable: bool = True
-) -> Tensor:
+) -> DraftTensor:
     """A parameter whose name begins with the open scope."""
     return b.parameter(b.full_name(name), shape, trainable=trainable)
 
 
-def linear(b: GraphBuilder, name: str, x: Tensor, size: int, *, bias: bool = True) -> Tensor:
+def linear(
+    b: GraphBuilder, name: str, x: DraftTensor, size: int, *, bias: bool = True
+) -> DraftTensor:
     """A linear layer to `size` features with parameters of its own."""
     weight = parameter(b, f"{name}.weight", (size, x.shape[-1]))
     shift = parameter(b, f"{name}.bias", (size,)) if bias else None
     return b.linear(x, weight, shift, name=name)
 
 
-def layer_norm(b: GraphBuilder, name: str, x: Tensor, *, bias: bool = True) -> Tensor:
+def layer_norm(b: GraphBuilder, name: str, x: DraftTensor, *, bias: bool = True) -> DraftTensor:
     """A layer norm over the last dim with parameters of its own."""
     weight = parameter(b, f"{name}.weight", x.shape[-1:])
     shift = parameter(b, f"{name}.bias", x.shape[-1:]) if bias else None
     return b.layer_norm(x, weight, shift, name=name)
 
 
-def rms_norm(b: GraphBuilder, name: str, x: Tensor) -> Tensor:
+def rms_norm(b: GraphBuilder, name: str, x: DraftTensor) -> DraftTensor:
     """An RMS norm over the last dim with a weight of its own."""
     return b.rms_norm(x, parameter(b, f"{name}.weight", x.shape[-1:]), name=name)
 
 
-def tokens(b: GraphBuilder, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
+def tokens(b: GraphBuilder, batch: int, sequence: int) -> tuple[DraftTensor, DraftTensor]:
     """The inputs ``input_ids`` and ``labels`` of a language model."""
     shape = (batch, sequence)
     return b.input("input_ids", shape, "int64"), b.input("labels", shape, "int64")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratagem.simulator.graph.building.contraction_builder import label
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
-    Tensor,
+    DraftTensor,
     part,
     reshape,
     select,
@@ -15,7 +15,7 @@ from stratagem.simulator.graph.models.layers import check_sizes, linear, paramet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.step_programs import Steps
 
-State = tuple[Tensor, Tensor]
+State = tuple[DraftTensor, DraftTensor]
 """What a layer carries from step to step: its output and its memory cell, (sample, hidden)."""
 
 
@@ -76,13 +76,13 @@ def nmt(
     return b.build(b.cross_entropy(linear(b, "head", made, vocabulary), labels))
 
 
-def _layer(b: GraphBuilder, x: Tensor, state: State | None) -> tuple[Tensor, State]:
+def _layer(b: GraphBuilder, x: DraftTensor, state: State | None) -> tuple[DraftTensor, State]:
     """An LSTM (Hochreiter & Schmidhuber 1997) over (sample, sequence, in), and its last state."""
     samples, sequence, hidden = x.shape
     inputs = linear(b, "input", x, 4 * hidden)
     label(reshape(inputs, (samples, sequence, 4, hidden)), [2], "gate", 3)
     weight = parameter(b, "recurrent.weight", (4 * hidden, hidden))
-    outputs: list[Tensor] = []
+    outputs: list[DraftTensor] = []
     for step in range(sequence):
         with b.scope(b.full_name(f"step{step}")):
             state = _step(b, select(inputs, 1, step), weight, state)
@@ -91,7 +91,7 @@ def _layer(b: GraphBuilder, x: Tensor, state: State | None) -> tuple[Tensor, Sta
     return b.cat(outputs, dim=1, name="outputs"), state
 
 
-def _step(b: GraphBuilder, gates: Tensor, weight: Tensor, state: State | None) -> State:
+def _step(b: GraphBuilder, gates: DraftTensor, weight: DraftTensor, state: State | None) -> State:
     """One step: `gates` are those of its input, to which those of the output before are added."""
     if state is None:
         return _cell(b, gates, None)
@@ -101,7 +101,7 @@ def _step(b: GraphBuilder, gates: Tensor, weight: Tensor, state: State | None) -
     return _cell(b, gates, memory)
 
 
-def _cell(b: GraphBuilder, gates: Tensor, memory: Tensor | None) -> State:
+def _cell(b: GraphBuilder, gates: DraftTensor, memory: DraftTensor | None) -> State:
     """c' = σ(f)·c + σ(i)·tanh(g) and h = σ(o)·tanh(c'); gates are (i, f, g, o) as in PyTorch."""
     into, forget, new, out = (part(gates, 1, each, 4) for each in range(4))
     steps: Steps = [
@@ -126,7 +126,7 @@ def _cell(b: GraphBuilder, gates: Tensor, memory: Tensor | None) -> State:
     return b.elementwise([out, memory], shown, name="output"), memory
 
 
-def _attend(b: GraphBuilder, made: Tensor, seen: Tensor) -> Tensor:
+def _attend(b: GraphBuilder, made: DraftTensor, seen: DraftTensor) -> DraftTensor:
     """tanh(W·[context, output]) as the sum of two products; contexts are what outputs look at."""
     hidden = made.shape[-1]
     keys = linear(b, "keys", seen, hidden, bias=False)

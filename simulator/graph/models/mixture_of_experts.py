@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from stratagem.simulator.graph.building.expert_builder import expert_capacity
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor, reshape, transpose
-from stratagem.simulator.graph.models.gpt_bert import Block, positions_added
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor, reshape, transpose
+from stratagem.simulator.graph.models.gpt_bert import TransformerBlock, positions_added
 from stratagem.simulator.graph.models.layers import (
     check_choice,
     check_heads,
@@ -91,7 +91,7 @@ def moe(
             "and within a sample"
         )
     capacity = expert_capacity(group, experts, top_k, capacity_factor)
-    block = Block("moe", num_heads, ffn, bias, attention, dropout=dropout)
+    block = TransformerBlock("moe", num_heads, ffn, bias, attention, dropout=dropout)
     layer = Experts(experts, top_k, capacity, group, ffn, bias, dispatch)
     b = GraphBuilder("moe")
     ids, labels = tokens(b, batch, sequence)
@@ -122,7 +122,7 @@ class Experts:
     bias: bool
     dispatch: str
 
-    def forward(self, b: GraphBuilder, x: Tensor) -> Tensor:
+    def forward(self, b: GraphBuilder, x: DraftTensor) -> DraftTensor:
         """Tokens (sample, sequence, hidden) through the experts that they choose."""
         shape = x.shape
         x = reshape(x, (-1, self.group, shape[-1]))
@@ -131,14 +131,14 @@ class Experts:
         sent = self._gather if self.dispatch == "gather" else self._einsum
         return reshape(sent(b, x, gates), shape)
 
-    def _gather(self, b: GraphBuilder, x: Tensor, gates: Tensor) -> Tensor:
+    def _gather(self, b: GraphBuilder, x: DraftTensor, gates: DraftTensor) -> DraftTensor:
         slots = b.moe_dispatch(
             x, gates, top_k=self.top_k, capacity=self.capacity, name="moe.dispatch"
         )
         y = self._feed_forward(b, slots)
         return b.moe_combine(y, gates, top_k=self.top_k, name="moe.combine")
 
-    def _einsum(self, b: GraphBuilder, x: Tensor, gates: Tensor) -> Tensor:
+    def _einsum(self, b: GraphBuilder, x: DraftTensor, gates: DraftTensor) -> DraftTensor:
         weights = b.moe_weights(
             gates, top_k=self.top_k, capacity=self.capacity, name="moe.weights"
         )
@@ -152,13 +152,13 @@ class Experts:
         back = reshape(weights, (groups, size, rows)), reshape(y, (groups, rows, hidden))
         return b.matmul(*back, name="moe.combine")
 
-    def _feed_forward(self, b: GraphBuilder, x: Tensor) -> Tensor:
+    def _feed_forward(self, b: GraphBuilder, x: DraftTensor) -> DraftTensor:
         """Two linear layers with a GELU between them, for each expert."""
         up = self._linear(b, "moe.up", x, self.ffn)
         act = b.elementwise([up], [["gelu", [["in", 0], "tanh"]]], name="moe.act")
         return self._linear(b, "moe.down", act, x.shape[-1])
 
-    def _linear(self, b: GraphBuilder, name: str, x: Tensor, size: int) -> Tensor:
+    def _linear(self, b: GraphBuilder, name: str, x: DraftTensor, size: int) -> DraftTensor:
         weight = parameter(b, f"{name}.weight", (self.experts, x.shape[-1], size))
         shift = parameter(b, f"{name}.bias", (self.experts, size)) if self.bias else None
         return b.expert_linear(x, weight, shift, name=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.graph.models.layers import check_sizes, linear, parameter
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 
@@ -96,8 +96,8 @@ def _network(
 
 
 def _conv(
-    b: GraphBuilder, name: str, x: Tensor, channels: int, *, kernel: int, stride: int = 1
-) -> Tensor:
+    b: GraphBuilder, name: str, x: DraftTensor, channels: int, *, kernel: int, stride: int = 1
+) -> DraftTensor:
     """A convolution without bias and its batch norm."""
     weight = parameter(b, f"{name}.weight", (channels, x.shape[1], kernel, kernel))
     pad = kernel // 2
@@ -110,7 +110,9 @@ def _conv(
     return b.batch_norm(made, *stored, name=norm)
 
 
-def _residual(b: GraphBuilder, x: Tensor, width: int, stride: int, factor: int) -> Tensor:
+def _residual(
+    b: GraphBuilder, x: DraftTensor, width: int, stride: int, factor: int
+) -> DraftTensor:
     """A bottleneck and a shortcut; two 3 × 3 convolutions and a shortcut if `factor` is 0.
 
     A bottleneck is a 1 × 1 convolution, a 3 × 3 one, `factor` times as wide, and a 1 × 1 one to

@@ -53,7 +53,7 @@ class Rewritten:
         """The operators of the first graph that an operator stands for."""
         return self.stands_for.get(operator, (operator,))
 
-    def then(self, step: Substituted, later: Change) -> Rewritten:
+    def then(self, step: Substituted, later: GraphEdit) -> Rewritten:
         """This with one more step."""
         traced = {
             name: tuple(dict.fromkeys(old for each in names for old in self.originals(each)))
@@ -67,7 +67,7 @@ class Rewritten:
 
 
 @dataclass(frozen=True)
-class Change:
+class GraphEdit:
     """What one step did to a graph; the fields are those of `Rewritten` for one step."""
 
     graph: OperatorGraph
@@ -87,7 +87,7 @@ class Substitution(Protocol):
         """Every place at which it can be applied, in the order of the graph."""
         ...
 
-    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> Change:
+    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> GraphEdit:
         """Apply it at some of its matches, which have no operator in common."""
         ...
 
@@ -111,7 +111,7 @@ class Edit:
     parameters: ParameterMap = field(default_factory=ParameterMap)
 
 
-def edited(graph: OperatorGraph, edits: Sequence[Edit]) -> Change:
+def edited(graph: OperatorGraph, edits: Sequence[Edit]) -> GraphEdit:
     """Carry out edits that remove different operators.
 
     Raises:
@@ -143,7 +143,7 @@ def edited(graph: OperatorGraph, edits: Sequence[Edit]) -> Change:
         parameters=_renewed(graph.parameters, [edit.parameters for edit in edits]),
     )
     stands_for = {name: olds for edit in edits for name, olds in edit.stands_for.items()}
-    return Change(changed, parameters, stands_for)
+    return GraphEdit(changed, parameters, stands_for)
 
 
 def _redirected(operator: Operator, redirect: Mapping[str, Callable[[Input], Input]]) -> Operator:

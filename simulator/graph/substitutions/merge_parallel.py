@@ -19,8 +19,8 @@ from typing import Any
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions.edits import (
-    Change,
     Edit,
+    GraphEdit,
     Match,
     edited,
     nameless,
@@ -29,7 +29,7 @@ from stratagem.simulator.graph.substitutions.edits import (
 )
 from stratagem.simulator.graph.substitutions.parameter_map import (
     ParameterMap,
-    Part,
+    ParameterPart,
     at,
     join,
     whole,
@@ -78,7 +78,7 @@ class MergeParallel:
             dict.fromkeys(tuple(names) for each in found for names in each if len(names) > 1)
         )
 
-    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> Change:
+    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> GraphEdit:
         """Merge some groups."""
         return edited(graph, [self._edit(graph, match) for match in matches])
 
@@ -128,7 +128,7 @@ class SplitParts:
             if is_contraction(graph, operator, own) and _parted(graph, operator) is not None
         )
 
-    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> Change:
+    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> GraphEdit:
         """Split some contractions."""
         return edited(graph, [self._edit(graph, name) for (name,) in matches])
 
@@ -296,7 +296,8 @@ def _merged_parameter(
     new = replace(old[0], name=joined_name([each.name for each in old]), shape=grown)
     seen = (*shape[:along], front.size, *shape[along:])
     parts = tuple(
-        Part(whole(each), at(whole(new, seen), along, i, i + 1)) for i, each in enumerate(old)
+        ParameterPart(whole(each), at(whole(new, seen), along, i, i + 1))
+        for i, each in enumerate(old)
     )
     weight = Weight(new.name, _grown(layout, out, front))
     return weight, ParameterMap(tuple(old), (new,), parts)
@@ -316,7 +317,7 @@ def _split_parameter(
         for i in range(operator.sizes[gone])
     ]
     parts = tuple(
-        Part(at(whole(old, seen), names.index(gone), i, i + 1), whole(each))
+        ParameterPart(at(whole(old, seen), names.index(gone), i, i + 1), whole(each))
         for i, each in enumerate(new)
     )
     assert math.prod(shape) * len(new) == math.prod(old.shape)

@@ -19,15 +19,15 @@ from typing import Any
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions.edits import (
-    Change,
     Edit,
+    GraphEdit,
     Match,
     edited,
     renamed,
     unused_name,
 )
 from stratagem.simulator.graph.substitutions.merge_parallel import joined_name
-from stratagem.simulator.graph.substitutions.split_factors import Cut, refine
+from stratagem.simulator.graph.substitutions.split_factors import FactorCut, refine
 from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Weight, factors
 from stratagem.simulator.operators.step_programs import (
     Steps,
@@ -62,7 +62,7 @@ class SumLinears:
                     break
         return tuple(found)
 
-    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> Change:
+    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> GraphEdit:
         """Rewrite some sums."""
         groups = [layers for _, *layers in matches]
         while cuts := [cut for group in groups for cut in _cuts(graph, group)]:
@@ -144,14 +144,14 @@ def _contracted(layer: Operator) -> tuple[str, ...]:
 # -- a common factor ----------------------------------------------------------------------------
 
 
-def _cuts(graph: OperatorGraph, names: Sequence[str]) -> list[Cut]:
+def _cuts(graph: OperatorGraph, names: Sequence[str]) -> list[FactorCut]:
     """How to split the outermost factors of the inputs of layers, so that they are equal."""
     layers = [graph.operator(name) for name in names]
     outermost = [_contracted(layer)[0] for layer in layers]
     sizes = [layer.sizes[name] for layer, name in zip(layers, outermost, strict=True)]
     common = math.gcd(*sizes)
     return [
-        Cut(layer.name, name, common)
+        FactorCut(layer.name, name, common)
         for layer, name, size in zip(layers, outermost, sizes, strict=True)
         if size != common
     ]

@@ -20,8 +20,8 @@ from typing import Any
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions.edits import (
-    Change,
     Edit,
+    GraphEdit,
     Match,
     edited,
     nameless,
@@ -39,12 +39,12 @@ from stratagem.simulator.graph.substitutions.merge_parallel import (
 )
 from stratagem.simulator.graph.substitutions.parameter_map import (
     ParameterMap,
-    Part,
+    ParameterPart,
     at,
     join,
     whole,
 )
-from stratagem.simulator.graph.substitutions.split_factors import Cut, refine
+from stratagem.simulator.graph.substitutions.split_factors import FactorCut, refine
 from stratagem.simulator.operators.operator import (
     Dim,
     DimKind,
@@ -76,7 +76,7 @@ class MergeUnequal:
         fitting = [_fitting(graph, names) for each in found for names in each]
         return tuple(dict.fromkeys(match for match in fitting if match))
 
-    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> Change:
+    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> GraphEdit:
         """Merge some groups."""
         while cuts := [cut for match in matches for cut in _cuts(graph, match)]:
             graph = refine(graph, cuts)
@@ -141,17 +141,17 @@ def _wanted(base: list[int], count: int) -> list[int]:
     return [base[0], *([count] if count > 1 else []), *base[1:]]
 
 
-def _cuts(graph: OperatorGraph, match: Match) -> list[Cut]:
+def _cuts(graph: OperatorGraph, match: Match) -> list[FactorCut]:
     """How to split the next factor that is not as wanted, of every operator of a match."""
     base = _columns(graph.operator(match[0]))
-    cuts: list[Cut] = []
+    cuts: list[FactorCut] = []
     for name in match[1:]:
         operator = graph.operator(name)
         columns = _columns(operator)
         wanted = _wanted(base, math.prod(columns) // math.prod(base))
         for dim, size, front in zip(out_group(operator), columns, wanted, strict=False):
             if size != front:
-                cuts.append(Cut(name, dim, front))
+                cuts.append(FactorCut(name, dim, front))
                 break
     return cuts
 
@@ -252,7 +252,7 @@ def _joined_parameter(
     shape = (*before, outer * total * math.prod(inner), *behind)
     new = replace(old[0], name=name, shape=shape)
     parts = tuple(
-        Part(
+        ParameterPart(
             whole(each, seen(share.count)),
             at(whole(new, seen(total)), along + 1, share.start, share.start + share.count),
         )

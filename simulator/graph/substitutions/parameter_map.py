@@ -31,7 +31,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """Elements of an old parameter that are elements of a new one, in the same order."""
 
     old: Side
@@ -50,10 +50,10 @@ class ParameterMap:
 
     removed: tuple[Parameter, ...] = ()
     added: tuple[Parameter, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ParameterPart, ...] = ()
 
     @cached_property
-    def made_of(self) -> dict[str, tuple[Part, ...]]:
+    def made_of(self) -> dict[str, tuple[ParameterPart, ...]]:
         """Per new parameter the parts of old ones that it consists of."""
         return {
             each.name: tuple(part for part in self.parts if part.new.parameter == each.name)
@@ -64,7 +64,9 @@ class ParameterMap:
     def back(self) -> ParameterMap:
         """The way back."""
         return ParameterMap(
-            self.added, self.removed, tuple(Part(part.new, part.old) for part in self.parts)
+            self.added,
+            self.removed,
+            tuple(ParameterPart(part.new, part.old) for part in self.parts),
         )
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions.edits import (
-    Change,
     Edit,
+    GraphEdit,
     Match,
     edited,
     renamed,
@@ -43,7 +43,7 @@ class ReduceFirst:
             if _fits(graph, layer, operator)
         )
 
-    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> Change:
+    def apply(self, graph: OperatorGraph, matches: Sequence[Match]) -> GraphEdit:
         """Rewrite some reductions."""
         return edited(graph, [_edit(graph, *match) for match in matches])
 

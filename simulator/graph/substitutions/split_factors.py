@@ -28,7 +28,7 @@ Node = tuple[int, str]
 Names = Mapping[str, tuple[str, str]]
 
 
-class Cut(NamedTuple):
+class FactorCut(NamedTuple):
     """Dim `dim` of an operator is to be `front` times something."""
 
     operator: str
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
     front: int
 
 
-def refine(graph: OperatorGraph, cuts: Sequence[Cut]) -> OperatorGraph:
+def refine(graph: OperatorGraph, cuts: Sequence[FactorCut]) -> OperatorGraph:
     """The same graph with some factors split in two, wherever they are read or stored.
 
     Cuts that would split one factor in different ways: the first counts.

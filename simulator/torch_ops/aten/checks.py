@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.operators.step_programs import STEP_FUNCTIONS, Steps
 from stratagem.simulator.torch_ops.aten.arguments import Given
 from stratagem.simulator.torch_ops.aten.expressions import Expression
@@ -25,7 +25,7 @@ Kind = tuple[tuple[int, ...], str]
 """A shape and a dtype."""
 
 
-def kind_of_steps(steps: Steps, operands: Sequence[Tensor]) -> Kind:
+def kind_of_steps(steps: Steps, operands: Sequence[DraftTensor]) -> Kind:
     """What the kernels of an elementwise chain make of such operands.
 
     Raises:
@@ -59,7 +59,7 @@ def check_made(node: Node, made: Any) -> None:
     shown = node.meta.get("val")
     one = isinstance(shown, torch.Tensor)
     for truth, each in zip([shown] if one else shown or (), [made] if one else made, strict=False):
-        if isinstance(truth, torch.Tensor) and isinstance(each, (Tensor, Expression)):
+        if isinstance(truth, torch.Tensor) and isinstance(each, (DraftTensor, Expression)):
             check_kind((each.shape, each.dtype), (tuple(truth.shape), dtype_name(truth.dtype)))
 
 
@@ -90,7 +90,7 @@ def check_arguments(operator: str, given: Given) -> None:
         )
 
 
-def _empty(value: Tensor | Expression) -> torch.Tensor:
+def _empty(value: DraftTensor | Expression) -> torch.Tensor:
     return torch.empty(value.shape, dtype=torch_dtype(value.dtype))
 
 

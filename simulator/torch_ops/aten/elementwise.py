@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from stratagem.simulator.graph.building.operator_drafts import Tensor, expand, permute
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor, expand, permute
 from stratagem.simulator.operators.step_programs import Steps
-from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.checks import check_kind, kind_of_steps
 from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant
 from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Term
 
 
-def _cross_entropy(call: Call) -> Tensor:
+def _cross_entropy(call: AtenCall) -> DraftTensor:
     logits = call.tensor("self")
     call.refuse_unless(call.arguments.get("reduction", 1) == 1, "a reduction other than mean")
     call.refuse_unless(call.arguments.get("weight") is None, "class weights")
@@ -34,7 +34,7 @@ def _cross_entropy(call: Call) -> Tensor:
     )
 
 
-def _mse_loss(call: Call) -> Tensor:
+def _mse_loss(call: AtenCall) -> DraftTensor:
     x, target = call.tensor("self"), call.tensor("target")
     steps: Steps = [["sub", [["in", 0], ["in", 1]]], ["pow", [["step", 0], 2]]]
     squares = call.builder.elementwise([x, target], steps, name=call.label("squares"))
@@ -45,7 +45,7 @@ def _mse_loss(call: Call) -> Tensor:
     return make(squares, name=call.label("mean" if reduction == 1 else "reduce"))
 
 
-def _dropout(call: Call) -> Tensor:
+def _dropout(call: AtenCall) -> DraftTensor:
     x = call.tensor("input")
     train, p = call.given("train"), call.given("p")
     if not train or p == 0:
@@ -55,7 +55,7 @@ def _dropout(call: Call) -> Tensor:
     return call.builder.elementwise([x], steps, name=call.label("dropout"))
 
 
-def _cast(call: Call) -> Tensor:
+def _cast(call: AtenCall) -> DraftTensor:
     x = call.tensor("self", broadcast=True)
     if x.dtype == call.dtype:
         return x
@@ -63,13 +63,13 @@ def _cast(call: Call) -> Tensor:
     return call.builder.elementwise([x], steps, call.dtype, name=call.label("cast"))
 
 
-def _detach(call: Call) -> Tensor:
+def _detach(call: AtenCall) -> DraftTensor:
     x = call.tensor("self")
     steps: Steps = [["alias", [["in", 0]]]]
     return call.builder.elementwise([x], steps, name=call.label("detach"), detached=True)
 
 
-def _pointwise(call: Call) -> Tensor:
+def _pointwise(call: AtenCall) -> DraftTensor:
     """An elementwise operator of the term that the table gives for the aten operator.
 
     Constants of one element become numbers, unless the result then has another dtype or shape.
@@ -82,9 +82,9 @@ def _pointwise(call: Call) -> Tensor:
     return call.builder.elementwise(operands, steps, call.dtype, name=call.label(steps[-1][0]))
 
 
-def _chain(call: Call, term: Term, *, numbers: bool) -> tuple[list[Tensor], Steps]:
+def _chain(call: AtenCall, term: Term, *, numbers: bool) -> tuple[list[DraftTensor], Steps]:
     """The operands and steps of a term; constants of one element are `numbers` in them."""
-    operands: list[Tensor] = []
+    operands: list[DraftTensor] = []
     steps: Steps = []
 
     def write(argument: Any) -> Any:
@@ -95,7 +95,7 @@ def _chain(call: Call, term: Term, *, numbers: bool) -> tuple[list[Tensor], Step
             known = call.constant(argument) if is_constant(argument) else None
             if known is not None:
                 return known.item()
-        if isinstance(argument, (Tensor, Expression)):
+        if isinstance(argument, (DraftTensor, Expression)):
             operands.append(call.handle(argument, broadcast=True))
             return ["in", len(operands) - 1]
         return argument
@@ -104,7 +104,7 @@ def _chain(call: Call, term: Term, *, numbers: bool) -> tuple[list[Tensor], Step
     return operands, steps
 
 
-def _where(call: Call) -> Tensor:
+def _where(call: AtenCall) -> DraftTensor:
     """One of both tensors where a constant condition always takes it, as masks of padding do."""
     condition = call.given("condition")
     known = None
@@ -114,16 +114,16 @@ def _where(call: Call) -> Tensor:
         return _pointwise(call)
     one, other = call.given("self"), call.given("other")
     taken = one if bool(known.any()) else other
-    if not isinstance(taken, Tensor) or taken.dtype != call.dtype:
+    if not isinstance(taken, DraftTensor) or taken.dtype != call.dtype:
         return _pointwise(call)
     return expand(taken, call.shape)
 
 
-def _copy(call: Call) -> Any:
+def _copy(call: AtenCall) -> Any:
     return call.given("self")
 
 
-ELEMENTWISE_HANDLERS: dict[str, Callable[[Call], Any]] = {
+ELEMENTWISE_HANDLERS: dict[str, Callable[[AtenCall], Any]] = {
     **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys(("clone", "lift_fresh_copy"), _copy),
     **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),

@@ -15,7 +15,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor, expand, permute, reshape
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftTensor,
+    expand,
+    permute,
+    reshape,
+)
 from stratagem.simulator.operators.step_programs import Steps
 from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE
 
@@ -92,15 +97,15 @@ class Sources:
 
     def __init__(self, builder: GraphBuilder) -> None:
         self._builder = builder
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[int, DraftTensor] = {}
         self._kept: list[Expression] = []
-        self._declared: dict[str, Tensor] = {}
+        self._declared: dict[str, DraftTensor] = {}
 
-    def declare(self, name: str, tensor: Tensor) -> None:
+    def declare(self, name: str, tensor: DraftTensor) -> None:
         """Say that the input `name` is `tensor`."""
         self._declared[name] = tensor
 
-    def read(self, expression: Expression, *, broadcast: bool = True) -> Tensor:
+    def read(self, expression: Expression, *, broadcast: bool = True) -> DraftTensor:
         """A handle on the expression; without `broadcast`, repeated elements are written out."""
         if expression.function == "view":
             return reshape(self._base(expression, broadcast), expression.shape)
@@ -117,7 +122,7 @@ class Sources:
             self._made[id(expression)] = self._make(expression)
         return self._made[id(expression)]
 
-    def _make(self, expression: Expression) -> Tensor:
+    def _make(self, expression: Expression) -> DraftTensor:
         """A source operator, named after the one input that it depends on if there is one."""
         steps, shape, dtype = program(expression), expression.shape, expression.dtype
         read = [str(leaf.arguments[0]) for leaf in _leaves(expression)]
@@ -126,7 +131,7 @@ class Sources:
         with self._builder.scope(read[0]):
             return self._builder.source(steps, shape, dtype, name=expression.function)
 
-    def _base(self, expression: Expression, broadcast: bool) -> Tensor:
+    def _base(self, expression: Expression, broadcast: bool) -> DraftTensor:
         return self.read(expression.arguments[0], broadcast=broadcast)
 
     def _declare_buffer(self, leaf: Expression) -> None:

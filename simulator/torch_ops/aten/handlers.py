@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.elementwise import ELEMENTWISE_HANDLERS
 from stratagem.simulator.torch_ops.aten.operators import OPERATOR_HANDLERS
 from stratagem.simulator.torch_ops.aten.views import VIEW_HANDLERS
 
-HANDLERS: dict[str, Callable[[Call], Any]] = {
+HANDLERS: dict[str, Callable[[AtenCall], Any]] = {
     **ELEMENTWISE_HANDLERS,
     **OPERATOR_HANDLERS,
     **VIEW_HANDLERS,

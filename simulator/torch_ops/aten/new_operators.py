@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.simulator.operators.operator_kinds import Rule, register_rule
-from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS, Kernel
 
@@ -26,7 +26,7 @@ class NewOperator:
     kind: str
     rule: Rule
     kernel: Kernel
-    captured: Mapping[str, Callable[[Call], Any]]
+    captured: Mapping[str, Callable[[AtenCall], Any]]
 
 
 def register_operator(new: NewOperator) -> None:

@@ -6,17 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stratagem.simulator.graph.building.factor_unification import leaves_of
-from stratagem.simulator.graph.building.operator_drafts import Stored, Tensor, permute, reshape
-from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftParameter,
+    DraftTensor,
+    permute,
+    reshape,
+)
+from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant, mask_meaning
 
 
-def _linear(call: Call) -> Tensor:
+def _linear(call: AtenCall) -> DraftTensor:
     """A linear layer, or a product with what the model makes of parameters, such as parts."""
     label = call.label("linear")
     x, weight, bias = call.tensor("input"), call.tensor("weight"), call.optional("bias")
-    if isinstance(weight.node, Stored) and len(weight.node.dims) == 2:
-        own = bias if bias is not None and isinstance(bias.node, Stored) else None
+    if isinstance(weight.node, DraftParameter) and len(weight.node.dims) == 2:
+        own = bias if bias is not None and isinstance(bias.node, DraftParameter) else None
         made = call.builder.linear(x, weight, own, name=label)
         bias = None if own is bias else bias
     else:
@@ -25,21 +30,21 @@ def _linear(call: Call) -> Tensor:
     return made if bias is None else call.builder.pointwise("add", made, bias)
 
 
-def _addmm(call: Call) -> Tensor:
+def _addmm(call: AtenCall) -> DraftTensor:
     call.refuse_unless(call.given("beta") == 1 == call.given("alpha"), "beta or alpha not 1")
     x, weight, bias = (call.tensor(name) for name in ("mat1", "mat2", "self"))
-    if isinstance(weight.node, Stored) and isinstance(bias.node, Stored):
+    if isinstance(weight.node, DraftParameter) and isinstance(bias.node, DraftParameter):
         label = call.label("linear")
         return call.builder.linear(x, weight, bias, transposed=True, name=label)
     product = call.builder.matmul(x, weight, name=call.label("matmul"))
     return call.builder.elementwise([bias, product], [["add", [["in", 0], ["in", 1]]]])
 
 
-def _matmul(call: Call) -> Tensor:
+def _matmul(call: AtenCall) -> DraftTensor:
     other = "mat2" if "mat2" in call.arguments else "other"
     a, b = call.tensor("self", broadcast=True), call.tensor(other, broadcast=True)
     call.refuse_unless(min(len(a.dims), len(b.dims)) > 1, "a vector")
-    if isinstance(b.node, Stored) and len(b.node.dims) == 2 == len(b.dims):
+    if isinstance(b.node, DraftParameter) and len(b.node.dims) == 2 == len(b.dims):
         return call.builder.linear(a, b, transposed=True, name=call.label("linear"))
     return call.builder.matmul(a, b, name=call.label("matmul"))
 
@@ -49,7 +54,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return (sizes[0], sizes[-1])
 
 
-def _conv2d(call: Call) -> Tensor:
+def _conv2d(call: AtenCall) -> DraftTensor:
     x, padding = call.tensor("input"), call.given("padding")
     padding = 0 if padding == "valid" else padding
     call.refuse_unless(not isinstance(padding, str), f"padding {padding!r}")
@@ -66,7 +71,7 @@ def _conv2d(call: Call) -> Tensor:
     )
 
 
-def _embedding(call: Call) -> Tensor:
+def _embedding(call: AtenCall) -> DraftTensor:
     ids, weight = call.tensor("indices"), call.tensor("weight")
     padding = call.given("padding_idx")
     return call.builder.embedding(
@@ -74,7 +79,7 @@ def _embedding(call: Call) -> Tensor:
     )
 
 
-def _layer_norm(call: Call) -> Tensor:
+def _layer_norm(call: AtenCall) -> DraftTensor:
     return call.builder.layer_norm(
         call.tensor("input"),
         call.stored_or_none("weight"),
@@ -85,7 +90,7 @@ def _layer_norm(call: Call) -> Tensor:
     )
 
 
-def _rms_norm(call: Call) -> Tensor:
+def _rms_norm(call: AtenCall) -> DraftTensor:
     return call.builder.rms_norm(
         call.tensor("input"),
         call.stored_or_none("weight"),
@@ -95,7 +100,7 @@ def _rms_norm(call: Call) -> Tensor:
     )
 
 
-def _batch_norm(call: Call) -> Tensor:
+def _batch_norm(call: AtenCall) -> DraftTensor:
     stored = ("weight", "bias", "running_mean", "running_var")
     for name in stored:
         call.refuse_unless(call.given(name) is not None, f"no {name}")
@@ -109,7 +114,7 @@ def _batch_norm(call: Call) -> Tensor:
     )
 
 
-def _attention(call: Call) -> Tensor:
+def _attention(call: AtenCall) -> DraftTensor:
     query, key, value = (call.tensor(name, broadcast=True) for name in ("query", "key", "value"))
     mask, causal = call.given("attn_mask"), call.given("is_causal")
     if isinstance(mask, Expression) and is_constant(mask):
@@ -128,13 +133,13 @@ def _attention(call: Call) -> Tensor:
     )
 
 
-def _softmax(call: Call) -> Tensor:
+def _softmax(call: AtenCall) -> DraftTensor:
     x = call.in_dtype("self")
     return call.builder.softmax(x, dim=call.given("dim"), name=call.label("softmax"))
 
 
-def _pool(mode: str) -> Callable[[Call], Tensor]:
-    def make(call: Call) -> Tensor:
+def _pool(mode: str) -> Callable[[AtenCall], DraftTensor]:
+    def make(call: AtenCall) -> DraftTensor:
         a, x = call.arguments, call.tensor("self")
         call.refuse_unless(len(x.dims) == 4, f"{len(x.dims)} dims, without a batch of images")
         kernel, padding = _pair(a["kernel_size"]), _pair(a["padding"])
@@ -155,7 +160,7 @@ def _pool(mode: str) -> Callable[[Call], Tensor]:
     return make
 
 
-def _adaptive_pool(call: Call) -> Tensor:
+def _adaptive_pool(call: AtenCall) -> DraftTensor:
     x = call.tensor("self")
     rows, columns = call.shape[-2:]
     if (rows, columns) == (1, 1):
@@ -169,7 +174,7 @@ def _adaptive_pool(call: Call) -> Tensor:
     return call.builder.pool2d(x, mode="avg", kernel=kernel, stride=kernel, name=label)
 
 
-def _reduce(call: Call) -> Tensor:
+def _reduce(call: AtenCall) -> DraftTensor:
     x = call.in_dtype("self")
     dims = call.arguments.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or None
@@ -178,7 +183,7 @@ def _reduce(call: Call) -> Tensor:
     return make(x, dims, keep=keep, name=call.label(call.operator))
 
 
-def _cat(call: Call) -> Tensor:
+def _cat(call: AtenCall) -> DraftTensor:
     """Batches of equal length stay batches: one behind the other, samples inside."""
     tensors = [call.handle(each) for each in call.given("tensors")]
     dim = call.given("dim") % len(call.shape)
@@ -187,41 +192,41 @@ def _cat(call: Call) -> Tensor:
     return call.builder.cat(tensors, dim=dim, name=call.label("cat"))
 
 
-def _counts_samples(tensor: Tensor, dim: int) -> bool:
+def _counts_samples(tensor: DraftTensor, dim: int) -> bool:
     return any(leaf.sample for leaf in leaves_of(tensor.dims[dim]))
 
 
-def _stack(call: Call) -> Tensor:
+def _stack(call: AtenCall) -> DraftTensor:
     tensors = [call.handle(each) for each in call.given("tensors")]
     return _stacked(call, tensors, call.given("dim") % len(call.shape))
 
 
-def _stacked(call: Call, tensors: Sequence[Tensor], dim: int) -> Tensor:
+def _stacked(call: AtenCall, tensors: Sequence[DraftTensor], dim: int) -> DraftTensor:
     """Tensors of one shape along a new dim."""
     shape = [*tensors[0].shape[:dim], 1, *tensors[0].shape[dim:]]
     raised = [reshape(each, shape) for each in tensors]
     return call.builder.cat(raised, dim=dim, name=call.label("cat"))
 
 
-def _dispatch(call: Call) -> Tensor:
+def _dispatch(call: AtenCall) -> DraftTensor:
     x, gates, capacity = call.tensor("x"), call.tensor("gates"), call.given("capacity")
     top_k = call.given("top_k")
     return call.builder.moe_dispatch(x, gates, top_k=top_k, capacity=capacity)
 
 
-def _expert_linear(call: Call) -> Tensor:
+def _expert_linear(call: AtenCall) -> DraftTensor:
     x, weight = call.tensor("x"), call.tensor("weight")
     name = weight.node.name.rpartition(".")[2]
     return call.builder.expert_linear(x, weight, call.optional("bias"), name=name)
 
 
-def _combine(call: Call) -> Tensor:
+def _combine(call: AtenCall) -> DraftTensor:
     return call.builder.moe_combine(
         call.tensor("y"), call.tensor("gates"), top_k=call.given("top_k")
     )
 
 
-OPERATOR_HANDLERS: dict[str, Callable[[Call], Any]] = {
+OPERATOR_HANDLERS: dict[str, Callable[[AtenCall], Any]] = {
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),

@@ -6,45 +6,45 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.simulator.graph.building.operator_drafts import (
-    Tensor,
+    DraftTensor,
     expand,
     part,
     permute,
     reshape,
     select,
 )
-from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.sources import dims_order, slice_bounds
 
 
-def _same(call: Call) -> Any:
+def _same(call: AtenCall) -> Any:
     return call.given("self")
 
 
-def _view(call: Call) -> Tensor:
+def _view(call: AtenCall) -> DraftTensor:
     return reshape(call.tensor("self"), call.shape)
 
 
-def _expand(call: Call) -> Tensor:
+def _expand(call: AtenCall) -> DraftTensor:
     return expand(call.tensor("self"), call.shape)
 
 
-def _broadcast_tensors(call: Call) -> list[Tensor]:
+def _broadcast_tensors(call: AtenCall) -> list[DraftTensor]:
     tensors = [call.handle(each, broadcast=True) for each in call.given("tensors")]
     return [expand(each, call.shape) for each in tensors]
 
 
-def _permute(call: Call) -> Tensor:
+def _permute(call: AtenCall) -> DraftTensor:
     x = call.tensor("self")
     return permute(x, dims_order(call.operator, call.arguments, len(x.dims)))
 
 
-def _select(call: Call) -> Tensor:
+def _select(call: AtenCall) -> DraftTensor:
     x, dim = call.whole("self"), call.given("dim")
     return select(x, dim, call.given("index") % x.shape[dim])
 
 
-def _cut(call: Call, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+def _cut(call: AtenCall, x: DraftTensor, dim: int, start: int, length: int) -> DraftTensor:
     """A slice of a dim: one of equal parts where it is one (a view), else a narrow operator."""
     size = x.shape[dim]
     if length == size:
@@ -58,14 +58,14 @@ def _cut(call: Call, x: Tensor, dim: int, start: int, length: int) -> Tensor:
     return call.builder.narrow(x, dim=dim, start=start, length=length, name=label)
 
 
-def _slice(call: Call) -> Tensor:
+def _slice(call: AtenCall) -> DraftTensor:
     x, dim = call.whole("self"), call.given("dim")
     call.refuse_unless(call.given("step") == 1, f"step {call.given('step')}")
     start, stop = slice_bounds(call.arguments, x.shape)
     return _cut(call, x, dim, start, stop - start)
 
 
-def _split(call: Call) -> list[Tensor]:
+def _split(call: AtenCall) -> list[DraftTensor]:
     x, dim = call.whole("self"), call.given("dim")
     size = x.shape[dim]
     if "chunks" in call.arguments:
@@ -81,12 +81,12 @@ def _split(call: Call) -> list[Tensor]:
     return [_cut(call, x, dim, *bounds) for bounds in zip(starts, lengths, strict=True)]
 
 
-def _unbind(call: Call) -> list[Tensor]:
+def _unbind(call: AtenCall) -> list[DraftTensor]:
     x, dim = call.whole("self"), call.given("dim")
     return [select(x, dim, index) for index in range(x.shape[dim])]
 
 
-VIEW_HANDLERS: dict[str, Callable[[Call], Any]] = {
+VIEW_HANDLERS: dict[str, Callable[[AtenCall], Any]] = {
     **dict.fromkeys(("alias", "contiguous"), _same),
     **dict.fromkeys(
         ["view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"], _view

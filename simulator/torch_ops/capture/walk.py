@@ -17,11 +17,11 @@ from torch.fx import GraphModule, Node
 
 from stratagem.simulator.base.misspelt_names import nearest
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.gradient_paths import untrained
 from stratagem.simulator.torch_ops.aten.arguments import Given
-from stratagem.simulator.torch_ops.aten.calls import Call
+from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.checks import (
     check_arguments,
     check_kind,
@@ -70,7 +70,7 @@ class Walker:
         self._batch = batch
         self._builder = GraphBuilder(name)
         self._sources = Sources(self._builder)
-        self._parameters: dict[str, Tensor] = {}
+        self._parameters: dict[str, DraftTensor] = {}
         self._constants: dict[str, torch.Tensor] = {}
         self._evaluated: dict[Node, torch.Tensor | None] = {}
         self._counters: frozenset[int] = frozenset()
@@ -98,7 +98,7 @@ class Walker:
         output = self._walk(self._exported.graph_module, values)
         return _frozen(self._builder.build(self._loss(output)))
 
-    def _parameter(self, name: str, node: Node, trainable: bool) -> Tensor:
+    def _parameter(self, name: str, node: Node, trainable: bool) -> DraftTensor:
         name = name.removeprefix(self._prefix)
         if name not in self._parameters:
             shape, dtype = shape_and_dtype(node)
@@ -121,9 +121,9 @@ class Walker:
             return Expression("tensor", (constant.tolist(), dtype), shape, dtype, node)
         return Expression("buffer", (name,), shape, dtype, node)
 
-    def _loss(self, output: Sequence[Any]) -> Tensor:
+    def _loss(self, output: Sequence[Any]) -> DraftTensor:
         for value in output:
-            if isinstance(value, Tensor) and value.shape == () and "float" in value.dtype:
+            if isinstance(value, DraftTensor) and value.shape == () and "float" in value.dtype:
                 return value
         raise ValueError(
             f"capture of {self._builder.name!r}: the model returns no scalar float to minimise; "
@@ -171,7 +171,7 @@ class Walker:
         except ValueError as error:
             raise ValueError(f"{self._describe(node)}: {error}") from error
 
-    def _rms_norm(self, node: Node, norm: RmsNorm, values: dict[Node, Any]) -> Tensor:
+    def _rms_norm(self, node: Node, norm: RmsNorm, values: dict[Node, Any]) -> DraftTensor:
         x, weight = values[norm.x], values[norm.weight]
         name = "" if self._is_leaf(node) else "rms_norm"
         with self._builder.scope(self._path(node)):
@@ -193,7 +193,7 @@ class Walker:
         return results
 
     def _without_gradient(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, DraftTensor):
             return value
         return self._builder.elementwise([value], [["alias", [["in", 0]]]], detached=True)
 
@@ -208,7 +208,7 @@ class Walker:
 
     def _made(self, node: Node, name: str, given: Given) -> Any:
         """A source where an operator reads sources only, else what its handler makes."""
-        tensors = [x for x in flat(given.everything()) if isinstance(x, (Tensor, Expression))]
+        tensors = [x for x in flat(given.everything()) if isinstance(x, (DraftTensor, Expression))]
         is_source = all(map(_is_source, tensors))
         shape, dtype = shape_and_dtype(node)
         if name in SOURCES and is_source and not _is_random(name, given):
@@ -241,8 +241,8 @@ class Walker:
 
     def _make_call(
         self, node: Node, name: str, given: Given, shape: tuple[int, ...], dtype: str
-    ) -> Call:
-        return Call(
+    ) -> AtenCall:
+        return AtenCall(
             builder=self._builder,
             sources=self._sources,
             operator=name,
@@ -262,7 +262,7 @@ class Walker:
             self._evaluated[node] = evaluate(node, self._constants, self._changed)
         return self._evaluated[node]
 
-    def _buffer(self, expression: Expression) -> Tensor:
+    def _buffer(self, expression: Expression) -> DraftTensor:
         assert expression.node is not None
         return self._parameter(expression.arguments[0], expression.node, trainable=False)
 
@@ -319,19 +319,19 @@ def _unsupported(name: str) -> str:
 
 
 def _are_tensors(norm: RmsNorm, values: dict[Node, Any]) -> bool:
-    return isinstance(values[norm.x], Tensor) and isinstance(values[norm.weight], Tensor)
+    return isinstance(values[norm.x], DraftTensor) and isinstance(values[norm.weight], DraftTensor)
 
 
 def _has_shape(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _is_source(value: Tensor | Expression) -> bool:
+def _is_source(value: DraftTensor | Expression) -> bool:
     """Whether it comes from inputs and constants, and no gradient will ever be asked for it.
 
     Float inputs are tensors of operators: images are normalised as activations are.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, DraftTensor):
         return False
     return value.function != "input" or "float" not in value.dtype
 

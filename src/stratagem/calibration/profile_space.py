@@ -18,7 +18,7 @@ from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.profiler.timing.dispatch_timing import profile_dispatch
 from stratagem.profiler.timing.operator_timing import Effort
 from stratagem.profiler.timing.profile_operators import LocalSizes, profile_operators
-from stratagem.profiler.timing.session import ProfileReport, Progress
+from stratagem.profiler.timing.session import ProfileProgress, ProfileReport
 from stratagem.profiler.timing.update_timing import profile_updates
 from stratagem.searcher.space.skeletons import operator_choices, skeletons
 from stratagem.simulator.base.units import format_duration
@@ -112,7 +112,7 @@ def profile_wanted(
     environment = describe_environment(device, load=load)
     with TimingCache(cache) as timings, progress_bar(enabled=progress) as show:
 
-        def tell(at: Progress) -> None:
+        def tell(at: ProfileProgress) -> None:
             left = "" if at.seconds_left is None else f"{format_duration(at.seconds_left)} left, "
             show("profiling operators", at.done / at.total, f"{left}{at.operator}")
 

@@ -27,7 +27,7 @@ from stratagem.simulator.base.units import format_bytes
 
 if TYPE_CHECKING:
     from stratagem.profiler.cache.timing_cache import TimingCache
-    from stratagem.profiler.cache.timing_keys import Entry
+    from stratagem.profiler.cache.timing_keys import CacheEntry
     from stratagem.simulator.plan.provenance import Environment
 
 cache_app = typer.Typer(
@@ -137,7 +137,7 @@ def export_entries(
     """
     from stratagem.profiler.cache.csv_and_json import to_csv, to_json
 
-    writers: dict[str, Callable[[Iterable[Entry]], str]] = {".csv": to_csv, ".json": to_json}
+    writers: dict[str, Callable[[Iterable[CacheEntry]], str]] = {".csv": to_csv, ".json": to_json}
     if file.suffix not in writers:
         raise ValueError(
             f"{file} ends in {file.suffix or 'nothing'!r}; call it .csv or .json, which says how "
@@ -257,7 +257,7 @@ class _Choice:
     older_than: str
     failures: bool
 
-    def of(self, entries: Sequence[Entry]) -> list[Entry]:
+    def of(self, entries: Sequence[CacheEntry]) -> list[CacheEntry]:
         """The entries that meet them all."""
         names = sorted({entry.key.environment.name for entry in entries})
         if self.environment and not any(self._is_there(name) for name in names):
@@ -285,7 +285,7 @@ def _open(path: Path | None) -> TimingCache:
     return TimingCache(path)
 
 
-def _all(timings: TimingCache) -> list[Entry]:
+def _all(timings: TimingCache) -> list[CacheEntry]:
     return [*timings.entries(), *timings.collective_entries()]
 
 
@@ -314,13 +314,13 @@ def _duration(text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
-def _kind_of(entry: Entry) -> str:
+def _kind_of(entry: CacheEntry) -> str:
     from stratagem.profiler.cache.timing_keys import TimingEntry
 
     return entry.key.operator.kind if isinstance(entry, TimingEntry) else entry.key.kind.value
 
 
-def _is_collective(entry: Entry) -> bool:
+def _is_collective(entry: CacheEntry) -> bool:
     from stratagem.profiler.cache.timing_keys import CollectiveEntry
 
     return isinstance(entry, CollectiveEntry)
@@ -338,14 +338,14 @@ def _environment_here(here: str, told: Environment) -> Environment:
     return dataclasses.replace(found, **given)
 
 
-def _by_environment(entries: Iterable[Entry]) -> list[tuple[Environment, list[Entry]]]:
-    groups: dict[Environment, list[Entry]] = {}
+def _by_environment(entries: Iterable[CacheEntry]) -> list[tuple[Environment, list[CacheEntry]]]:
+    groups: dict[Environment, list[CacheEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.key.environment, []).append(entry)
     return sorted(groups.items(), key=lambda pair: dataclasses.astuple(pair[0]))
 
 
-def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
+def _summary(where: Environment, found: Sequence[CacheEntry]) -> dict[str, Any]:
     from stratagem.profiler.cache.rows import row_of
 
     times = [entry.timestamp for entry in found]
@@ -363,7 +363,7 @@ def _summary(where: Environment, found: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def _by_trust(found: Sequence[Entry]) -> dict[str, int]:
+def _by_trust(found: Sequence[CacheEntry]) -> dict[str, int]:
     """How many times were measured by the profiler, learned from runs, imported."""
     from stratagem.profiler.cache.timing_keys import Trust
 
@@ -371,7 +371,7 @@ def _by_trust(found: Sequence[Entry]) -> dict[str, int]:
     return {trust.name.lower(): counts[trust] for trust in sorted(Trust, reverse=True)}
 
 
-def _print_groups(console: Console, entries: Sequence[Entry]) -> None:
+def _print_groups(console: Console, entries: Sequence[CacheEntry]) -> None:
     if not entries:
         return
     rows = []

@@ -9,7 +9,7 @@ import typer
 
 from stratagem.cli.shared.options import ANSWER_IS_NO, AsJson, print_json, speaker
 from stratagem.cli.shared.rich_tables import result_table
-from stratagem.face.diagnosis import State
+from stratagem.face.diagnosis import CheckState
 from stratagem.face.diagnosis import doctor as examine
 
 
@@ -27,5 +27,5 @@ def doctor(as_json: AsJson = False) -> None:
     say.print(table.note, soft_wrap=True)
     if as_json:
         print_json(table.to_dict())
-    if State.BROKEN.value in table.column("state"):
+    if CheckState.BROKEN.value in table.column("state"):
         raise typer.Exit(ANSWER_IS_NO)

@@ -19,7 +19,7 @@ from stratagem.exports.dtensor import dtensor
 from stratagem.exports.fsdp2 import fsdp2
 from stratagem.exports.megatron import megatron
 from stratagem.exports.reading.differences import differences
-from stratagem.exports.reading.export import Draft, Export
+from stratagem.exports.reading.export import Export, ExportDraft
 from stratagem.exports.torchtitan import torchtitan
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -31,7 +31,7 @@ from stratagem.simulator.simulation.simulation import simulate_plan
 
 __all__ = ["FORMATS", "Export", "export"]
 
-FORMATS: dict[str, Callable[[Plan, OperatorGraph], Draft]] = {
+FORMATS: dict[str, Callable[[Plan, OperatorGraph], ExportDraft]] = {
     "dtensor": dtensor,
     "fsdp2": fsdp2,
     "torchtitan": torchtitan,

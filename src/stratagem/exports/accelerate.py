@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.exports.deepspeed import BUCKET_ELEMENTS
-from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.fsdp_units import unit_gradient_bytes
-from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -36,9 +36,9 @@ def _megatron_stages(tensor: int, pipeline: int) -> Sequence[int]:
     return (0, 1)
 
 
-FSDP = Limits(zero_stages=_fsdp_stages, recompute=("none", "full"))
-DEEPSPEED = Limits(zero_stages=_deepspeed_stages, tensor=False, recompute=("none",))
-MEGATRON = Limits(
+FSDP = SetupLimits(zero_stages=_fsdp_stages, recompute=("none", "full"))
+DEEPSPEED = SetupLimits(zero_stages=_deepspeed_stages, tensor=False, recompute=("none",))
+MEGATRON = SetupLimits(
     zero_stages=_megatron_stages,
     sequence=(False, True),
     pipeline=True,
@@ -46,7 +46,7 @@ MEGATRON = Limits(
 )
 
 
-def accelerate_fsdp(plan: Plan, graph: OperatorGraph) -> Draft:
+def accelerate_fsdp(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """Accelerate's YAML file with FSDP2 and, for models with a tensor plan, tensor parallelism.
 
     Plain data parallelism where nothing is sharded.
@@ -75,10 +75,10 @@ def accelerate_fsdp(plan: Plan, graph: OperatorGraph) -> Draft:
             "Which parameters are split is the tensor plan of the model itself (transformers, "
             'tp_plan="auto").'
         )
-    return Draft(_yaml(config), found.plan, tuple(missing))
+    return ExportDraft(_yaml(config), found.plan, tuple(missing))
 
 
-def accelerate_deepspeed(plan: Plan, graph: OperatorGraph) -> Draft:
+def accelerate_deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """Accelerate's YAML file with a ZeRO stage of DeepSpeed.
 
     Buckets are DeepSpeed's own, and only stage 3 overlaps with computing.
@@ -96,10 +96,10 @@ def accelerate_deepspeed(plan: Plan, graph: OperatorGraph) -> Draft:
             "offload_param_device": "none",
         }
     }
-    return Draft(_yaml(config), found.plan, (_samples(found),))
+    return ExportDraft(_yaml(config), found.plan, (_samples(found),))
 
 
-def accelerate_megatron(plan: Plan, graph: OperatorGraph) -> Draft:
+def accelerate_megatron(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """Accelerate's YAML file with the Megatron-LM plugin."""
     found = nearest_uniform(plan, graph, MEGATRON)
     setup = found.setup
@@ -116,7 +116,7 @@ def accelerate_megatron(plan: Plan, graph: OperatorGraph) -> Draft:
             "megatron_lm_gradient_clipping": 1.0,
         }
     }
-    return Draft(_yaml(config), found.plan, (_samples(found),))
+    return ExportDraft(_yaml(config), found.plan, (_samples(found),))
 
 
 def _common(found: Uniform, kind: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratagem.exports.reading.export import Draft
-from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.export import ExportDraft
+from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -18,7 +18,7 @@ def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
     return (0, 1, 2, 3)
 
 
-LIMITS = Limits(zero_stages=_zero_stages, recompute=("none",))
+LIMITS = SetupLimits(zero_stages=_zero_stages, recompute=("none",))
 
 BUCKET_ELEMENTS = 500_000_000
 """Elements of a bucket of gradients where none is told."""
@@ -27,7 +27,7 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """What DeepSpeed calls a precision."""
 
 
-def deepspeed(plan: Plan, graph: OperatorGraph) -> Draft:
+def deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """The JSON file of DeepSpeed: ZeRO and automatic tensor parallelism.
 
     Without ZeRO DeepSpeed reduces gradients when backward has ended.
@@ -56,7 +56,7 @@ def deepspeed(plan: Plan, graph: OperatorGraph) -> Draft:
             "file."
         )
     text = json.dumps(_config(found, graph), indent=2) + "\n"
-    return Draft(text, found.plan, tuple(missing), comment="")
+    return ExportDraft(text, found.plan, tuple(missing), comment="")
 
 
 def _config(found: Uniform, graph: OperatorGraph) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from stratagem.exports.reading.dtensor_placements import (
     read_placements,
     result_placements,
 )
-from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.parallel_styles import module_of, module_styles, said, split_axes
 from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.base.hostile_texts import python_text
@@ -101,7 +101,7 @@ def _sum_up(parameter):
 '''
 
 
-def dtensor(plan: Plan, graph: OperatorGraph) -> Draft:
+def dtensor(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """A Python module with the placements of a plan, and functions that apply them to the model.
 
     Example:
@@ -122,7 +122,7 @@ def dtensor(plan: Plan, graph: OperatorGraph) -> Draft:
     text = "".join(
         (HEAD, "STAGES = [\n", *(_stage(small, stage) for stage in nearest.stages), "]\n", TAIL)
     )
-    return Draft(text, nearest, tuple(_missing(small, nearest)))
+    return ExportDraft(text, nearest, tuple(_missing(small, nearest)))
 
 
 def _unrewritten(plan: Plan, graph: OperatorGraph) -> Plan:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stratagem.exports.reading.differences import summed_axes
-from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.fsdp_units import unit_gradient_bytes, unit_of, wrapped_modules
-from stratagem.exports.reading.one_setup import Limits, nearest_uniform
+from stratagem.exports.reading.one_setup import SetupLimits, nearest_uniform
 from stratagem.simulator.base.hostile_texts import python_text
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.training import Training
@@ -23,7 +23,7 @@ def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
     return (0, 1, 2, 3)
 
 
-LIMITS = Limits(zero_stages=_zero_stages, tensor=False, recompute=("none",))
+LIMITS = SetupLimits(zero_stages=_zero_stages, tensor=False, recompute=("none",))
 
 HEAD = """\
 import torch
@@ -65,7 +65,7 @@ def before_microbatch(model, last):
 '''
 
 
-def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
+def fsdp2(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """A Python module with the units of FSDP2, and functions that apply them to the model.
 
     Each member of a list of modules (a layer) is a unit with a ZeRO stage of its own: 3 gathers
@@ -109,7 +109,7 @@ def fsdp2(plan: Plan, graph: OperatorGraph) -> Draft:
             "Each rank is given its part of the samples by the data loader: "
             f"{found.setup.microbatch} a microbatch."
         )
-    return Draft(_text(stages, found.data, plan.training), nearest, tuple(missing))
+    return ExportDraft(_text(stages, found.data, plan.training), nearest, tuple(missing))
 
 
 def _unit_stages(plan: Plan, graph: OperatorGraph, units: tuple[str, ...]) -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stratagem.exports.reading.export import Draft
-from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.export import ExportDraft
+from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
 from stratagem.exports.reading.transformer_sizes import TransformerSizes, transformer_sizes
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -18,7 +18,7 @@ def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
     return (0, 1, 2, 3) if pipeline == 1 else (0, 1)
 
 
-LIMITS = Limits(
+LIMITS = SetupLimits(
     zero_stages=_zero_stages,
     sequence=(False, True),
     pipeline=True,
@@ -34,7 +34,7 @@ SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """What Megatron-FSDP calls a ZeRO stage."""
 
 
-def megatron(plan: Plan, graph: OperatorGraph) -> Draft:
+def megatron(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """Arguments for Megatron-LM, one option a line; lines that begin with # are comments.
 
     Example:
@@ -68,7 +68,7 @@ def megatron(plan: Plan, graph: OperatorGraph) -> Draft:
     found = replace(found, plan=nearest)
     lines = [*_parallel(found), *_batch(found, graph), *_memory(found), *_precision(nearest)]
     lines += _model(sizes) if sizes else []
-    return Draft("".join(f"{line}\n" for line in lines), nearest, tuple(missing))
+    return ExportDraft("".join(f"{line}\n" for line in lines), nearest, tuple(missing))
 
 
 def layout(blocks: Sequence[int]) -> str:

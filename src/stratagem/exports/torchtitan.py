@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stratagem.exports.reading.export import Draft
+from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.fsdp_units import unit_gradient_bytes
-from stratagem.exports.reading.one_setup import Limits, Uniform, nearest_uniform
+from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
 from stratagem.exports.reading.transformer_sizes import transformer_sizes
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -18,7 +18,7 @@ def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
     return (0, 2, 3) if pipeline == 1 else (0, 1, 3)
 
 
-LIMITS = Limits(
+LIMITS = SetupLimits(
     zero_stages=_zero_stages,
     sequence=(False, True),
     pipeline=True,
@@ -32,7 +32,7 @@ SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 """What torch.distributed.pipelining calls a schedule."""
 
 
-def torchtitan(plan: Plan, graph: OperatorGraph) -> Draft:
+def torchtitan(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """Command-line overrides for torchtitan, one a line; lines that begin with # are comments.
 
     Example:
@@ -65,7 +65,7 @@ def torchtitan(plan: Plan, graph: OperatorGraph) -> Draft:
             "Its optimizers are Adam, AdamW and Muon: set another one in the job's configuration."
         )
     text = "".join(f"{line}\n" for line in (*_parallel(found), *_training(found, graph)))
-    return Draft(text, nearest, tuple(missing))
+    return ExportDraft(text, nearest, tuple(missing))
 
 
 def _parallel(found: Uniform) -> Iterator[str]:

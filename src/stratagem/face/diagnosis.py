@@ -17,7 +17,7 @@ from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_bytes
 
 
-class State(Enum):
+class CheckState(Enum):
     """How something is found."""
 
     GOOD = "good"
@@ -30,7 +30,7 @@ class Finding:
     """What was found of one thing, and what to do where it is not good."""
 
     what: str
-    state: State
+    state: CheckState
     found: str
     remedy: str = ""
 
@@ -49,7 +49,9 @@ def doctor() -> Table:
         broken keeps this package from training at all, or on the GPUs that are here.
     """
     findings = [
-        Finding("stratagem", State.GOOD, f"{__version__}, Python {platform.python_version()}"),
+        Finding(
+            "stratagem", CheckState.GOOD, f"{__version__}, Python {platform.python_version()}"
+        ),
         _cores(),
         *(_required(module) for module in ("torch", "numba", "scipy")),
         *_torch_findings(),
@@ -64,7 +66,7 @@ def doctor() -> Table:
 def _verbs(findings: list[Finding]) -> str:
     """What can be done with what was found, in a sentence."""
     state = {each.what: each.state for each in findings}
-    good = {what for what, each in state.items() if each is State.GOOD}
+    good = {what for what, each in state.items() if each is CheckState.GOOD}
     if {"torch", "numba", "scipy"} - good:
         return "Nothing works before the required packages are installed."
     if "kernels" in good:
@@ -84,7 +86,9 @@ def _verbs(findings: list[Finding]) -> str:
 def _cores() -> Finding:
     usable, whole = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Finding("cores", State.GOOD, f"{usable} of {whole}, {format_bytes(memory)} of memory")
+    return Finding(
+        "cores", CheckState.GOOD, f"{usable} of {whole}, {format_bytes(memory)} of memory"
+    )
 
 
 def _version(module: str) -> str:
@@ -98,8 +102,8 @@ def _version(module: str) -> str:
 def _required(module: str) -> Finding:
     version = _version(module)
     if version:
-        return Finding(module, State.GOOD, version)
-    return Finding(module, State.BROKEN, "not installed", "pip install stratagem")
+        return Finding(module, CheckState.GOOD, version)
+    return Finding(module, CheckState.BROKEN, "not installed", "pip install stratagem")
 
 
 def _torch_findings() -> list[Finding]:
@@ -114,15 +118,17 @@ def _torch_findings() -> list[Finding]:
         return [*found, _no_gpu(torch.version.cuda or "")]
     names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     listed = ", ".join(f"{gpu.name} ({format_bytes(gpu.total_memory)})" for gpu in names)
-    found.append(Finding("GPUs", State.GOOD, f"{len(names)}: {listed}, CUDA {torch.version.cuda}"))
+    found.append(
+        Finding("GPUs", CheckState.GOOD, f"{len(names)}: {listed}, CUDA {torch.version.cuda}")
+    )
     return [*found, *_for_gpus()]
 
 
 def _gloo(is_here: bool) -> Finding:
     if is_here:
-        return Finding("gloo", State.GOOD, "of torch.distributed")
+        return Finding("gloo", CheckState.GOOD, "of torch.distributed")
     remedy = "install a torch that is built with torch.distributed"
-    return Finding("gloo", State.BROKEN, "torch has none: nothing can be run here", remedy)
+    return Finding("gloo", CheckState.BROKEN, "torch has none: nothing can be run here", remedy)
 
 
 def _no_gpu(cuda: str) -> Finding:
@@ -131,11 +137,17 @@ def _no_gpu(cuda: str) -> Finding:
     driver = driver_version()
     if driver and not cuda:
         found = f"driver {driver} is loaded, but torch is built without CUDA"
-        return Finding("GPUs", State.MISSING, found, "install a torch built for CUDA: pytorch.org")
+        return Finding(
+            "GPUs", CheckState.MISSING, found, "install a torch built for CUDA: pytorch.org"
+        )
     if driver:
         found = f"driver {driver} is loaded, but torch sees no device"
-        return Finding("GPUs", State.MISSING, found, "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
-    return Finding("GPUs", State.MISSING, "no NVIDIA driver is loaded", "needed to measure GPUs")
+        return Finding(
+            "GPUs", CheckState.MISSING, found, "look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    return Finding(
+        "GPUs", CheckState.MISSING, "no NVIDIA driver is loaded", "needed to measure GPUs"
+    )
 
 
 def _for_gpus() -> list[Finding]:
@@ -150,19 +162,19 @@ def _for_gpus() -> list[Finding]:
 
     fault = cupy_fault()
     if fault:
-        state = State.BROKEN if has_cupy() else State.MISSING
+        state = CheckState.BROKEN if has_cupy() else CheckState.MISSING
         return [Finding("CuPy", state, fault, INSTALL)]
     versions = cupy_versions()
     found = [
-        Finding("CuPy", State.GOOD, f"{versions.cupy}, CUDA {versions.cuda}"),
-        Finding("NCCL", State.GOOD, f"{versions.nccl}, through CuPy"),
+        Finding("CuPy", CheckState.GOOD, f"{versions.cupy}, CUDA {versions.cuda}"),
+        Finding("NCCL", CheckState.GOOD, f"{versions.nccl}, through CuPy"),
     ]
     try:
         compile_kernels()
     except Exception as error:
         told = f"cannot be compiled: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return [*found, Finding("kernels", State.BROKEN, told, INSTALL)]
-    return [*found, Finding("kernels", State.GOOD, "of the executor, compiled")]
+        return [*found, Finding("kernels", CheckState.BROKEN, told, INSTALL)]
+    return [*found, Finding("kernels", CheckState.GOOD, "of the executor, compiled")]
 
 
 def _extras() -> list[Finding]:
@@ -177,9 +189,9 @@ def _extras() -> list[Finding]:
         if missing:
             words = f"not installed: {', '.join(missing)}"
             remedy = install_command(missing[0])
-            found.append(Finding(what, State.MISSING, words, remedy))
+            found.append(Finding(what, CheckState.MISSING, words, remedy))
         else:
-            found.append(Finding(what, State.GOOD, told))
+            found.append(Finding(what, CheckState.GOOD, told))
     return found
 
 
@@ -191,15 +203,15 @@ def _cache() -> Finding:
     if not path.exists():
         folder = _existing(path.parent)
         if os.access(folder, os.W_OK):
-            return Finding("timing cache", State.GOOD, f"{path}, not there yet")
-        return Finding("timing cache", State.BROKEN, f"{folder} cannot be written", remedy)
+            return Finding("timing cache", CheckState.GOOD, f"{path}, not there yet")
+        return Finding("timing cache", CheckState.BROKEN, f"{folder} cannot be written", remedy)
     try:
         with TimingCache(path) as cache:
             count = len(cache)
     except (ValueError, TimeoutError) as error:
-        return Finding("timing cache", State.BROKEN, str(error), remedy)
+        return Finding("timing cache", CheckState.BROKEN, str(error), remedy)
     size = format_bytes(path.stat().st_size)
-    return Finding("timing cache", State.GOOD, f"{path}: {count:,} times, {size}")
+    return Finding("timing cache", CheckState.GOOD, f"{path}: {count:,} times, {size}")
 
 
 def _existing(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from stratagem.basics.progress import Show, progress_bar
 from stratagem.searcher.driver import search as searching
 from stratagem.searcher.driver.result import Budget, SearchResult
-from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.misspelt_names import unknown
@@ -139,10 +139,10 @@ def search(
         )
 
 
-def _shown_by(show: Show) -> Callable[[Progress], None]:
+def _shown_by(show: Show) -> Callable[[SearchProgress], None]:
     """What shows the progress of a search."""
 
-    def report_progress(where: Progress) -> None:
+    def report_progress(where: SearchProgress) -> None:
         best = f"best {format_duration(where.best)}" if where.best < inf else ""
         show(where.phase, where.fraction, best)
 

@@ -15,7 +15,7 @@ from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.instructions import Update
 from stratagem.executor.results.execution_result import ExecutionResult
-from stratagem.executor.state.gradient_lists import Change, handfuls, sum_of_squares
+from stratagem.executor.state.gradient_lists import GradientChange, handfuls, sum_of_squares
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place
@@ -133,7 +133,7 @@ def test_all_parameters_are_updated_at_once(mlp: Case) -> None:
         interpreter, calls = Interpreter(program, comm, model_state(mlp.model)), []
         make = interpreter.optimizer.all_of
 
-        def watched(changes: list[Change]) -> None:
+        def watched(changes: list[GradientChange]) -> None:
             calls.append(len(changes))
             make(changes)
 
@@ -150,7 +150,7 @@ def test_all_parameters_are_updated_at_once(mlp: Case) -> None:
 def test_gradients_are_worked_on_a_handful_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.executor.state.gradient_lists.HANDFUL_BYTES", 40)
     sizes = [4, 6, 1, 30, 2, 2]
-    changes = [Change(str(n), torch.ones(n), torch.ones(n)) for n in sizes]
+    changes = [GradientChange(str(n), torch.ones(n), torch.ones(n)) for n in sizes]
     taken = [[int(change.name) for change in each] for each in handfuls(changes)]
     assert taken == [[4, 6], [1], [30], [2, 2]]
 

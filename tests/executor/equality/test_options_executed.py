@@ -10,7 +10,13 @@ import torch
 
 from examples.models import MLP
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.program.instructions import Backward, Bundle, Convert, Forward, Part
+from stratagem.executor.program.instructions import (
+    Backward,
+    BackwardPart,
+    Bundle,
+    Convert,
+    Forward,
+)
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.verify import verify
 from stratagem.executor.running.torch_reference import gradient_errors
@@ -71,7 +77,7 @@ def test_zero_bubbles_make_gradients_of_weights_later() -> None:
     case = case_of("gpt")
     plan = make_plan(case, whole, (1,), (1,), num_microbatches=2, schedule="zb-h1")
     parts = [each.part for each in instructions(plan, case, Backward)]
-    assert parts.count(Part.INPUTS) == parts.count(Part.WEIGHTS) > 0
+    assert parts.count(BackwardPart.INPUTS) == parts.count(BackwardPart.WEIGHTS) > 0
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])

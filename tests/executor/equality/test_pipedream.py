@@ -32,12 +32,12 @@ from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.torch_reference import first_scalar, gradient_errors, reference_of
 from stratagem.searcher.driver.result import Budget
-from stratagem.searcher.driver.search_course import Course
+from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.priced_skeleton import make_problem
-from stratagem.searcher.processes.checkpoint import Checkpoint
+from stratagem.searcher.processes.checkpoint import SearchCheckpoint
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, skeleton_of
@@ -593,7 +593,9 @@ def test_pipedreams_own_schedule_is_shown_and_never_the_result() -> None:
     own = found["PipeDream asynchronous"]
     assert "in a PipeDream pipeline of" in describe(own, graph)
     space = Space(situation, Options(), (0,), Constraints().bind(graph))
-    course = Course(space, Budget(1), 0, 1, lambda progress: None, Checkpoint(None, ""))
+    course = SearchCourse(
+        space, Budget(1), 0, 1, lambda progress: None, SearchCheckpoint(None, "")
+    )
     assert not course.incumbent.offer(own)
     assert course.incumbent.best is None
     assert course.incumbent.offer(found["PipeDream"])

@@ -33,7 +33,13 @@ from stratagem.simulator.graph.placement import (
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
 from stratagem.simulator.sharding.mesh_transfers import Transfer, tile_moves
 from stratagem.simulator.sharding.resharding_paths import TRANSITIONS, Resharder, Step
-from stratagem.simulator.sharding.tensor_parts import Box, Part, intersection, part_at, part_of
+from stratagem.simulator.sharding.tensor_parts import (
+    Box,
+    TensorPart,
+    intersection,
+    part_at,
+    part_of,
+)
 
 torch.set_num_threads(1)
 
@@ -95,13 +101,13 @@ def local(whole: Tensor, placements: Placements, mesh: DeviceMesh, device: int) 
     return None if part is None else taken(whole, part)
 
 
-def elements_of(part: Part) -> list[tuple[int, ...]]:
+def elements_of(part: TensorPart) -> list[tuple[int, ...]]:
     """The places in a tensor of the elements of a part, in order."""
     places = list(itertools.product(*(range(start, stop) for start, stop in part.box)))
     return places if part.span is None else places[slice(*part.span)]
 
 
-def taken(whole: Tensor, part: Part) -> Tensor:
+def taken(whole: Tensor, part: TensorPart) -> Tensor:
     """A part of a tensor, picked element by element."""
     picked = [whole[place] for place in elements_of(part)]
     return torch.stack(picked).reshape(part.shape) if picked else whole.new_empty(part.shape)
@@ -324,7 +330,7 @@ def transfers(draw: st.DrawFn) -> Transfer:
     return Transfer(sizes, source, have, target, want)
 
 
-def has(part: Part, box: Box) -> bool:
+def has(part: TensorPart, box: Box) -> bool:
     """Whether a box is inside one piece of a part."""
     return any(intersection(piece, box) == box for piece in part.pieces)
 
@@ -423,7 +429,7 @@ def test_parts_tile_the_tensor(size, shape, data):
 def test_pieces_of_a_part_are_its_elements_in_order(sizes, data):
     box = tuple((first, first + size) for first, size in enumerate(sizes, 2))
     start, stop = sorted(data.draw(st.integers(0, math.prod(sizes))) for _ in range(2))
-    part = Part(box, (start, stop))
+    part = TensorPart(box, (start, stop))
     boxes = [list(itertools.product(*(range(a, b) for a, b in piece))) for piece in part.pieces]
     assert [place for places in boxes for place in places] == elements_of(part)
     assert all(boxes)
@@ -459,4 +465,4 @@ def test_sums_over_fast_links_come_first():
 
 def test_a_box_that_is_in_no_piece_is_refused():
     with pytest.raises(ValueError, match=r"box \(\(0, 2\),\) is in none of the pieces"):
-        Part(((0, 4),), (1, 3)).piece_around(((0, 2),))
+        TensorPart(((0, 4),), (1, 3)).piece_around(((0, 2),))

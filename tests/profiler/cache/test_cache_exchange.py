@@ -21,7 +21,7 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.cache.csv_and_json import CSV_COLUMNS, from_csv, from_json, to_csv, to_json
 from stratagem.profiler.cache.rows import row_of
-from stratagem.profiler.cache.timing_keys import Entry
+from stratagem.profiler.cache.timing_keys import CacheEntry
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
@@ -70,13 +70,13 @@ collectives = st.builds(
 )
 
 
-def rows(entries: list[Entry]) -> list[object]:
+def rows(entries: list[CacheEntry]) -> list[object]:
     return sorted((row_of(entry) for entry in entries), key=repr)
 
 
-def some() -> list[Entry]:
+def some() -> list[CacheEntry]:
     here = Environment("A100, 40 GB", "2.11", driver="570.86")
-    found: list[Entry] = [
+    found: list[CacheEntry] = [
         TimingEntry(
             TimingKey(here, operator, "float32", Direction.FORWARD),
             Measurement(math.pi * 1e-5 * (i + 1), 0.1 + 0.2, 30 + i),

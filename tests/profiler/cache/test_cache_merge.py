@@ -20,7 +20,7 @@ from stratagem.profiler import (
     TimingKey,
 )
 from stratagem.profiler.cache.rows import row_of
-from stratagem.profiler.cache.timing_keys import Entry
+from stratagem.profiler.cache.timing_keys import CacheEntry
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.operators.operator import Dim, DimKind, Operator
@@ -30,14 +30,16 @@ GOOD = Measurement(1e-3, 0.1, 10)
 FAILED = Measurement(0.0, 0.0, 0, "out of memory")
 
 
-def entry(measurement: Measurement, when: float = 1.0, size: int = 4, name: str = "x") -> Entry:
+def entry(
+    measurement: Measurement, when: float = 1.0, size: int = 4, name: str = "x"
+) -> CacheEntry:
     dims = (Dim("parameter", size, DimKind.PARAMETER),)
     operator = Operator(name, "update", dims, (), (), (), {"optimizer": "adam"})
     key = TimingKey(HERE, operator, "float32", Direction.FORWARD)
     return TimingEntry(key, measurement, when)
 
 
-def collective(measurement: Measurement, when: float = 1.0, nbytes: int = 8) -> Entry:
+def collective(measurement: Measurement, when: float = 1.0, nbytes: int = 8) -> CacheEntry:
     key = CollectiveKey(HERE, Collective.SEND, nbytes, 2, "gloo")
     return CollectiveEntry(key, measurement, when)
 
@@ -62,7 +64,7 @@ def content(cache: TimingCache) -> list[object]:
     return [row_of(each) for each in (*cache.entries(), *cache.collective_entries())]
 
 
-def merged(path: Path, *parts: list[Entry]) -> list[object]:
+def merged(path: Path, *parts: list[CacheEntry]) -> list[object]:
     path.unlink(missing_ok=True)
     with TimingCache(path) as cache:
         for part in parts:

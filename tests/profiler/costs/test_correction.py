@@ -25,7 +25,7 @@ from stratagem.profiler.costs.correction import RIDGES, SCALE, Sample, _fit, lea
 from stratagem.profiler.timing import operator_timing
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.cost_model import CostSource, Direction, RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 
@@ -160,7 +160,7 @@ def test_chains_learn_from_chains_of_the_same_functions(cache) -> None:
     given_ = (asked, asked.sizes, Direction.FORWARD, Training(), DEVICE)
     cost = costs.operator_cost(*given_)
     assert cost.seconds == pytest.approx(8 * RooflineCosts().operator_cost(*given_).seconds)
-    assert cost.source is Source.FITTED
+    assert cost.source is CostSource.FITTED
 
 
 def test_explain_says_what_was_learned(cache) -> None:
@@ -212,12 +212,14 @@ def test_half_of_the_shapes_predict_the_other_half(cache, tmp_path, monkeypatch)
             if entry.key.digest in known:
                 half.put(entry.key, entry.measurement)
         fitted = MeasuredCosts(half, {"cpu": ENVIRONMENT}, RooflineCosts())
-    off: dict[Source, list[float]] = {source: [] for source in Source}
+    off: dict[CostSource, list[float]] = {source: [] for source in CostSource}
     for key, measured in ((e.key, e.measurement) for e in entries if e.key.digest not in known):
         for costs in (fitted, RooflineCosts()):
             cost = costs.operator_cost(
                 key.operator, key.operator.sizes, key.direction, Training(), DEVICE
             )
             off[cost.source].append(abs(math.log(cost.seconds / measured.median_s)))
-    assert len(off[Source.FITTED]) == len(off[Source.ROOFLINE]) >= 20
-    assert statistics.median(off[Source.FITTED]) < 0.5 * statistics.median(off[Source.ROOFLINE])
+    assert len(off[CostSource.FITTED]) == len(off[CostSource.ROOFLINE]) >= 20
+    assert statistics.median(off[CostSource.FITTED]) < 0.5 * statistics.median(
+        off[CostSource.ROOFLINE]
+    )

@@ -18,7 +18,7 @@ from stratagem.profiler.imports.torch_profiler import read_kineto
 from stratagem.profiler.imports.trace_events import looks_like_trace, read_trace
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.cost_model import CostSource, Direction, RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 
@@ -106,7 +106,7 @@ def found_in(text: str) -> dict[tuple[str, Direction], TimingEntry]:
     return {(operator_digest(e.key.operator), e.key.direction): e for e in entries}
 
 
-def look_ups(tmp_path: Path, graph: OperatorGraph, text: str) -> dict[tuple[str, str], Source]:
+def look_ups(tmp_path: Path, graph: OperatorGraph, text: str) -> dict[tuple[str, str], CostSource]:
     """Where the costs of a graph's operators come from once a trace is imported."""
     entries, _ = read_kineto(text, "x", HERE)
     with TimingCache(tmp_path / "timings.sqlite") as cache:
@@ -131,12 +131,14 @@ class TestThisCpu:
             operator.kind for operator in graph.operators if (operator.name, "forward") in found
         }
         assert kinds == {"linear", "attention", "layer_norm", "softmax", "matmul"}
-        assert set(found.values()) == {Source.MEASURED}
+        assert set(found.values()) == {CostSource.MEASURED}
 
     def test_images_are_answered_but_for_the_first_layer(self, tmp_path, images):
         graph, text = images
         found = look_ups(tmp_path, graph, text)
-        unanswered = {name for (name, _), source in found.items() if source is not Source.MEASURED}
+        unanswered = {
+            name for (name, _), source in found.items() if source is not CostSource.MEASURED
+        }
         first = next(o.name for o in graph.operators if o.kind == "conv2d")
         assert unanswered == {first}
         _, left_out = read_kineto(text, "x", HERE)

@@ -21,7 +21,11 @@ from stratagem.profiler import (
     TimingCache,
     profile_operators,
 )
-from stratagem.profiler.machine.reference_kernel import ReferenceKernel, Watch, throttle_reasons
+from stratagem.profiler.machine.reference_kernel import (
+    DriftWatch,
+    ReferenceKernel,
+    throttle_reasons,
+)
 from stratagem.profiler.timing import session
 from stratagem.profiler.timing.operator_timing import count_outliers
 from stratagem.simulator.graph.models import mlp
@@ -62,7 +66,9 @@ class FakeMachine:
         monkeypatch.setattr(session, "time_operator", self.time)
         monkeypatch.setattr(session, "time", types.SimpleNamespace(monotonic=self.now))
         monkeypatch.setattr(
-            session, "Watch", lambda reference: Watch(reference, interval=0.0, now=self.now)
+            session,
+            "DriftWatch",
+            lambda reference: DriftWatch(reference, interval=0.0, now=self.now),
         )
 
     def now(self) -> float:
@@ -108,7 +114,7 @@ class TestWatch:
     @given(st.lists(st.floats(1.0, 2.0), min_size=2, max_size=12), st.floats(0.0, 0.5))
     def test_an_operator_lies_between_two_looks(self, speeds: list[float], drift: float) -> None:
         looks = iter(speeds)
-        watch = Watch(lambda: next(looks), interval=0.0, now=lambda: 0.0)
+        watch = DriftWatch(lambda: next(looks), interval=0.0, now=lambda: 0.0)
         for number in range(len(speeds) - 1):
             watch.timed(str(number))
         expected = [
@@ -120,7 +126,7 @@ class TestWatch:
 
     def test_looks_are_an_interval_apart(self) -> None:
         moment, looks = 0.0, []
-        watch = Watch(lambda: looks.append(moment) or 1.0, interval=2.0, now=lambda: moment)
+        watch = DriftWatch(lambda: looks.append(moment) or 1.0, interval=2.0, now=lambda: moment)
         for _ in range(10):
             moment += 0.7
             watch.timed("operator")
@@ -144,7 +150,7 @@ class TestWatch:
                 return (stop - start) * slow
 
         kernel = ReferenceKernel(torch.device("cpu"), Clock())
-        watch = Watch(kernel.seconds, interval=0.0)
+        watch = DriftWatch(kernel.seconds, interval=0.0)
         watch.timed("before")
         slow = 2.0
         watch.timed("meanwhile")

@@ -26,7 +26,7 @@ from stratagem.simulator.graph.models import mlp, resnet
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.cost_model import CostSource, Direction, RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.sharding.choice import Choice
@@ -133,7 +133,7 @@ class TestDispatch:
         larger = {**operator.sizes, "in": 32}
         cost = costs.operator_cost(operator, larger, *asked[2:])
         plain = RooflineCosts().operator_cost(operator, larger, *asked[2:])
-        assert cost.source is Source.FITTED
+        assert cost.source is CostSource.FITTED
         assert cost.seconds == pytest.approx(1.0 + 2 * plain.seconds)
 
 

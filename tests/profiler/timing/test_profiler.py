@@ -48,9 +48,9 @@ from stratagem.simulator.hardware.cluster import Cluster, Link
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis, axis_link
 from stratagem.simulator.kernel_times.cost_model import (
+    CostSource,
     Direction,
     RooflineCosts,
-    Source,
     local_operator,
 )
 from stratagem.simulator.kernel_times.training import Training
@@ -315,7 +315,7 @@ class TestProfile:
         assert "out of memory" in report.failures[0]
         costs = MeasuredCosts(cache, {"cpu": describe_environment()}, ROOFLINE)
         cost = costs.operator_cost(LINEAR, operators[0][1], FORWARD, Training(), DEVICE)
-        assert cost.source is Source.FITTED
+        assert cost.source is CostSource.FITTED
         again = profile_operators(operators, Training(), cache, effort=QUICK)
         assert (again.num_timed, again.num_cached) == (1, 1)
 
@@ -354,18 +354,22 @@ class TestMeasuredCosts:
     def test_without_measurements_the_fallback_answers(self, cache):
         given = (LINEAR, LINEAR.sizes, FORWARD, Training(), DEVICE)
         assert self.costs(cache).operator_cost(*given) == ROOFLINE.operator_cost(*given)
-        assert self.costs(cache).update_cost(10, Training(), DEVICE).source is Source.ROOFLINE
+        assert self.costs(cache).update_cost(10, Training(), DEVICE).source is CostSource.ROOFLINE
 
     def test_what_was_measured_is_preferred(self, cache):
         put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125, spread=0.07)
         cost = self.costs(cache).operator_cost(LINEAR, LINEAR.sizes, FORWARD, Training(), DEVICE)
-        assert (cost.seconds, cost.source, cost.relative_error) == (0.125, Source.MEASURED, 0.07)
+        assert (cost.seconds, cost.source, cost.relative_error) == (
+            0.125,
+            CostSource.MEASURED,
+            0.07,
+        )
 
     def test_another_device_type_is_the_fallbacks(self, cache):
         put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125)
         other = dataclasses.replace(DEVICE, name="other")
         cost = self.costs(cache).operator_cost(LINEAR, LINEAR.sizes, FORWARD, Training(), other)
-        assert cost.source is Source.ROOFLINE
+        assert cost.source is CostSource.ROOFLINE
 
     def test_the_fallback_is_corrected_by_the_mean_ratio(self, cache):
         for samples, ratio in ((1, 2.0), (4, 8.0)):
@@ -375,7 +379,7 @@ class TestMeasuredCosts:
         asked = (LINEAR, scaled(LINEAR, 2), BACKWARD, Training(), DEVICE)
         cost = self.costs(cache).operator_cost(*asked)
         assert cost.seconds == pytest.approx(4.0 * ROOFLINE.operator_cost(*asked).seconds)
-        assert cost.source is Source.FITTED
+        assert cost.source is CostSource.FITTED
         assert cost.relative_error == pytest.approx(math.log(4.0))
 
     def test_corrections_keep_to_kind_direction_and_precision(self, cache):
@@ -388,7 +392,7 @@ class TestMeasuredCosts:
             (LINEAR, FORWARD, Training(precision="bfloat16")),
         ):
             cost = costs.operator_cost(operator, operator.sizes, direction, training, DEVICE)
-            assert cost.source is Source.ROOFLINE
+            assert cost.source is CostSource.ROOFLINE
 
     def test_updates_follow_a_line(self, cache):
         training = Training(optimizer="sgd")
@@ -397,18 +401,18 @@ class TestMeasuredCosts:
             cache.put(key, Measurement(1e-5 + size * 1e-9, 0.01, 9))
         costs = self.costs(cache)
         measured = costs.update_cost(10**5, training, DEVICE)
-        assert measured.source is Source.MEASURED
+        assert measured.source is CostSource.MEASURED
         fitted = costs.update_cost(10**6, training, DEVICE)
-        assert fitted.source is Source.FITTED
+        assert fitted.source is CostSource.FITTED
         assert fitted.seconds == pytest.approx(1e-5 + 1e-3)
-        assert costs.update_cost(10**6, Training(), DEVICE).source is Source.ROOFLINE
+        assert costs.update_cost(10**6, Training(), DEVICE).source is CostSource.ROOFLINE
 
     def test_one_update_corrects_the_fallback(self, cache):
         plain = ROOFLINE.update_cost(10**6, Training(), DEVICE).seconds
         key = update_key(10**6, Training(), ENVIRONMENT)
         cache.put(key, Measurement(3 * plain, 0.01, 9))
         cost = self.costs(cache).update_cost(10**4, Training(), DEVICE)
-        assert cost.source is Source.FITTED
+        assert cost.source is CostSource.FITTED
         assert cost.seconds == pytest.approx(
             3 * ROOFLINE.update_cost(10**4, Training(), DEVICE).seconds
         )
@@ -420,7 +424,7 @@ class TestMeasuredCosts:
         for operator, sizes in operators:
             for direction in Direction:
                 cost = costs.operator_cost(operator, sizes, direction, Training(), DEVICE)
-                assert cost.source is Source.MEASURED
+                assert cost.source is CostSource.MEASURED
 
 
 class FakeEvent:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
 from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.bounds.spanning_forest import minimise_forest, spanning_forest
 from stratagem.searcher.problem import _score_kernels
-from stratagem.searcher.problem.linear_measures import PLAIN, Lookups, Tables, longest_path
+from stratagem.searcher.problem.linear_measures import PLAIN, Lookups, MeasureTables, longest_path
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import arguments_of
 from stratagem.searcher.space.schedule_traits import searched_schedules
@@ -125,7 +125,7 @@ def test_no_plan_of_a_pipeline_is_under_the_bound(
     sizes = [len(choices) for choices in problem.choices]
     rng = np.random.default_rng(rounds)
     bound = lower_bound(problem, rng.integers(0, sizes), rounds=rounds, tolerance=0.0)
-    chain = Chain(problem, bound.choice, 400, rounds)
+    chain = AnnealingChain(problem, bound.choice, 400, rounds)
     chain.advance(400)
     assert bound.seconds <= min(bound.score, chain.scores[1]) * (1 + 1e-9)
 
@@ -308,7 +308,7 @@ def test_parts_of_one_pool_keep_their_masks() -> None:
     pool, mask = np.array([0, 3, 5]), np.array([0, 1, 2])
     masked = Lookups(pool, np.array([1]), none, one + 1, none, none, mask, resource=0)
     plain = Lookups(pool, np.array([1]), none, one + 1, none, none)
-    tables = Tables([2], [masked, plain])
+    tables = MeasureTables([2], [masked, plain])
     nodes, pairs = tables.combine([np.array([1.0]), np.array([0.0])])
     assert nodes[0].tolist() == [3.0, 0.0]
     assert not pairs
@@ -341,7 +341,7 @@ def test_tables_are_sums_of_look_ups(seed: int) -> None:
             )
         )
     weights = [random.integers(0, 3, 12).astype(float) for _ in parts]
-    nodes, pairs = Tables(sizes, parts).combine(weights)
+    nodes, pairs = MeasureTables(sizes, parts).combine(weights)
     for choice in itertools.product(*map(range, sizes)):
         chosen = np.array(choice)
         wanted = sum(w @ part.values(chosen) for w, part in zip(weights, parts, strict=True))

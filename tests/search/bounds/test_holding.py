@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.memory_bound import HoldingBounds
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
@@ -87,7 +87,7 @@ def test_no_plan_holds_less(data: st.DataObject) -> None:
     sizes = [len(choices) for choices in problem.choices]
     for _ in range(3):
         for peak, holding in zip(
-            Chain(problem, rng.integers(0, sizes), 1, 0).peaks(), holdings, strict=True
+            AnnealingChain(problem, rng.integers(0, sizes), 1, 0).peaks(), holdings, strict=True
         ):
             assert holding.least <= peak, (str(skeleton), holding)
 
@@ -102,7 +102,7 @@ def test_one_device_holds_hardly_more(policy: str) -> None:
     problem = make_problem(
         graph, skeleton, alone, here.training, here.costs, (0,), here.memory, Options()
     )
-    peak = Chain(problem, np.zeros(len(problem.choices), dtype=np.int64), 1, 0).peaks()[0]
+    peak = AnnealingChain(problem, np.zeros(len(problem.choices), dtype=np.int64), 1, 0).peaks()[0]
     least = HoldingBounds(MicrobatchModels(here)).holdings(skeleton)[0].least
     assert 0.75 * peak < least <= peak
 

@@ -16,12 +16,12 @@ from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.driver.cluster_sizes import search_sizes
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import Course, Progress
-from stratagem.searcher.driver.skeleton_entries import Entry, Space
+from stratagem.searcher.driver.search_course import SearchCourse, SearchProgress
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Fate, Known
 from stratagem.searcher.problem.priced_skeleton import Problem
-from stratagem.searcher.processes.checkpoint import Checkpoint, Searched
+from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched
 from stratagem.searcher.space.constraints import Constraints, most_tensor_ways
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons
@@ -179,7 +179,7 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     whole = found()
     searched: set[str] = set()
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SearchProgress) -> None:
         """In the second skeleton, when the first is finished."""
         if progress.phase.startswith("searching"):
             searched.add(progress.phase)
@@ -205,9 +205,9 @@ def test_a_skeleton_on_which_nothing_fits_is_remembered(tmp_path: Path) -> None:
     """JSON knows no infinite bound."""
     graph, path = tiny_gpt(), tmp_path / "search.json"
     plan = quick(graph, budget=Budget(evaluations=0), num_bounded=0).plan
-    first = Checkpoint(path, "arguments")
+    first = SearchCheckpoint(path, "arguments")
     first.put("here", Searched(plan, 5, float("inf"), 0.25))
-    found = Checkpoint(path, "arguments").get("here")
+    found = SearchCheckpoint(path, "arguments").get("here")
     assert found == Searched(plan, 5, float("inf"), 0.25)
 
 
@@ -230,19 +230,21 @@ def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyP
     plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh),))
     problems: dict[Skeleton, list[Problem]] = {}
     searched: list[int] = []
-    make, search_entry = Sharpener.problem, Course._search_entry
+    make, search_entry = Sharpener.problem, SearchCourse._search_entry
 
     def made(self: Sharpener, known: Known, options: Options | None = None) -> tuple[Problem, str]:
         problem, left_out = make(self, known, options)
         problems.setdefault(known.skeleton, []).append(problem)
         return problem, left_out
 
-    def search_it(self: Course, entry: Entry, evaluations: int, number: int, count: int) -> None:
+    def search_it(
+        self: SearchCourse, entry: SkeletonEntry, evaluations: int, number: int, count: int
+    ) -> None:
         searched.append(id(entry))
         search_entry(self, entry, evaluations, number, count)
 
     monkeypatch.setattr(Sharpener, "problem", made)
-    monkeypatch.setattr(Course, "_search_entry", search_it)
+    monkeypatch.setattr(SearchCourse, "_search_entry", search_it)
     quick(graph, zero_stages=(0,), start=plan, budget=Budget(evaluations=2000), num_bounded=3)
     assert any(len(made) > 1 for made in problems.values())
     for same in problems.values():
@@ -327,7 +329,7 @@ def test_ctrl_c_ends_the_search_of_all_graphs(graphs_done: int, phase: str) -> N
     """An interrupt once stopped one graph's search, and the next one's began."""
     begun: list[str] = []
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SearchProgress) -> None:
         if progress.phase == "simulating baselines":
             begun.append(progress.phase)
         if len(begun) > graphs_done and progress.phase.startswith(phase):
@@ -372,7 +374,7 @@ def test_what_was_not_sharpened_is_searched_where_all_else_is_excluded() -> None
     space = Space(here, Options(recompute=("none",)), (0, 2), Constraints().bind(graph))
     groups = space.listed(all_skeletons(graph, CLUSTER, ("1f1b",)))
     space.look_at(groups, [space.quick.look(e.skeleton for e in group) for group in groups])
-    course = Course(space, Budget(10), 0, 1, lambda _: None, Checkpoint(None, "any"))
+    course = SearchCourse(space, Budget(10), 0, 1, lambda _: None, SearchCheckpoint(None, "any"))
     course.incumbent.best = found().simulation
     sharpened, *others = space.entries
     sharpened.fate, sharpened.bound = Fate.BOUNDED, course.incumbent.time

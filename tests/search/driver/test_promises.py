@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.improvement.outcomes import Fate
-from stratagem.searcher.processes.search_clock import Clock, OutOfTimeError
+from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Skeleton, stage_meshes
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.searcher.stage_dp.candidates import candidates
-from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Placement, Shard
@@ -199,7 +199,7 @@ def test_one_stage_is_found_where_a_pipeline_must_send_its_tied_table() -> None:
 def test_stages_that_share_a_parameter_are_priced_as_they_are_simulated(nodes: int) -> None:
     cluster = cluster_of(nodes, 1, 3.125)
     here = Situation(tied(), cluster, Training("bfloat16"), default_costs())
-    limits = Limits(num_stages=(nodes,), microbatches=(3, 4), equal_meshes=True)
+    limits = PipelineLimits(num_stages=(nodes,), microbatches=(3, 4), equal_meshes=True)
     found = candidates(here, limits=limits, limit=2).plans
     assert found
     for candidate in found:
@@ -406,13 +406,13 @@ def asked_until(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Have time end when it has been asked for so often; counts how often it was."""
     asked: list[int] = []
 
-    def check(clock: Clock) -> None:
+    def check(clock: SearchClock) -> None:
         if clock.until < math.inf:
             asked.append(1)
             if len(asked) > most:
                 raise OutOfTimeError
 
-    monkeypatch.setattr(Clock, "check", check)
+    monkeypatch.setattr(SearchClock, "check", check)
     return asked
 
 
@@ -440,7 +440,7 @@ def test_time_is_asked_for_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_until(monkeypatch, 10**9)
     phases: dict[str, int] = {}
 
-    def note(progress: Progress) -> None:
+    def note(progress: SearchProgress) -> None:
         phases.setdefault(progress.phase.split(" ")[0], len(asked))
 
     budget = Budget(evaluations=100, seconds=10**6)

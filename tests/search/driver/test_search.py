@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.driver.result import Budget, StopReason
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.space.situation import Situation, rank
@@ -58,7 +58,7 @@ def test_the_kernels_score_is_the_simulators_step_time(build, schedule) -> None:
         counts = np.array([len(options) for options in problem.choices])
         for _ in range(3):
             number = rng.integers(0, counts)
-            score = Chain(problem, number, total=1, seed=0).score()
+            score = AnnealingChain(problem, number, total=1, seed=0).score()
             plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
             simulation = situation(graph).simulate(plan)
             assert score == pytest.approx(simulation.step_time, rel=1e-12)
@@ -78,7 +78,7 @@ def test_the_kernels_score_stages_that_share_devices_as_the_simulator(ranks: int
     rng = np.random.default_rng(0)
     for _ in range(5):
         number = rng.integers(0, counts)
-        score = Chain(problem, number, total=1, seed=0).score()
+        score = AnnealingChain(problem, number, total=1, seed=0).score()
         plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
         assert plan.num_ranks == ranks
         assert score == pytest.approx(situation(graph).simulate(plan).step_time, rel=1e-12)
@@ -98,7 +98,7 @@ def test_other_schedules_are_scored_as_they_are_simulated(schedule: str, policy:
     for skeleton in found[:: max(1, len(found) // 4)]:
         problem = problem_of(graph, replace(skeleton, recompute=policy), (0, 2))
         number = rng.integers(0, [len(options) for options in problem.choices])
-        chain = Chain(problem, number, total=1, seed=0)
+        chain = AnnealingChain(problem, number, total=1, seed=0)
         plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
         simulation = situation(graph).simulate(plan)
         assert chain.score() == pytest.approx(simulation.step_time, rel=1e-12)
@@ -120,7 +120,7 @@ def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
         problem = make_problem(graph, skeleton, cluster, Training(), COSTS, (0, 2))
         number = rng.integers(0, [len(options) for options in problem.choices])
         plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
-        score = Chain(problem, number, total=1, seed=0).score()
+        score = AnnealingChain(problem, number, total=1, seed=0).score()
         assert score == pytest.approx(
             situation(graph, cluster).simulate(plan).step_time, rel=1e-12
         )
@@ -146,7 +146,7 @@ def test_the_kernels_memory_and_time_are_the_simulators(
     rng = np.random.default_rng(1)
     for _ in range(5):
         number = rng.integers(0, [len(options) for options in problem.choices])
-        chain = Chain(problem, number, total=1, seed=0)
+        chain = AnnealingChain(problem, number, total=1, seed=0)
         plan = problem.plan(number, name="x", seed=0, fingerprint=graph.fingerprint)
         simulation = situation(graph, cluster).simulate(plan)
         assert chain.peaks() == [rank.peak for rank in simulation.memory]
@@ -159,12 +159,14 @@ def test_annealing_keeps_its_books_straight() -> None:
     graph = tiny_gpt()
     for skeleton in itertools.islice(skeletons(graph, CLUSTER), 0, None, 5):
         problem = problem_of(graph, skeleton, (0, 2))
-        chain = Chain(problem, np.zeros(len(problem.choices), dtype=np.int64), 3000, seed=3)
+        chain = AnnealingChain(
+            problem, np.zeros(len(problem.choices), dtype=np.int64), 3000, seed=3
+        )
         chain.advance(3000)
         running, best, _ = chain.scores
         assert chain.score() == running
         assert best <= running
-        assert Chain(problem, chain.best, 1, seed=0).score() == best
+        assert AnnealingChain(problem, chain.best, 1, seed=0).score() == best
 
 
 def test_the_exhaustive_optimum_is_found() -> None:
@@ -175,11 +177,11 @@ def test_the_exhaustive_optimum_is_found() -> None:
     spaces = [range(len(options)) for options in problem.choices]
     assert problem.num_plans < 5000
     exhaustive = min(
-        Chain(problem, np.array(number, dtype=np.int64), 1, seed=0).score()
+        AnnealingChain(problem, np.array(number, dtype=np.int64), 1, seed=0).score()
         for number in itertools.product(*spaces)
     )
     for seed in range(3):
-        chain = Chain(problem, np.zeros(len(spaces), dtype=np.int64), 4000, seed)
+        chain = AnnealingChain(problem, np.zeros(len(spaces), dtype=np.int64), 4000, seed)
         chain.advance(4000)
         assert chain.scores[1] == exhaustive
 
@@ -235,7 +237,7 @@ def test_where_nothing_fits_the_closest_plan_says_so() -> None:
 
 
 def test_ctrl_c_returns_the_best_so_far() -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SearchProgress) -> None:
         if progress.phase.startswith("searching") and progress.fraction > 0.3:
             raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ import pytest
 
 from stratagem.searcher.annealing import _block_replays, _pipeline_play
 from stratagem.searcher.annealing.chain_state import own_arrays, shared_arrays
-from stratagem.searcher.annealing.chains import Chain, course_of, run_chains
+from stratagem.searcher.annealing.chains import AnnealingChain, course_of, run_chains
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.tensors_touched import stages_touched
@@ -111,7 +111,7 @@ def random_choice(p: Problem, seed: int) -> Ints:
 def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: float) -> None:
     case = CASES[name]
     p = case.problem()
-    chain = Chain(p, random_choice(p, 1), 4000, 1)
+    chain = AnnealingChain(p, random_choice(p, 1), 4000, 1)
     # Hot enough to go up and down all the time.
     chain._course = np.array([[4000, wide, 0.1, 0.01]])
     for _ in range(8):
@@ -125,7 +125,7 @@ def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: flo
             assert chain.scores[0] > simulated.step_time
     movable = any(len(options) > 1 for options in p.choices)
     assert (chain.accepted > 50) == movable
-    assert Chain(p, chain.best, 1, 0).scores[0] == chain.scores[1] <= chain.scores[0]
+    assert AnnealingChain(p, chain.best, 1, 0).scores[0] == chain.scores[1] <= chain.scores[0]
 
 
 def test_one_that_fits_is_better_than_any_that_does_not() -> None:
@@ -134,23 +134,23 @@ def test_one_that_fits_is_better_than_any_that_does_not() -> None:
     skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 1)
     roomy = Case(graph, skeleton).problem()
     fastest = exhaustive(roomy, limit=10**6)
-    peak = max(Chain(roomy, fastest.choice, 1, 0).peaks())
+    peak = max(AnnealingChain(roomy, fastest.choice, 1, 0).peaks())
     p = replace(roomy, capacities=np.full_like(roomy.capacities, peak - 1))
     best = exhaustive(p, limit=10**6)
     assert best.fits
-    assert best.score > 1.001 * Chain(p, fastest.choice, 1, 0).scores[0]
-    chains = [Chain(p, fastest.choice, 5000, seed) for seed in range(3)]
+    assert best.score > 1.001 * AnnealingChain(p, fastest.choice, 1, 0).scores[0]
+    chains = [AnnealingChain(p, fastest.choice, 5000, seed) for seed in range(3)]
     for chain in chains:
         assert chain.rank[0]
         chain.advance(5000)
         assert chain.rank == (False, best.score)
-        assert max(Chain(p, chain.best, 1, 0).peaks()) < peak
+        assert max(AnnealingChain(p, chain.best, 1, 0).peaks()) < peak
     # It stays so where a chain goes on from elsewhere, and between chains.
     chain = chains[0]
     chain.restart(fastest.choice)
     assert chain.scores[0] < chain.scores[1]
     assert chain.rank == (False, best.score)
-    other = Chain(p, fastest.choice, 1, 9)
+    other = AnnealingChain(p, fastest.choice, 1, 9)
     assert min([other, chain], key=lambda each: each.rank) is chain
 
 
@@ -158,7 +158,7 @@ def test_a_choice_may_decide_the_memory_of_the_stage_that_receives() -> None:
     """Stages of one rank reshard: what a stage receives depends on how the one before made it."""
     p = CASES["four stages on one rank"].problem()
     choice = random_choice(p, 0)
-    chain = Chain(p, choice, 1, 0)
+    chain = AnnealingChain(p, choice, 1, 0)
     before = chain._arrays.tensors.profiles.copy()
     found = 0
     for i, options in enumerate(p.choices):
@@ -177,7 +177,7 @@ def test_the_little_memory_is_between_that_of_plans() -> None:
     """Or the test above would not cross from plans that fit to plans that do not."""
     case = CASES["gpipe, little memory"]
     p = case.problem()
-    chains = [Chain(p, random_choice(p, seed), 3000, seed) for seed in range(3)]
+    chains = [AnnealingChain(p, random_choice(p, seed), 3000, seed) for seed in range(3)]
     fits = set()
     for chain in chains:
         for _ in range(10):
@@ -240,7 +240,7 @@ def path_of(plays: _block_replays.Plays, k: int) -> tuple[int, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
     p = CASES[name].problem()
-    chain = Chain(p, random_choice(p, 3), 2000, 0)
+    chain = AnnealingChain(p, random_choice(p, 3), 2000, 0)
     plays, stage_of = chain._arrays.plays, chain._arrays.moves.stage_of
     for k in range(plays.which.shape[0]):
         noted, longest = path_of(plays, k)
@@ -272,7 +272,7 @@ def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
 
 def test_chains_do_not_depend_on_how_their_proposals_are_dealt_out() -> None:
     p = CASES["1f1b, a parameter tied across"].problem()
-    whole, parts = (Chain(p, random_choice(p, 0), 2000, 5) for _ in range(2))
+    whole, parts = (AnnealingChain(p, random_choice(p, 0), 2000, 5) for _ in range(2))
     whole.advance(2000)
     for size in (1, 499, 1000, 600):
         parts.advance(size)
@@ -287,7 +287,7 @@ def test_threads_change_nothing(exchange_every: int) -> None:
     p = CASES["options, contention, launches"].problem()
     runs = []
     for num_threads in (1, 2, 4):
-        chains = [Chain(p, random_choice(p, seed), 5000, seed) for seed in range(4)]
+        chains = [AnnealingChain(p, random_choice(p, seed), 5000, seed) for seed in range(4)]
         run_chains(chains, num_threads=num_threads, exchange_every=exchange_every)
         runs.append([(*chain.scores, chain.accepted, *chain.best) for chain in chains])
         assert all(chain.score() == chain.scores[0] for chain in chains)
@@ -296,7 +296,7 @@ def test_threads_change_nothing(exchange_every: int) -> None:
 
 def test_an_exchange_moves_the_worst_chain_to_the_best_choices() -> None:
     p = CASES["one stage"].problem()
-    chains = [Chain(p, random_choice(p, seed), 2000, seed) for seed in range(3)]
+    chains = [AnnealingChain(p, random_choice(p, seed), 2000, seed) for seed in range(3)]
     run_chains(chains, exchange_every=1000, after_round=lambda: True)
     best = min(chain.scores[1] for chain in chains)
     assert sum(chain.scores[0] == best for chain in chains) >= 1
@@ -305,7 +305,7 @@ def test_an_exchange_moves_the_worst_chain_to_the_best_choices() -> None:
 
 def test_an_interrupt_between_rounds_leaves_chains_whole() -> None:
     p = CASES["one stage"].problem()
-    chains = [Chain(p, random_choice(p, seed), 10**9, seed) for seed in range(2)]
+    chains = [AnnealingChain(p, random_choice(p, seed), 10**9, seed) for seed in range(2)]
 
     def interrupt() -> bool:
         raise KeyboardInterrupt
@@ -318,7 +318,7 @@ def test_an_interrupt_between_rounds_leaves_chains_whole() -> None:
 
 def test_broken_runs_are_refused() -> None:
     first, second = CASES["one stage"].problem(), CASES["1f1b, a parameter tied across"].problem()
-    chains = [Chain(p, random_choice(p, 0), 10, 0) for p in (first, second)]
+    chains = [AnnealingChain(p, random_choice(p, 0), 10, 0) for p in (first, second)]
     with pytest.raises(ValueError, match="2 chains of several problems cannot exchange"):
         run_chains(chains, exchange_every=5)
     with pytest.raises(ValueError, match="num_threads is 0"):
@@ -333,7 +333,7 @@ def test_a_space_of_one_plan_is_left_alone() -> None:
         graph, Skeleton((names,), (mesh,), 1, "1f1b"), CLUSTER, Training(), COSTS, (0,)
     )
     assert p.num_plans == 1
-    chain = Chain(p, np.zeros(len(p.choices), dtype=np.int64), 100, 0)
+    chain = AnnealingChain(p, np.zeros(len(p.choices), dtype=np.int64), 100, 0)
     chain.advance(100)
     assert chain.done == 100
     assert chain.accepted == 0

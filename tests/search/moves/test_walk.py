@@ -17,7 +17,7 @@ from stratagem.searcher.driver import improver
 from stratagem.searcher.driver.improver import LEAST_EVALUATIONS, WALKED_SHARE
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import Progress
+from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement import skeleton_walk as walks
 from stratagem.searcher.improvement.downhill import Refiner
@@ -257,7 +257,7 @@ def pipeline_of_four() -> OperatorGraph:
 def found_on(
     graph: OperatorGraph,
     evaluations: int,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
     **wishes: object,
 ) -> SearchResult:
     return search(
@@ -315,7 +315,7 @@ def test_ctrl_c_in_a_walk_keeps_what_was_settled() -> None:
     points = [point for point in whole.trace if point.skeleton.startswith("walking")]
     fell = next(k for k, point in enumerate(points) if point.best < points[0].best)
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SearchProgress) -> None:
         if progress.phase.startswith("walking"):
             shares.append(progress.fraction)
             if len(shares) == fell + 1:

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from stratagem.searcher.ilp.explain import explain_infeasible
 from stratagem.searcher.ilp.files.iopddl import read_iopddl, write_iopddl
 from stratagem.searcher.ilp.problem.elimination import simplify
-from stratagem.searcher.ilp.problem.incumbent import Incumbent
-from stratagem.searcher.ilp.problem.instance import Device, Edge, Instance, Use, limits
-from stratagem.searcher.ilp.problem.memory_rows import Spans, Window
-from stratagem.searcher.ilp.problem.reductions import Problem, compact, copy
-from stratagem.searcher.ilp.solutions.branch_and_bound import Branching, Part, ascended
+from stratagem.searcher.ilp.problem.incumbent import BestAssignment
+from stratagem.searcher.ilp.problem.instance import CostEdge, Device, Instance, MemoryUse, limits
+from stratagem.searcher.ilp.problem.memory_rows import MemoryWindow, Spans
+from stratagem.searcher.ilp.problem.reductions import ReducedInstance, compact, copy
+from stratagem.searcher.ilp.solutions.branch_and_bound import Branching, Subproblem, ascended
 from stratagem.searcher.ilp.solutions.holder_branching import LevelBranching
-from stratagem.searcher.ilp.solutions.large_neighbourhoods import Improver
+from stratagem.searcher.ilp.solutions.large_neighbourhoods import NeighbourhoodSearch
 from stratagem.searcher.ilp.solutions.priced_trees import PricedSearch
 from stratagem.searcher.ilp.solutions.random_trees import TreeSearch
-from stratagem.searcher.ilp.solve import Solution, Status, reduced, solve
+from stratagem.searcher.ilp.solve import IlpSolution, Status, reduced, solve
 
 
 @st.composite
@@ -60,12 +60,12 @@ def make_instance(
         if num_nodes < 2:
             break
         first, second = rng.choice(num_nodes, 2, replace=False)
-        edges.append(Edge(int(first), int(second), costs(counts[first], counts[second])))
+        edges.append(CostEdge(int(first), int(second), costs(counts[first], counts[second])))
     uses = []
     for device in range(num_devices):
         for node in range(num_nodes):
             start, end = sorted(rng.integers(0, 6, 2).tolist())
-            uses.append(Use(node, start, end, rng.integers(0, 10, counts[node]), device))
+            uses.append(MemoryUse(node, start, end, rng.integers(0, 10, counts[node]), device))
     total = 5 * num_nodes
     devices = tuple(
         Device(
@@ -91,7 +91,7 @@ def brute_force(instance: Instance, tied: tuple[tuple[int, ...], ...] = ()) -> f
     return best
 
 
-def check(instance: Instance, solution: Solution, best: float) -> None:
+def check(instance: Instance, solution: IlpSolution, best: float) -> None:
     if not np.isfinite(best):
         assert solution.status is Status.INFEASIBLE
         assert solution.choice is None
@@ -122,7 +122,7 @@ def test_tied_nodes_choose_alike(instance: Instance) -> None:
 def test_a_file_reads_back_as_it_was_written(tmp_path) -> None:  # type: ignore[no-untyped-def]
     instance = make_instance(3, 6, 0.3, 1000, 0, 1.0)
     uses = tuple(
-        Use(node, node, node + 2, np.arange(len(costs)))
+        MemoryUse(node, node, node + 2, np.arange(len(costs)))
         for node, costs in enumerate(instance.costs)
     )
     instance = Instance(instance.costs, instance.edges, uses, (Device("device", 7),))
@@ -216,11 +216,11 @@ def layers(seed: int, num_nodes: int, num_strategies: int) -> Instance:
 
     kinds = [table() for _ in range(4)]
     costs = tuple(rng.integers(1, 200, num_strategies).astype(float) for _ in range(num_nodes))
-    edges = [Edge(node, node + 1, kinds[node % 3]) for node in range(num_nodes - 1)]
-    edges += [Edge(node, node + 4, kinds[3]) for node in range(0, num_nodes - 4, 4)]
+    edges = [CostEdge(node, node + 1, kinds[node % 3]) for node in range(num_nodes - 1)]
+    edges += [CostEdge(node, node + 4, kinds[3]) for node in range(0, num_nodes - 4, 4)]
     nbytes = [rng.integers(0, 1000, num_strategies) for _ in range(num_nodes)]
     uses = tuple(
-        Use(node, node, min(2 * num_nodes - node, node + 60), nbytes[node])
+        MemoryUse(node, node, min(2 * num_nodes - node, node + 60), nbytes[node])
         for node in range(num_nodes)
     )
     return Instance(costs, tuple(edges), uses, (Device("device", 18_000),))
@@ -244,12 +244,12 @@ def test_a_bound_holds_when_time_is_up() -> None:
         assert cut.bound <= best <= cut.objective
 
 
-def begun(instance: Instance, **known: Any) -> tuple[Problem, Incumbent, Part]:
+def begun(instance: Instance, **known: Any) -> tuple[ReducedInstance, BestAssignment, Subproblem]:
     """A reduced problem, what is known of its solutions, and a simplified part: all of it."""
     core, _ = compact(reduced(instance))
-    part = Part(copy(core))
+    part = Subproblem(copy(core))
     simplify(part.problem)
-    return core, Incumbent(core, 1e-9, math.inf, integral=True, **known), part
+    return core, BestAssignment(core, 1e-9, math.inf, integral=True, **known), part
 
 
 def test_random_trees_find_solutions_of_large_instances() -> None:
@@ -292,12 +292,12 @@ def crowded(seed: int, num_nodes: int) -> Instance:
     disagree = [rng.integers(1, 900, (5, 5)).astype(float) for _ in range(4)]
     for table in disagree:
         np.fill_diagonal(table, 0.0)
-    edges = [Edge(node, node + 1, disagree[node % 3]) for node in range(num_nodes - 1)]
-    edges += [Edge(node, node + 7, disagree[3]) for node in range(0, num_nodes - 7, 3)]
+    edges = [CostEdge(node, node + 1, disagree[node % 3]) for node in range(num_nodes - 1)]
+    edges += [CostEdge(node, node + 7, disagree[3]) for node in range(0, num_nodes - 7, 3)]
     uses = tuple(
-        Use(node, 0, 2 * num_nodes, each)
+        MemoryUse(node, 0, 2 * num_nodes, each)
         if node % 2
-        else Use(node, node, min(node + 40, 2 * num_nodes - node + 1), each)
+        else MemoryUse(node, node, min(node + 40, 2 * num_nodes - node + 1), each)
         for node, each in enumerate(nbytes)
     )
     least_cost = sum(int(each.max()) for each in nbytes) // 2
@@ -342,7 +342,7 @@ def test_a_limit_of_regions_ends_the_search_for_better_solutions() -> None:
     assert objectives == sorted(objectives, reverse=True)
     assert objectives[0] > objectives[-1] >= solve(instance).objective
     _, incumbent, part = begun(instance, cost=objectives[0], choice=limited[0].choice)
-    improver = Improver(part.problem, {}, incumbent, seed=0)
+    improver = NeighbourhoodSearch(part.problem, {}, incumbent, seed=0)
     improver.run(40, math.inf, max_regions=3)
     assert improver.num_regions == 3
 
@@ -361,14 +361,15 @@ def hoarders(seed: int, num_nodes: int) -> Instance:
         for node in range(num_nodes)
     )
     edges = tuple(
-        Edge(node, other, disagree + rng.integers(0, 9, (6, 6)))
+        CostEdge(node, other, disagree + rng.integers(0, 9, (6, 6)))
         for node in range(num_nodes)
         for other in (node + 1, node + every)
         if other < num_nodes
     )
     shares = np.array([0, 30, 170, 360, 380, 700])
     uses = tuple(
-        Use(node, 0, 2, shares + rng.integers(0, 9, 6)) for node in range(0, num_nodes, every)
+        MemoryUse(node, 0, 2, shares + rng.integers(0, 9, 6))
+        for node in range(0, num_nodes, every)
     )
     return Instance(costs, edges, uses, (Device("device", 1500),))
 
@@ -376,7 +377,7 @@ def hoarders(seed: int, num_nodes: int) -> Instance:
 def test_few_parts_settle_what_nodes_hold() -> None:
     instance = hoarders(0, 40)
     core, exact, _ = begun(instance)
-    Branching(exact).run([Part(copy(core))])
+    Branching(exact).run([Subproblem(copy(core))])
     _, incumbent, part = begun(instance, choice=exact.choice, cost=exact.cost)
     part.relaxed = ascended(part, incumbent)
     levels = LevelBranching(part, incumbent)
@@ -389,9 +390,9 @@ def test_few_parts_settle_what_nodes_hold() -> None:
 def test_spans_hold_what_windows_do() -> None:
     rng = np.random.default_rng(0)
     windows = [
-        Window(int(rng.integers(0, 5)), np.repeat(rng.integers(0, 3, (4, 6)), 2, axis=1)),
-        Window(3, np.zeros((2, 0), np.int64)),
-        Window(0, rng.integers(0, 9, (3, 1))),
+        MemoryWindow(int(rng.integers(0, 5)), np.repeat(rng.integers(0, 3, (4, 6)), 2, axis=1)),
+        MemoryWindow(3, np.zeros((2, 0), np.int64)),
+        MemoryWindow(0, rng.integers(0, 9, (3, 1))),
     ]
     spans = Spans.of(windows)
     for node, window in enumerate(windows):
@@ -409,15 +410,15 @@ def test_spans_hold_what_windows_do() -> None:
 def test_wrong_instances_say_what_is_wrong() -> None:
     ones = np.ones(2)
     with pytest.raises(ValueError, match="names a node that is not one of 1"):
-        Instance((ones,), (Edge(0, 1, np.ones((2, 2))),))
+        Instance((ones,), (CostEdge(0, 1, np.ones((2, 2))),))
     with pytest.raises(ValueError, match=r"shape \(2, 3\).*\(2, 2\)"):
-        Instance((ones, ones), (Edge(0, 1, np.ones((2, 3))),))
+        Instance((ones, ones), (CostEdge(0, 1, np.ones((2, 3))),))
     with pytest.raises(ValueError, match=r"costs -1\.0"):
         Instance((-ones,))
     with pytest.raises(ValueError, match="not a number"):
         Instance((ones * np.nan,))
     with pytest.raises(ValueError, match="0 devices"):
-        Instance((ones,), (), (Use(0, 0, 1, np.array([1, 2])),))
+        Instance((ones,), (), (MemoryUse(0, 0, 1, np.array([1, 2])),))
     with pytest.raises(ValueError, match="2 strategies and node 1, tied to it, 3"):
         solve(Instance((ones, np.ones(3))), tied=[(0, 1)])
 
@@ -468,7 +469,7 @@ def test_costs_in_seconds_are_solved_as_well(instance: Instance, seed: int) -> N
     instance = Instance(
         tuple(costs * 1e-6 * rng.random(costs.shape) for costs in instance.costs),
         tuple(
-            Edge(edge.first, edge.second, edge.costs * 1e-6 * rng.random(edge.costs.shape))
+            CostEdge(edge.first, edge.second, edge.costs * 1e-6 * rng.random(edge.costs.shape))
             for edge in instance.edges
         ),
         instance.uses,

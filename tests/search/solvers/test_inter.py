@@ -14,15 +14,19 @@ from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.searcher.space.strategies import data_parallel, with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.searcher.stage_dp.candidates import candidates
-from stratagem.searcher.stage_dp.closed_form_times import StageTimes, microbatches_held, step_ns
+from stratagem.searcher.stage_dp.closed_form_times import (
+    ClosedFormTimes,
+    microbatches_held,
+    step_ns,
+)
 from stratagem.searcher.stage_dp.pipeline_dp import Devices, Objective, solve
 from stratagem.searcher.stage_dp.tables import compact_graph as compact_module
 from stratagem.searcher.stage_dp.tables.compact_graph import compact_graph
-from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.searcher.stage_dp.tables.operator_chain import chain_of
 from stratagem.searcher.stage_dp.tables.operator_profiles import MeshPricer, stage_mesh
 from stratagem.searcher.stage_dp.tables.stage_tables import StageTable, Ways
-from stratagem.searcher.stage_dp.tables.variants import LAYOUTS, Layout, Variant, variants
+from stratagem.searcher.stage_dp.tables.variants import LAYOUTS, Variant, VariantLayout, variants
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt, mlp, moe, wide_resnet
 from stratagem.simulator.hardware.cluster import Cluster
@@ -69,7 +73,7 @@ def test_a_compact_graph_prices_every_range_like_the_whole_one(monkeypatch, layo
     def costs():
         chain = chain_of(graph)
         pricer = MeshPricer(chain, situation(graph), stage_mesh(range(8), 2), 4)
-        found = list(variants(pricer.builder.graph, (4, 2), layout, Limits()))
+        found = list(variants(pricer.builder.graph, (4, 2), layout, PipelineLimits()))
         return chain, [profile.range_costs(chain) for profile in pricer.profiles(found)]
 
     compact, compact_costs = costs()
@@ -105,7 +109,7 @@ def test_stages_cost_what_their_blocks_take_in_the_simulator(tensor, zero):
     chain = chain_of(graph)
     mesh = stage_mesh(plan.stages[0].mesh.devices, tensor)
     pricer = MeshPricer(chain, where, mesh, plan.num_microbatches)
-    limits = Limits(zero_stages=(zero,), recompute=("selective",))
+    limits = PipelineLimits(zero_stages=(zero,), recompute=("selective",))
     found = list(variants(pricer.builder.graph, mesh.shape, LAYOUTS[0], limits))
     costs = pricer.profiles(found)[0].range_costs(chain)
     places = {graph.names[i]: k for k, i in enumerate(chain.operators)}
@@ -236,7 +240,7 @@ def played(schedule, stages, microbatches):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40), st.integers(0, 600))
 def test_equal_stages_take_what_the_formula_says(schedule, stages, more, send, last):
-    stage = StageTimes(100, 200, 80, last, send, send)
+    stage = ClosedFormTimes(100, 200, 80, last, send, send)
     chain = [stage] * (stages - 1) + [stage._replace(ahead=0, back=0)]
     microbatches = stages * more
     assert step_ns(schedule, chain, microbatches) == pytest.approx(
@@ -260,7 +264,9 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_estimates_agree_with_the_simulator(name):
     where = situation(GRAPHS[name]())
-    limits = Limits(microbatches=(4,), recompute=("none", "full"), equal_meshes=name != "gpt")
+    limits = PipelineLimits(
+        microbatches=(4,), recompute=("none", "full"), equal_meshes=name != "gpt"
+    )
     found = candidates(where, schedules=("1f1b", "gpipe"), limit=6, limits=limits)
     assert found.plans
     for candidate in found.plans:
@@ -293,13 +299,22 @@ def test_equal_arguments_give_equal_candidates():
 @pytest.mark.parametrize(
     ("limits", "holds"),
     [
-        (Limits(max_stages=2), lambda c: len(c.skeleton.stages) <= 2),
-        (Limits(num_stages=(4,)), lambda c: len(c.skeleton.stages) == 4),
-        (Limits(tensor_ways=(2,)), lambda c: {m.shape[1] for m in c.skeleton.meshes} == {2}),
-        (Limits(zero_stages=(3,)), lambda c: {x.zero for x in c.choices.values()} == {0, 3}),
-        (Limits(microbatches=(8,)), lambda c: c.skeleton.num_microbatches == 8),
-        (Limits(recompute=("full",)), lambda c: set(c.skeleton.policies) == {"full"}),
-        (Limits(equal_meshes=True), lambda c: len({m.num_devices for m in c.skeleton.meshes}) < 2),
+        (PipelineLimits(max_stages=2), lambda c: len(c.skeleton.stages) <= 2),
+        (PipelineLimits(num_stages=(4,)), lambda c: len(c.skeleton.stages) == 4),
+        (
+            PipelineLimits(tensor_ways=(2,)),
+            lambda c: {m.shape[1] for m in c.skeleton.meshes} == {2},
+        ),
+        (
+            PipelineLimits(zero_stages=(3,)),
+            lambda c: {x.zero for x in c.choices.values()} == {0, 3},
+        ),
+        (PipelineLimits(microbatches=(8,)), lambda c: c.skeleton.num_microbatches == 8),
+        (PipelineLimits(recompute=("full",)), lambda c: set(c.skeleton.policies) == {"full"}),
+        (
+            PipelineLimits(equal_meshes=True),
+            lambda c: len({m.num_devices for m in c.skeleton.meshes}) < 2,
+        ),
     ],
 )
 def test_limits_are_honoured(limits, holds):
@@ -313,7 +328,7 @@ def test_headroom_leaves_memory_free():
     full = max(c.peak_bytes for c in candidates(where, limit=30).plans)
     capacity = where.cluster.device_types[0].memory_bytes
     headroom = 1 - 0.5 * full / capacity
-    found = candidates(where, limit=30, limits=Limits(headroom=headroom))
+    found = candidates(where, limit=30, limits=PipelineLimits(headroom=headroom))
     assert found.plans
     assert all(c.peak_bytes <= 0.5 * full for c in found.plans)
 
@@ -331,7 +346,7 @@ def mixed_cluster():
 def test_slower_devices_get_fewer_operators():
     graph = small_gpt(num_layers=24, hidden=1024)
     where = situation(graph, mixed_cluster())
-    found = candidates(where, limit=20, limits=Limits(num_stages=(2,), equal_meshes=True))
+    found = candidates(where, limit=20, limits=PipelineLimits(num_stages=(2,), equal_meshes=True))
     stages = found.plans[0].skeleton.stages
     assert len(stages[0]) > 1.5 * len(stages[1])
 
@@ -339,7 +354,7 @@ def test_slower_devices_get_fewer_operators():
 def test_a_stage_may_have_a_number_of_devices_that_is_no_power_of_two():
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=6)
     where = situation(small_gpt(batch=96), cluster)
-    found = candidates(where, limit=40, limits=Limits(num_stages=(2, 3)))
+    found = candidates(where, limit=40, limits=PipelineLimits(num_stages=(2, 3)))
     plans = [(c.reason, c.skeleton) for c in found.plans]
     assert len(set(plans)) == len(plans)
     sizes = {tuple(m.num_devices for m in c.skeleton.meshes) for c in found.plans}
@@ -350,7 +365,7 @@ def test_a_stage_may_have_a_number_of_devices_that_is_no_power_of_two():
 def test_what_does_not_fit_says_which_stage_and_what_would_help():
     graph = gpt(num_layers=48, hidden=12288, num_heads=96, sequence=2048, batch=8)
     where = situation(graph)
-    limits = Limits(zero_stages=(0,), recompute=("none",))
+    limits = PipelineLimits(zero_stages=(0,), recompute=("none",))
     found = candidates(where, limits=limits)
     assert found.plans == ()
     assert found.shortage is not None
@@ -366,12 +381,12 @@ def test_what_does_not_fit_says_which_stage_and_what_would_help():
     [
         (lambda w: candidates(w, schedules=("chimera",)), "no 'chimera': choose from"),
         (lambda w: candidates(w, limit=0), "limit is 0; it must be at least 1"),
-        (lambda w: candidates(w, limits=Limits(microbatches=(7,))), "widen microbatches"),
-        (lambda w: Limits(headroom=1.0), "headroom is 1.0"),
-        (lambda w: Limits(zero_stages=(4,)), r"zero_stages are \(4,\)"),
-        (lambda w: Limits(recompute=()), "give at least one"),
-        (lambda w: Limits(tensor_ways=(0,)), "tensor_ways lists 0"),
-        (lambda w: Limits(max_stages=0), "max_stages is 0"),
+        (lambda w: candidates(w, limits=PipelineLimits(microbatches=(7,))), "widen microbatches"),
+        (lambda w: PipelineLimits(headroom=1.0), "headroom is 1.0"),
+        (lambda w: PipelineLimits(zero_stages=(4,)), r"zero_stages are \(4,\)"),
+        (lambda w: PipelineLimits(recompute=()), "give at least one"),
+        (lambda w: PipelineLimits(tensor_ways=(0,)), "tensor_ways lists 0"),
+        (lambda w: PipelineLimits(max_stages=0), "max_stages is 0"),
     ],
 )
 def test_bad_arguments_say_what_to_do(call, message):
@@ -381,7 +396,7 @@ def test_bad_arguments_say_what_to_do(call, message):
 
 def test_a_caller_may_bring_choices_of_its_own():
     where = situation(small_gpt())
-    own = Layout("mine", lambda graph, shape: data_parallel(graph, shape))
+    own = VariantLayout("mine", lambda graph, shape: data_parallel(graph, shape))
     found = candidates(where, layouts=(own,), limit=3)
     assert all("mine" in c.reason for c in found.plans)
 

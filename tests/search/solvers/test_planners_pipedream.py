@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.inception import inception_profile
 from stratagem.searcher.planners import (
-    Level,
+    HierarchyLevel,
     PipeDreamGraph,
     Replicated,
     antichain_sets,
@@ -108,7 +108,7 @@ def flat_plans(graph: PipeDreamGraph, count: int) -> Iterator[tuple[Replicated, 
 def test_flat_plans_equal_trying_all(
     graph: PipeDreamGraph, count: int, bandwidth: float, compression: float | None
 ) -> None:
-    levels = [Level(count, bandwidth)]
+    levels = [HierarchyLevel(count, bandwidth)]
     best = min(
         pipeline_seconds(graph, plan, levels, compression=compression)
         for plan in flat_plans(graph, count)
@@ -126,7 +126,7 @@ def test_flat_plans_equal_trying_all(
 @settings(deadline=None, max_examples=25)
 @given(profiles(most=4), st.sampled_from([(1, 2), (2, 2), (3, 2)]))
 def test_nested_plans_equal_trying_all(graph: PipeDreamGraph, counts: tuple[int, int]) -> None:
-    levels = [Level(counts[0], 8.0), Level(counts[1], 1.0)]
+    levels = [HierarchyLevel(counts[0], 8.0), HierarchyLevel(counts[1], 1.0)]
 
     def inner_plans(stage: tuple[str, ...]) -> Iterator[tuple[Replicated, ...]]:
         position = {layer.id: i for i, layer in enumerate(graph.layers)}
@@ -154,11 +154,11 @@ def test_nested_plans_equal_trying_all(graph: PipeDreamGraph, counts: tuple[int,
 def test_seconds_by_hand(profile: Path) -> None:
     graph = read_pipedream_graph(profile)
     assert [layer.id for layer in graph.without_inputs().layers] == ["node2", "node3"]
-    levels = [Level(3, 50.0)]
+    levels = [HierarchyLevel(3, 50.0)]
     plan = [Replicated(("node1", "node2"), 2), Replicated(("node3", "node4"), 1)]
     # First stage (4 s + 4·1·100/(50·2))/2 = 4 s; second 2 s; 2·8 bytes at 50 bytes/s between.
     assert pipeline_seconds(graph, plan, levels) == 4.0
-    slow = [Level(3, 50.0 / 20)]
+    slow = [HierarchyLevel(3, 50.0 / 20)]
     assert pipeline_seconds(graph, plan, slow, compression=None) == (4 + 4 * 100 / 5) / 2
     whole = [Replicated(("node2", "node3"), 3)]
     assert pipeline_seconds(graph, whole, levels) == (6 + 4 * 2 * 140 / (50 * 3)) / 3
@@ -166,7 +166,7 @@ def test_seconds_by_hand(profile: Path) -> None:
 
 def test_a_nested_first_stage_shares_its_synchronisation(profile: Path) -> None:
     graph = read_pipedream_graph(profile)
-    levels = [Level(2, 50.0), Level(2, 10.0)]
+    levels = [HierarchyLevel(2, 50.0), HierarchyLevel(2, 10.0)]
     inner = (Replicated(("node2", "node3"), 2),)
     inside = (6 + 4 * 140 / (50 * 2)) / 2
     outside = (inside + 4 * 140 / (10 * 2) / 2) / 2
@@ -190,7 +190,7 @@ def test_profiles_round_trip_with_stages(profile: Path, tmp_path: Path) -> None:
     graph = read_pipedream_graph(profile)
     assert graph.layers[1].activation_bytes == 8.0
     assert graph.layers[1].description == "LSTM(2, 3, bias=True)"
-    result = solve_pipedream(graph, [Level(2, 50.0)])
+    result = solve_pipedream(graph, [HierarchyLevel(2, 50.0)])
     write_pipedream_graph(graph, tmp_path / "again" / "tiny.txt", result.stages)
     assert read_pipedream_graph(tmp_path / "again" / "tiny.txt") == graph
     assert "stage_id=0" in (tmp_path / "again" / "tiny.txt").read_text()
@@ -218,7 +218,7 @@ def test_broken_profiles_name_file_and_line(
 
 
 def test_plans_that_are_not_allowed_are_refused(profile: Path) -> None:
-    graph, levels = read_pipedream_graph(profile), [Level(2, 50.0)]
+    graph, levels = read_pipedream_graph(profile), [HierarchyLevel(2, 50.0)]
     with pytest.raises(ValueError, match="places 1 layers of 2"):
         pipeline_seconds(graph, [Replicated(("node2",), 2)], levels)
     with pytest.raises(ValueError, match="takes 3 of 2"):
@@ -227,14 +227,14 @@ def test_plans_that_are_not_allowed_are_refused(profile: Path) -> None:
     with pytest.raises(ValueError, match="before its predecessor"):
         pipeline_seconds(graph, backwards, levels)
     with pytest.raises(ValueError, match="level 0 has 0 members"):
-        solve_pipedream(graph, [Level(0, 1.0)])
+        solve_pipedream(graph, [HierarchyLevel(0, 1.0)])
 
 
 def test_a_graph_like_inception_is_solved() -> None:
-    result = solve_pipedream(inception_profile(), [Level(4, 1e9)])
+    result = solve_pipedream(inception_profile(), [HierarchyLevel(4, 1e9)])
     assert result.exact
     assert "35,685 down-sets" in result.notes[0]
-    linear = solve_pipedream(inception_profile(), [Level(4, 1e9)], limit=1_000)
+    linear = solve_pipedream(inception_profile(), [HierarchyLevel(4, 1e9)], limit=1_000)
     assert not linear.exact
     assert result.value <= linear.value
 
@@ -256,7 +256,7 @@ def test_published_values(name: str, seconds: float) -> None:
     path = Path(folder) / "planners" / "pipedream" / f"{name}.txt"
     if not path.exists():
         pytest.skip(f"no {path}")
-    graph, levels = read_pipedream_graph(path), [Level(4, 1e9)]
+    graph, levels = read_pipedream_graph(path), [HierarchyLevel(4, 1e9)]
     theirs = solve_pipedream(graph, levels, sets=antichain_sets(graph))
     assert round(theirs.value, 5) == seconds
     assert theirs.value == pytest.approx(theirs.recurrence, rel=1e-9)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.problem import exhaustive as module
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
@@ -89,11 +89,11 @@ def test_replaying_only_what_changed_scores_as_from_scratch() -> None:
     small = replace(small, choices=tuple(kept[i] for i in range(len(kept))))
     found = exhaustive(small, limit=1 << 17)
     assert found.num_plans == 2 ** sum(len(c) > 1 for c in small.choices)
-    assert found.score == Chain(problem, found.choice, total=1, seed=0).score()
+    assert found.score == AnnealingChain(problem, found.choice, total=1, seed=0).score()
     rng = np.random.default_rng(0)
     for _ in range(300):
         choice = rng.integers(0, [len(c) for c in small.choices])
-        assert Chain(problem, choice, total=1, seed=0).score() >= found.score
+        assert AnnealingChain(problem, choice, total=1, seed=0).score() >= found.score
 
 
 def test_it_goes_on_after_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from stratagem.searcher.space.schedule_traits import run_of, searched_schedules,
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
 from stratagem.searcher.stage_dp.candidates import candidates
-from stratagem.searcher.stage_dp.tables.limits import Limits
+from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -65,7 +65,7 @@ def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
         others = list(skeletons(here.graph, CLUSTER, schedule=copy))
         assert [replace(other, schedule=name) for other in others] == listed
         assert quick.look(listed) == quick.look(others)
-        limits = Limits(num_stages=(2, 4), microbatches=(4,))
+        limits = PipelineLimits(num_stages=(2, 4), microbatches=(4,))
         found, again = (
             candidates(here, schedules=(each,), limits=limits, limit=4).plans
             for each in (name, copy)

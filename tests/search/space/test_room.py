@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
@@ -60,7 +60,7 @@ def test_no_plan_is_over_the_memory_where_all_are_said_to_fit(
     problem = problem_of(graph, listed[which % len(listed)])
     rng = np.random.default_rng(seed)
     sizes = [len(choices) for choices in problem.choices]
-    met = [Chain(problem, rng.integers(0, sizes), 1, 0).peaks() for _ in range(4)]
+    met = [AnnealingChain(problem, rng.integers(0, sizes), 1, 0).peaks() for _ in range(4)]
     # A memory about as large as the largest plan met: some then fit always, others do not.
     problem.capacities[:] = int(share * max(max(each) for each in met))
     if always_fits(problem):
@@ -73,7 +73,7 @@ def test_the_largest_plan_is_the_one_that_replicates_where_nothing_is_converted(
     graph = mlp([64, 64], batch=32)
     skeleton = next(skeletons(graph, CLUSTER))
     problem = problem_of(graph, skeleton, Options())
-    whole = Chain(problem, np.zeros(len(problem.choices), dtype=np.int64), 1, 0).peaks()
+    whole = AnnealingChain(problem, np.zeros(len(problem.choices), dtype=np.int64), 1, 0).peaks()
     problem.capacities[:] = max(whole) - 1
     assert not always_fits(problem)
 
@@ -161,6 +161,6 @@ def test_equal_stages_share_their_prices_and_are_scored_as_simulated() -> None:
     distinct = {id(pool): pool.size for pool in pools}
     assert len(distinct) < len(pools)
     choice = np.zeros(len(problem.choices), dtype=np.int64)
-    chain = Chain(problem, choice, 1, 0)
+    chain = AnnealingChain(problem, choice, 1, 0)
     plan = problem.plan(choice, name="any", seed=0, fingerprint=graph.fingerprint)
     assert chain.scores[0] == simulate_plan(plan, graph, default_costs()).step_time

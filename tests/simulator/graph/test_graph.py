@@ -24,7 +24,7 @@ from stratagem.simulator.graph.building.factor_unification import (
 )
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
-    Tensor,
+    DraftTensor,
     expand,
     part,
     permute,
@@ -102,7 +102,7 @@ def one(graph: OperatorGraph, name: str) -> Operator:
     return operator
 
 
-def total(b: GraphBuilder, x: Tensor) -> OperatorGraph:
+def total(b: GraphBuilder, x: DraftTensor) -> OperatorGraph:
     return b.build(b.reduce(x, name="total"))
 
 
@@ -257,11 +257,11 @@ def test_dead_code_is_dropped() -> None:
     assert [i.name for i in graph.inputs] == ["x"]
 
 
-def wide(b: GraphBuilder, x: Tensor) -> Tensor:
+def wide(b: GraphBuilder, x: DraftTensor) -> DraftTensor:
     return b.linear(x, b.parameter("w", (3, 5)))
 
 
-REFUSED: list[tuple[str, Callable[[GraphBuilder, Tensor], object]]] = [
+REFUSED: list[tuple[str, Callable[[GraphBuilder, DraftTensor], object]]] = [
     (r"operator 'linear' .*'in': sizes 5 and 6 differ", wide),
     ("must be a parameter of two dims", lambda b, x: b.linear(x, x)),
     ("dim 0 has size 0", lambda b, x: b.input("y", (0, 3))),
@@ -285,7 +285,7 @@ REFUSED: list[tuple[str, Callable[[GraphBuilder, Tensor], object]]] = [
 
 @pytest.mark.parametrize(("message", "build"), REFUSED)
 def test_what_cannot_be_is_refused(
-    message: str, build: Callable[[GraphBuilder, Tensor], object]
+    message: str, build: Callable[[GraphBuilder, DraftTensor], object]
 ) -> None:
     b = GraphBuilder("refused")
     with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import part
 from stratagem.simulator.graph.models import gpt, layers, llama, moe
 from stratagem.simulator.graph.substitutions import Rewritten, Substituted, rewrite
-from stratagem.simulator.graph.substitutions.split_factors import Cut, refine
+from stratagem.simulator.graph.substitutions.split_factors import FactorCut, refine
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.operators.operator import Input
 from stratagem.simulator.simulation.plan_in_words import describe
@@ -108,7 +108,7 @@ def _other_half(read: Input) -> Input:
 
 def test_a_factor_is_split_wherever_it_goes() -> None:
     graph = parallel(heads=4, ffn=12)
-    finer = refine(graph, [Cut("layers.0.down", "in", 4)])
+    finer = refine(graph, [FactorCut("layers.0.down", "in", 4)])
     changed = {o.name for o in finer.operators if o.sizes != graph.operator(o.name).sizes}
     assert changed == {f"layers.0.{name}" for name in ("up", "gelu", "down")}
     assert refine(finer, []) == finer
@@ -121,14 +121,14 @@ def test_a_selected_and_a_tied_factor_are_split() -> None:
     """Of 6 parts, seen as 2 times 3, part 4 is number (1, 1); tied tables stay alike."""
     graph = moe(num_layers=1, ffn=12, experts=4, expert_every=2, **SMALL)
     table = next(o for o in graph.operators if o.kind == "embedding" and len(o.weights) == 1)
-    finer = refine(graph, [Cut(table.name, table.weights[0].layout[1][0], 4)])
+    finer = refine(graph, [FactorCut(table.name, table.weights[0].layout[1][0], 4)])
     assert_same(graph, Rewritten(finer))
     b = GraphBuilder("parts")
     x, labels = b.input("x", (4, 8)), b.input("labels", (4,), "int64")
     six = layers.linear(b, "six", x, 6 * 5)
     product = b.pointwise("mul", part(six, 1, 4, 6), part(six, 1, 1, 6))
     graph = b.build(b.cross_entropy(layers.linear(b, "head", product, TOKENS), labels))
-    finer = refine(graph, [Cut("six", "out0", 2)])
+    finer = refine(graph, [FactorCut("six", "out0", 2)])
     assert sorted(finer.operator("mul").inputs[0].select) == [(1, 1), (2, 1)]
     assert_same(graph, Rewritten(finer))
 
@@ -136,6 +136,6 @@ def test_a_selected_and_a_tied_factor_are_split() -> None:
 def test_cuts_that_do_not_fit_are_refused() -> None:
     graph = parallel()
     with pytest.raises(ValueError, match=r"'in' \(reduction\) of size 12 cannot be split into 5"):
-        refine(graph, [Cut("layers.0.down", "in", 5)])
+        refine(graph, [FactorCut("layers.0.down", "in", 5)])
     with pytest.raises(ValueError, match=r"'sample' .* cannot be split into 2"):
-        refine(graph, [Cut("layers.0.down", "sample", 2)])
+        refine(graph, [FactorCut("layers.0.down", "sample", 2)])

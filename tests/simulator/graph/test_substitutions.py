@@ -22,7 +22,7 @@ from stratagem.executor.running.torch_reference import gradient_errors, relative
 from stratagem.searcher.space.graph_rewrites import steps
 from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import Tensor as Handle
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor as Handle
 from stratagem.simulator.graph.building.operator_drafts import part
 from stratagem.simulator.graph.models import gpt, layers, llama
 from stratagem.simulator.graph.operator_graph import OperatorGraph

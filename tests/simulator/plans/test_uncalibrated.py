@@ -13,7 +13,7 @@ from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Calibration, Cluster, preset_names
-from stratagem.simulator.kernel_times.cost_model import CostModel, RooflineCosts, Source
+from stratagem.simulator.kernel_times.cost_model import CostModel, CostSource, RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
@@ -67,7 +67,7 @@ class Measured(RooflineCosts):
     """Costs that somebody has timed."""
 
     def operator_cost(self, *arguments, **named):  # type: ignore[no-untyped-def]
-        return replace(super().operator_cost(*arguments, **named), source=Source.MEASURED)
+        return replace(super().operator_cost(*arguments, **named), source=CostSource.MEASURED)
 
 
 def test_costs_that_are_measured_need_no_calibration() -> None:

@@ -22,7 +22,7 @@ from stratagem.simulator.kernel_times._matrix_product_time import (
     TILE_ROWS,
     product_seconds,
 )
-from stratagem.simulator.kernel_times.cost_model import Cost, Direction, RooflineCosts, Source
+from stratagem.simulator.kernel_times.cost_model import Cost, CostSource, Direction, RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
 from stratagem.simulator.kernel_times.matrix_products import Multiplier, Product, forward_product
 from stratagem.simulator.kernel_times.memory_traffic import backward_moved, forward_moved
@@ -418,7 +418,7 @@ def test_every_operator_of_a_model_is_priced_by_fits(name: str, backward: bool) 
         for operator in graph.operators:
             if operator.kind != "source":
                 found = cost(operator, device, backward=backward)
-                assert found.source is Source.FITTED, operator.kind
+                assert found.source is CostSource.FITTED, operator.kind
                 assert found.seconds > 0
                 assert found.relative_error > 0
 
@@ -430,7 +430,7 @@ def test_device_without_constants_is_priced_by_its_roofline() -> None:
         wanted = RooflineCosts().operator_cost(linear, linear.sizes, direction, Training(), device)
         found = default_costs().operator_cost(linear, linear.sizes, direction, Training(), device)
         assert found == wanted
-    assert COSTS.update_cost(10, Training(), device).source is Source.ROOFLINE
+    assert COSTS.update_cost(10, Training(), device).source is CostSource.ROOFLINE
 
 
 def test_kernel_takes_scalars_and_one_vector() -> None:

@@ -13,7 +13,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.pricing.cost_rows import MANY, Timed, masked
+from stratagem.simulator.pricing.cost_rows import MANY, PricedTime, masked
 from stratagem.simulator.pricing.cost_table import UNCONVERTED, TableBuilder
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -42,10 +42,10 @@ def test_an_unconverted_edge_is_priced_as_any_other(shape: tuple[int, ...]) -> N
     assert met > 20
 
 
-def _numbers(entry: Timed | np.ndarray | None) -> list[int]:
+def _numbers(entry: PricedTime | np.ndarray | None) -> list[int]:
     if entry is None:  # Launches, which this cluster does not model.
         return []
-    parts = (entry.ns, entry.mask) if isinstance(entry, Timed) else (entry,)
+    parts = (entry.ns, entry.mask) if isinstance(entry, PricedTime) else (entry,)
     return [int(part[0, 0]) for part in parts]
 
 

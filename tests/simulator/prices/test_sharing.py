@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.executor import lower
 from stratagem.executor.program.instructions import Convert
-from stratagem.searcher.annealing.chains import Chain
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.space.situation import Situation
@@ -232,7 +232,7 @@ def test_chains_price_shared_conversions_as_the_simulator(
     p = problem_of(graph, cluster, stages, policy, RICH if stalls else Options(regather=True))
     situation = Situation(graph, cluster, Training(), default_costs())
     rng = np.random.default_rng(stages)
-    chain = Chain(p, rng.integers(0, [len(c) for c in p.choices]), 600, 1)
+    chain = AnnealingChain(p, rng.integers(0, [len(c) for c in p.choices]), 600, 1)
     chain._course = np.array([[600, 0.5, 0.1, 0.01]])
     for _ in range(4):
         chain.advance(150)
@@ -273,6 +273,6 @@ def test_the_bound_is_below_what_chains_find(seed: int) -> None:
     p = problem_of(graph, cluster, 1, "none", Options(regather=True))
     rng = np.random.default_rng(seed)
     bound = lower_bound(p, rng.integers(0, [len(c) for c in p.choices]), rounds=6)
-    chain = Chain(p, bound.choice, 1500, seed)
+    chain = AnnealingChain(p, bound.choice, 1500, seed)
     chain.advance(1500)
     assert bound.seconds <= chain.scores[1] * (1 + 1e-9)

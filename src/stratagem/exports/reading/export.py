@@ -12,7 +12,7 @@ from stratagem.simulator.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Draft:
+class ExportDraft:
     """What a format makes of a plan, before it is priced.
 
     Attributes:

@@ -32,7 +32,7 @@ from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
 
 @dataclass(frozen=True)
-class Limits:
+class SetupLimits:
     """What the options of a program can say.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Degrees:
         return self.pipeline * self.virtual
 
 
-def nearest_uniform(plan: Plan, graph: OperatorGraph, limits: Limits) -> Uniform:
+def nearest_uniform(plan: Plan, graph: OperatorGraph, limits: SetupLimits) -> Uniform:
     """The plan with one set of degrees that is nearest to a plan, within limits.
 
     Example:
@@ -102,7 +102,7 @@ def nearest_uniform(plan: Plan, graph: OperatorGraph, limits: Limits) -> Uniform
         >>> from stratagem.simulator.graph.models import gpt
         >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
         >>> plan = TrainingSetup(tensor=2, pipeline=2, zero=1).plan(graph, cluster)
-        >>> found = nearest_uniform(plan, graph, Limits(lambda tensor, pipeline: (0, 3)))
+        >>> found = nearest_uniform(plan, graph, SetupLimits(lambda tensor, pipeline: (0, 3)))
         >>> found.setup.tensor, found.setup.pipeline, found.setup.zero, found.data
         (2, 1, 0, 4)
     """
@@ -113,7 +113,7 @@ def nearest_uniform(plan: Plan, graph: OperatorGraph, limits: Limits) -> Uniform
 class _Near:
     plan: Plan
     graph: OperatorGraph
-    limits: Limits
+    limits: SetupLimits
     _tensor: dict[int, bool] = field(default_factory=dict)
 
     def uniform(self) -> Uniform:
