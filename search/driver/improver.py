@@ -25,7 +25,7 @@ KINDS, KINDS_OPERATORS = 32, 600
 """Kinds of pipelines of which the best is refined at last: so many, or fewer of a larger model."""
 KIND_SLACK = 1.5
 """Kinds whose best plan takes more than so many times the best of all are left alone."""
-LEAST_WALKED, MOST_WALKED, WALKED_OPERATORS = 4, 16, 6_000
+MOST_WALKED, WALKED_OPERATORS = 16, 6_000
 """Skeletons that a walk has priced: so many at most, or fewer of a larger model."""
 WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
 """Of the evaluations of a search, those for chains within walks, each of so many at least."""
@@ -64,7 +64,7 @@ class Improver:
         Args:
             listed: skeletons, the best first.
         """
-        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
+        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._num_operators)
         for entry in listed[:REFINED]:
             skeleton, best = entry.skeleton, entry.simulation
             if best is None or len(skeleton.stages) == 1 or skeleton in self._refining:
@@ -109,7 +109,7 @@ class Improver:
         Returns:
             The skeletons that were come to, the best first.
         """
-        most = max(4, min(MOST_REFINED, REFINED_OPERATORS // self._num_operators))
+        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._num_operators)
         starts = [s for s in self._kinds() if (s[0], s[1].step_time) not in self._descended]
         parts = [
             self._workers.part(
@@ -141,7 +141,7 @@ class Improver:
                 break
             if len(skeleton.stages) > 1:
                 first.setdefault(kind_of(skeleton), (skeleton, simulation))
-        most = max(REFINED, min(KINDS, KINDS_OPERATORS // self._num_operators))
+        most = affordable(KINDS, KINDS_OPERATORS, self._num_operators, least=REFINED)
         return list(first.values())[:most]
 
     def _take_refined(self, before: Skeleton, refined: Refined) -> SkeletonEntry:
@@ -170,7 +170,7 @@ class Improver:
         """
         plans = [(e, e.simulation.plan) for e in entries if e.simulation is not None]
         share = int(WALKED_SHARE * budget) // max(1, len(plans))
-        most = max(LEAST_WALKED, min(MOST_WALKED, WALKED_OPERATORS // self._num_operators))
+        most = affordable(MOST_WALKED, WALKED_OPERATORS, self._num_operators)
         rounds = min(most, share // LEAST_EVALUATIONS - 1)
         if rounds < 1 or not plans:
             return list(entries)
@@ -223,6 +223,28 @@ class Improver:
             return entry
         self._notes[f"walked from {entry.skeleton}"] = "; ".join(found.changes)
         return self._space.take(skeleton, choices, simulation)
+
+
+LEAST_AFFORDED = 4
+"""Of what is done less often for larger models, so many times at least."""
+
+
+def affordable(
+    most: int, operators: int, num_operators: int, *, least: int = LEAST_AFFORDED
+) -> int:
+    """How often something is done whose work grows with the operators of a model.
+
+    Example:
+        >>> [affordable(24, 12_000, operators) for operators in (100, 1_000, 9_999)]
+        [24, 12, 4]
+
+    Args:
+        most: of a small model.
+        operators: that it may come to, all times together.
+        num_operators: of the model.
+        least: of a large one.
+    """
+    return max(least, min(most, operators // num_operators))
 
 
 def kind_of(skeleton: Skeleton) -> object:

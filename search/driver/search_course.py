@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.searcher.annealing.chains import AnnealingChain, chain_seed, run_chains
-from stratagem.searcher.driver.improver import Improver
+from stratagem.searcher.driver.improver import Improver, affordable
 from stratagem.searcher.driver.incumbent import Incumbent, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
@@ -174,7 +174,7 @@ class SearchCourse:
             first_policies(sorted(planned, key=lambda e: e.rank))[:num_skeletons]
         )
         operators = len(space.situation.graph.operators)
-        most = max(4, min(MOST_RANKED, RANKED_OPERATORS // operators))
+        most = affordable(MOST_RANKED, RANKED_OPERATORS, operators)
         ranked = space.rank(
             self.incumbent.offer,
             lambda: self.incumbent.time,

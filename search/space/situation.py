@@ -67,7 +67,7 @@ class Situation:
         if known is not None and known.plan is plan:
             return known
         made = simulate_plan(plan, self.graph, self.costs, memory=self.memory)
-        if len(self._recent) >= RECENT:
+        if len(self._recent) >= REMEMBERED_SIMULATIONS:
             del self._recent[next(iter(self._recent))]
         self._recent[id(plan)] = made
         return made
@@ -86,8 +86,8 @@ def is_better(one: Simulation, other: Simulation) -> bool:
     return rank(one) < rank(other)
 
 
-RECENT = 16
-"""Simulations that a situation remembers."""
+REMEMBERED_SIMULATIONS = 16
+"""By a situation."""
 
 
 LEAST_GAIN = 1e-4

@@ -41,6 +41,7 @@ from stratagem.simulator.schedules.actions import (
     Schedule,
     makes_weight_gradient,
 )
+from stratagem.simulator.schedules.named_schedules import REMEMBERED_SCHEDULES
 from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
     FORWARD,
@@ -79,9 +80,6 @@ _SYNCED = {
 
 ALL = -1
 """The copy of a task that joins all copies of a stage."""
-
-RECENT = 4
-"""Macro graphs that are remembered, as schedules are."""
 
 
 class CopyTask(NamedTuple):
@@ -166,7 +164,7 @@ class MacroGraph:
         )
 
 
-@lru_cache(maxsize=RECENT)
+@lru_cache(maxsize=REMEMBERED_SCHEDULES)
 def macro_graph(
     schedule: Schedule,
     pairs: tuple[tuple[int, int], ...],

@@ -243,8 +243,8 @@ BUNDLED = frozenset(SCHEDULES)
 """Those that need not be registered."""
 
 
-RECENT = 4
-"""Schedules that are remembered: a large one takes 100 MB, and compared plans share it."""
+REMEMBERED_SCHEDULES = 4
+"""A large one takes 100 MB, and compared plans share it; of macro graphs as many are."""
 
 
 def register_schedule(name: str, make: Callable[[Sizes], Schedule]) -> None:
@@ -280,7 +280,7 @@ def registered_schedules() -> dict[str, Callable[[Sizes], Schedule]]:
     return {name: make for name, make in SCHEDULES.items() if name not in BUNDLED}
 
 
-@lru_cache(maxsize=RECENT)
+@lru_cache(maxsize=REMEMBERED_SCHEDULES)
 def _made(make: Callable[[Sizes], Schedule], sizes: Sizes) -> Schedule:
     return make(sizes)
 

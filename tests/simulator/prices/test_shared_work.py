@@ -14,7 +14,7 @@ from stratagem.searcher.methods.simple_strategies import pipeline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.processes.garbage_collection import OBJECTS, seldom_collected
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.situation import RECENT, Situation
+from stratagem.searcher.space.situation import REMEMBERED_SIMULATIONS, Situation
 from stratagem.searcher.space.skeletons import Options, operator_choices, skeletons
 from stratagem.searcher.space.stage_cuts import StageCutter, balanced_stages
 from stratagem.simulator.graph.image_splits import split_images
@@ -186,7 +186,8 @@ def test_plans_simulated_shortly_before_are_remembered_and_no_others() -> None:
     assert situation.simulate(plans[0]) is first
     anew = Situation(TEXT, CLUSTER, Training(), default_costs())
     # Plans that nobody keeps may get the places of earlier ones in memory.
-    for plan in (pipeline_plans(situation, "gpipe", "pipeline")[k % 3] for k in range(3 * RECENT)):
+    for k in range(3 * REMEMBERED_SIMULATIONS):
+        plan = pipeline_plans(situation, "gpipe", "pipeline")[k % 3]
         assert situation.simulate(plan).step_time == anew.simulate(plan).step_time
     again = situation.simulate(plans[0])
     assert again is not first
