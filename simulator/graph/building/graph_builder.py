@@ -31,8 +31,8 @@ class GraphBuilder(ExpertBuilder):
         ['x', 'labels', 'count', 'layer', 'cross_entropy']
 
     Methods take and return `DraftTensor` handles and keep to the conventions of `operator_kinds`.
-    Views are the functions of `operator_drafts` (`reshape`, `permute`, `select`, `part`, `expand`).
-    """
+    Views are the functions of `operator_drafts` (`reshape`, `permute`, `select`, `part`,
+    `expand`)."""
 
     def layer_norm(
         self,
