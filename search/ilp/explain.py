@@ -88,8 +88,8 @@ def explain_infeasible(
 
     Example:
         >>> import numpy as np
-        >>> from stratagem.searcher.ilp.problem.instance import Device, Instance, Use
-        >>> uses = tuple(Use(node, 0, 1, np.array([6, 9])) for node in range(2))
+        >>> from stratagem.searcher.ilp.problem.instance import Device, Instance, MemoryUse
+        >>> uses = tuple(MemoryUse(node, 0, 1, np.array([6, 9])) for node in range(2))
         >>> costs = (np.array([2.0, 0.0]),) * 2
         >>> print(explain_infeasible(Instance(costs, (), uses, (Device("gpu 0", 10),))))
         gpu 0 holds 12 bytes at step 0 even if each node holds its least; its limit is 10, 2 less.

@@ -84,10 +84,10 @@ def solve(
 
     Example:
         >>> import numpy as np
-        >>> from stratagem.searcher.ilp.problem.instance import Edge, Instance
+        >>> from stratagem.searcher.ilp.problem.instance import CostEdge, Instance
         >>> disagree = np.array([[0.0, 2.0], [2.0, 0.0]])
         >>> costs = (np.array([1.0, 0.0]), np.array([0.0, 5.0]))
-        >>> solution = solve(Instance(costs, (Edge(0, 1, disagree),)))
+        >>> solution = solve(Instance(costs, (CostEdge(0, 1, disagree),)))
         >>> solution.status.value, solution.objective, solution.choice.tolist()
         ('optimal', 1.0, [0, 0])
 

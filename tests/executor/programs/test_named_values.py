@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from stratagem.executor.interpreter.named_values import Memory
+from stratagem.executor.interpreter.named_values import NamedValues
 
 
 def test_what_is_promised_is_added_when_it_is_read() -> None:
-    memory = Memory()
+    memory = NamedValues()
     memory.promise("gradient", lambda: torch.tensor(1.0))
     memory.promise("gradient", lambda: torch.tensor(2.0))
     assert memory.values["gradient"] == 3.0
@@ -16,7 +16,7 @@ def test_what_is_promised_is_added_when_it_is_read() -> None:
 
 def test_a_value_takes_the_place_of_one_that_is_still_on_its_way() -> None:
     """Weights that two updates published, and nobody had read between, were the sum of both."""
-    memory, waited = Memory(), list[str]()
+    memory, waited = NamedValues(), list[str]()
 
     def first() -> torch.Tensor:
         waited.append("first")
@@ -31,7 +31,7 @@ def test_a_value_takes_the_place_of_one_that_is_still_on_its_way() -> None:
 
 def test_what_takes_the_place_of_a_sum_is_no_sum_of_ones_own() -> None:
     """Adding to it in place would have changed it where it came from."""
-    memory, given = Memory(), torch.tensor(5.0)
+    memory, given = NamedValues(), torch.tensor(5.0)
     memory.add("x", torch.tensor(1.0))
     memory.add("x", torch.tensor(1.0))
     memory.forget("x")

@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 
 import stratagem as sg
 from stratagem.calibration import measured_links, profile_space
-from stratagem.cli import profile
 from stratagem.cli.app import app
 from stratagem.profiler import CollectiveTiming, TimingCache, time_collectives
 from stratagem.profiler.cache.timing_keys import CollectiveEntry, CollectiveKey, Measurement
@@ -274,7 +273,7 @@ class TestMeasuredLinks:
     def test_the_command_line_writes_it(self, place: Path, asked: Any, monkeypatch: Any) -> None:
         (place / "graph.json").write_text(mlp([16, 24, 16], batch=8).to_json())
         given = replace(Cluster.preset("local-cpu"), name="mine", node_price_per_hour=3.0)
-        (place / "mine.json").write_text(profile.encode(given))
+        (place / "mine.json").write_text(given.to_json())
         quick = ("--seconds", "0", "--limit", "1", "--out", "here.json")
         shown = call("profile", "graph.json", "--cluster", "mine.json", *quick)
         assert shown.exit_code == 0, shown.output
