@@ -351,11 +351,11 @@ def test_no_kernel_reads_beyond_its_arrays() -> None:
     """numba checks every index in another process, whose kernels are compiled anew."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tests.search.moves.test_anneal import CASES, Chain, random_choice\n"
+        "from tests.search.moves.test_anneal import CASES, AnnealingChain, random_choice\n"
         "for name in ('1f1b, a parameter tied across', 'four stages on one rank'):\n"
         "    p = CASES[name].problem()\n"
         "    for wide in (0.0, 0.5):\n"
-        "        chain = Chain(p, random_choice(p, 0), 1500, 0)\n"
+        "        chain = AnnealingChain(p, random_choice(p, 0), 1500, 0)\n"
         "        chain._course[:, 1] = wide\n"
         "        chain.advance(1500)\n"
         "        assert chain.score() == chain.scores[0]\n"
