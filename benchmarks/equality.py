@@ -183,7 +183,9 @@ def _truth(drawn: Drawing, plan: Plan, num_norms: int) -> Truth:
         losses.append(loss.item())
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[2] == COUNTER:
-            buffer *= plan.num_microbatches  # They are normalised one by one, in one call here.
+            begun = drawn.model.get_buffer(name)
+            # Microbatches are normalised one by one, in one call here.
+            buffer += (plan.num_microbatches - 1) * (buffer - begun)
     return Truth(tuple(losses), model)
 
 

@@ -68,9 +68,9 @@ def test_a_plan_that_trains_something_else_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Microbatches of losses that were not asked whether they add up, as they once were not."""
-    from stratagem.simulator.operators import sums_over_samples
+    from stratagem.simulator.graph import operator_graph
 
-    monkeypatch.setattr(sums_over_samples, "add_shares", lambda operator, added, parts: operator)
+    monkeypatch.setattr(operator_graph, "add_shares", lambda operator, added, parts: operator)
     main(["--plans", "40", "--seed", "1"])
     shown = capsys.readouterr()
     lines = [json.loads(line) for line in shown.out.splitlines()]
