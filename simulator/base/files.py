@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from stratagem.simulator.base.hostile_texts import check_texts
 
@@ -272,5 +273,22 @@ def _unknown_field(given: object, understood: object, path: str) -> str | None:
 
 
 def encode(value: object) -> str:
-    """JSON text of dataclasses and containers, indented, the same for equal values."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+    """JSON text of dataclasses and containers, indented, the same for equal values.
+
+    Example:
+        >>> encode({"bandwidth": np.float64(2.5)}).split()
+        ['{', '"bandwidth":', '2.5', '}']
+    """
+    text = msgspec.json.encode(value, enc_hook=plain_number)
+    return msgspec.json.format(text, indent=2).decode() + "\n"
+
+
+def plain_number(value: object) -> object:
+    """The number that one of numpy's is: people measure, and put what comes out into a cluster.
+
+    Raises:
+        NotImplementedError: `value` is none.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a {type(value).__name__} cannot be written")

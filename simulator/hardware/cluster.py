@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from stratagem.simulator.base.files import decode, encode
+from stratagem.simulator.base.files import decode, encode, plain_number
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -313,7 +313,7 @@ class Cluster(SavedValue):
             >>> Cluster.from_json(cluster.to_json()) == cluster
             True
         """
-        return encode({**CLUSTER_FORM.head, **msgspec.to_builtins(self)})
+        return encode({**CLUSTER_FORM.head, **msgspec.to_builtins(self, enc_hook=plain_number)})
 
     @classmethod
     def from_json(cls, text: str, *, what: str | None = None) -> Cluster:

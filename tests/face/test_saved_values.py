@@ -146,6 +146,13 @@ def test_a_missing_file_is_told(value: SavedValue, tmp_path: Path) -> None:
         type(value).load(tmp_path / "gone")
 
 
+def test_clusters_may_hold_the_numbers_that_numpy_gives() -> None:
+    """A search of a cluster that somebody had measured ended in a TypeError of the encoder."""
+    plain = sg.Cluster.preset("local-cpu")
+    measured = replace(plain, compute_slowdown=np.float64(plain.compute_slowdown))
+    assert measured.to_json() == plain.to_json()
+
+
 def test_cluster_files_without_a_version_are_read_as_before(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(encode(CLUSTER))
     assert "version" not in json.loads((tmp_path / "c.json").read_text())
