@@ -26,11 +26,7 @@ from stratagem.searcher.annealing._memory_tree import Tensors
 from stratagem.searcher.annealing._pipeline_play import CLOSED, ORDERED, QUEUED, Pipeline
 from stratagem.searcher.annealing.move_lists import moves_of
 from stratagem.searcher.problem.priced_skeleton import Problem, pool_starts
-from stratagem.searcher.problem.tensors_touched import (
-    gate_owners,
-    stage_of_tensors,
-    tensors_touched,
-)
+from stratagem.searcher.problem.tensors_touched import gate_owners, tensors_touched
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine._delta_index import DURATION, DURATIONS, SET, SETS
 from stratagem.simulator.engine._delta_replay import play_changes
@@ -88,10 +84,7 @@ def begin_plays(plays: Plays, choice: Ints) -> None:
 
 def shared_arrays(problem: Problem) -> Arrays:
     """The arrays of a problem, with work space that no chain has written to; made once."""
-    if shared_arrays not in problem.derived:
-        problem.derived[shared_arrays] = _shared_arrays(problem)
-    found: Arrays = problem.derived[shared_arrays]
-    return found
+    return problem.derive(_shared_arrays)
 
 
 def _shared_arrays(problem: Problem) -> Arrays:
@@ -227,14 +220,14 @@ def _tensors(problem: Problem) -> Tensors:
     starts, sizes, base, first, stride, second, second_stride, birth, death, pool, _, *gates = (
         problem.tensors
     )
-    touch_starts, touches = tensors_touched(problem)
+    touched = tensors_touched(problem)
     leaves = [1 << max(0, int(n) - 1).bit_length() for n in sizes]
     trees = _starts([6 * size for size in leaves])
     num_nodes = int(trees[-1])
     return Tensors(
         starts=starts,
         sizes=sizes,
-        stage=stage_of_tensors(problem),
+        stage=touched.stage,
         base=base,
         first=first,
         stride=stride,
@@ -245,8 +238,8 @@ def _tensors(problem: Problem) -> Tensors:
         gate=gates[0],
         gates=problem.tensor_sharing.arrays,
         pool=pool,
-        touch_starts=touch_starts,
-        touches=touches,
+        touch_starts=touched.starts,
+        touches=touched.tensors,
         trees=trees,
         nbytes=np.zeros(base.size, dtype=np.int64),
         sums=np.zeros(num_nodes, dtype=np.int64),

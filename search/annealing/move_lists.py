@@ -16,14 +16,12 @@ from stratagem.simulator.sharding.choice import Choice
 
 def moves_of(problem: Problem) -> Moves:
     """What chains of a problem draw their proposals from; made once."""
-    if moves_of not in problem.derived:
-        problem.derived[moves_of] = _moves(problem.tables, problem.choices)
-    found: Moves = problem.derived[moves_of]
-    return found
+    return problem.derive(_moves)
 
 
-def _moves(tables: Sequence[CostTable], choices: Sequence[Sequence[Choice]]) -> Moves:
+def _moves(problem: Problem) -> Moves:
     """The lists, from the tables of the stages and the choices of each operator."""
+    tables, choices = problem.tables, problem.choices
     num_operators = len(choices)
     class_of = np.zeros(num_operators, dtype=np.int64)
     stage_of = np.zeros(num_operators, dtype=np.int64)

@@ -261,12 +261,12 @@ class SearchCourse:
     def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.05)
-        small = DRAFTED_OPERATORS // len(self.space.situation.graph.operators)
+        operators = len(self.space.situation.graph.operators)
         try:
             found = candidates(
                 self.space.situation,
                 schedules=schedules,
-                limit=max(2 * most, min(MOST_DRAFTED, small)),
+                limit=affordable(MOST_DRAFTED, DRAFTED_OPERATORS, operators, least=2 * most),
                 limits=self.space.limits,
                 layouts=standard_layouts(regather=self.space.options.regather),
             )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,8 @@ from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.shared_conversions import OPEN, Sharing, joined_sharing
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 
+T = TypeVar("T")
+
 
 class NoChoiceError(ValueError):
     """Constraints leave an operator no choice on a mesh."""
@@ -93,9 +95,15 @@ class Problem:
     table: Ints
 
     @cached_property
-    def derived(self) -> dict[Any, Any]:
-        """What others have worked out of this problem, by keys of their own."""
+    def _derived(self) -> dict[Callable[[Problem], Any], Any]:
         return {}
+
+    def derive(self, make: Callable[[Problem], T]) -> T:
+        """What `make` works out of this problem: once, and kept as long as the problem."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: T = self._derived[make]
+        return found
 
     @property
     def num_stages(self) -> int:

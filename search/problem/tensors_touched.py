@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.searcher.problem.priced_skeleton import Problem
@@ -9,28 +11,39 @@ from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.stage.shared_conversions import Sharing
 
 
-def tensors_touched(problem: Problem) -> tuple[Ints, Ints]:
-    """By operator, where its tensors begin in a list, and the list: tensors it decides about."""
-    key = tensors_touched
-    if key not in problem.derived:
-        _, _, base, first, _, second, strides, *_ = problem.tensors
-        gate = problem.tensors[11]
-        tensors = np.arange(base.size)
-        pairs = (strides > 0) & (second != first)
-        everywhere = np.ones(base.size, dtype=np.bool_)
-        gated, rivals = gate_owners(gate, problem.tensor_sharing, everywhere)
-        owners = np.concatenate([first, second[pairs], rivals])
-        order = np.argsort(owners, kind="stable")
-        starts = np.searchsorted(owners[order], np.arange(len(problem.choices) + 1))
-        problem.derived[key] = starts, np.concatenate([tensors, tensors[pairs], gated])[order]
-    found: tuple[Ints, Ints] = problem.derived[key]
-    return found
+class Touched(NamedTuple):
+    """Which tensors each operator decides about.
+
+    Attributes:
+        starts: by operator, where its tensors begin among `tensors`.
+        tensors: those of all operators, one operator after the other.
+        stage: of every tensor.
+    """
+
+    starts: Ints
+    tensors: Ints
+    stage: Ints
 
 
-def stage_of_tensors(problem: Problem) -> Ints:
-    """[tensors], the stage that holds each."""
-    starts, sizes, *_ = problem.tensors
-    return np.repeat(np.arange(sizes.size), np.diff(starts))
+def tensors_touched(problem: Problem) -> Touched:
+    """Which tensors the choice of each operator decides about; worked out once."""
+    return problem.derive(_touched)
+
+
+def _touched(problem: Problem) -> Touched:
+    begins, sizes, base, first, _, second, strides, *_ = problem.tensors
+    gate = problem.tensors[11]
+    tensors = np.arange(base.size)
+    pairs = (strides > 0) & (second != first)
+    everywhere = np.ones(base.size, dtype=np.bool_)
+    gated, rivals = gate_owners(gate, problem.tensor_sharing, everywhere)
+    owners = np.concatenate([first, second[pairs], rivals])
+    order = np.argsort(owners, kind="stable")
+    return Touched(
+        np.searchsorted(owners[order], np.arange(len(problem.choices) + 1)),
+        np.concatenate([tensors, tensors[pairs], gated])[order],
+        np.repeat(np.arange(sizes.size), np.diff(begins)),
+    )
 
 
 def stages_touched(problem: Problem, i: int) -> list[int]:
@@ -38,9 +51,9 @@ def stages_touched(problem: Problem, i: int) -> list[int]:
 
     Beside its own these are those that keep what they receive from it.
     """
-    starts, touches = tensors_touched(problem)
-    found = touches[starts[i] : starts[i + 1]]
-    return sorted({int(problem.stage_of[i]), *stage_of_tensors(problem)[found].tolist()})
+    starts, tensors, stage = tensors_touched(problem)
+    found = tensors[starts[i] : starts[i + 1]]
+    return sorted({int(problem.stage_of[i]), *stage[found].tolist()})
 
 
 def gate_owners(gate: Ints, sharing: Sharing, busy: Flags) -> tuple[Ints, Ints]:
