@@ -23,7 +23,7 @@ from stratagem.profiler.cache.timing_keys import (
     update_key,
 )
 from stratagem.profiler.costs.correction import Correction, Sample, learn
-from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit, Value
 from stratagem.simulator.hardware.device_type import DeviceType
@@ -143,8 +143,7 @@ class MeasuredCosts(SavedValue):
     def from_json(cls, text: str, *, what: str | None = None) -> MeasuredCosts:
         """Read the text of a costs file."""
         what = what or cls.FILE
-        COSTS_FORM.check(text, what)
-        file = decode(text, _CostsFile, what)
+        file = COSTS_FORM.read(text, _CostsFile, what)
         with reading(what):
             found = from_json(json.dumps(file.timings), "its timings")
             entries = [each for each in found if isinstance(each, TimingEntry)]

@@ -23,7 +23,7 @@ from stratagem.searcher.driver.saved_result import (
     read_seconds,
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
-from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit
@@ -174,8 +174,7 @@ class SearchResult(SavedValue):
     def from_json(cls, text: str, *, what: str | None = None) -> SearchResult:
         """Read the text of the file of a search."""
         what = what or cls.FILE
-        RESULT_FORM.check(text, what)
-        file = decode(text, _ResultFile, what)
+        file = RESULT_FORM.read(text, _ResultFile, what)
         with reading(what):
             return _read(file.result)
 

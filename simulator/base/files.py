@@ -231,7 +231,15 @@ def decode(text: str, kind: type[T], what: str) -> T:
     """
     with reading(what):
         value = msgspec.json.decode(text, type=kind)
-    given = msgspec.json.decode(text)
+    return understood(value, msgspec.json.decode(text), what)
+
+
+def understood(value: T, given: object, what: str) -> T:
+    """What was decoded as `value`, if nothing that was `given` is unknown, or no name.
+
+    Raises:
+        ValueError: see `decode`.
+    """
     check_texts(given, what)
     unknown = _unknown_field(given, msgspec.to_builtins(value), "$")
     if unknown is not None:
@@ -287,8 +295,8 @@ def plain_number(value: object) -> object:
     """The number that one of numpy's is: people measure, and put what comes out into a cluster.
 
     Raises:
-        NotImplementedError: `value` is none.
+        TypeError: `value` is none, and JSON has no word for it.
     """
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"a {type(value).__name__} cannot be written")
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")

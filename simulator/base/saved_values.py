@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from stratagem.simulator.base.files import read_text, reading, write_text
+from stratagem.simulator.base.files import read_text, reading, understood, write_text
+
+T = TypeVar("T")
 
 
 class SavedValue(ABC):
@@ -80,8 +82,8 @@ class FileForm:
         named = {"format": self.format} if self.format else {}
         return {**named, "version": self.version}
 
-    def check(self, text: str, what: str) -> None:
-        """Refuse the text of another kind of file or another version.
+    def check(self, text: str, what: str) -> object:
+        """What the text holds; that of another kind of file or another version is refused.
 
         A field that is missing is for whoever reads the others.
 
@@ -92,6 +94,18 @@ class FileForm:
             given = msgspec.json.decode(text)
         if isinstance(given, dict):
             self.check_head(given, what)
+        return given
+
+    def read(self, text: str, kind: type[T], what: str) -> T:
+        """Read the text of a file as the dataclass `kind` (see `files.decode`), once `check`ed.
+
+        Raises:
+            ValueError: names the file, and what is wrong with it.
+        """
+        given = self.check(text, what)
+        with reading(what):
+            value = msgspec.json.decode(text, type=kind)
+        return understood(value, given, what)
 
     def check_head(self, given: Mapping[str, Any], what: str) -> None:
         """The same of what was read from a file."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.json_numbers import marked, unmarked
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -97,8 +97,7 @@ class OperatorGraph(SavedValue):
     def from_json(cls, text: str, *, what: str | None = None) -> OperatorGraph:
         """Read the text of a graph file."""
         what = what or cls.FILE
-        GRAPH_FORM.check(text, what)
-        file = decode(text, _GraphFile, what)
+        file = GRAPH_FORM.read(text, _GraphFile, what)
         with reading(what):
             return _with_attributes(file.graph, unmarked)
 

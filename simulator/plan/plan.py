@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
-from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.graph.image_splits import split_images
 from stratagem.simulator.graph.local_statistics import local_statistics
@@ -327,8 +327,7 @@ class Plan(SavedValue):
     def from_json(cls, text: str, *, what: str | None = None) -> Plan:
         """Read the text of a plan file."""
         what = what or "plan"
-        PLAN_FORM.check(text, what)
-        file = decode(text, _PlanFile, what)
+        file = PLAN_FORM.read(text, _PlanFile, what)
         with reading(what):
             plan = _from_file(file)
             plan.cluster.check_figures("its cluster")

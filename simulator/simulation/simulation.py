@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table
@@ -141,8 +141,7 @@ class Simulation(SavedValue):
     def from_json(cls, text: str, *, what: str | None = None) -> Simulation:
         """Read the text of a simulation file."""
         what = what or cls.FILE
-        SIMULATION_FORM.check(text, what)
-        file = decode(text, _SimulationFile, what)
+        file = SIMULATION_FORM.read(text, _SimulationFile, what)
         with reading(what):
             return cls.from_kept(file.simulation)
 

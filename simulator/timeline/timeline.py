@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.base.files import decode, encode, reading
+from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.packed_numbers import packed, unpacked
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.task_kinds import TaskKind
@@ -172,8 +172,7 @@ class Timeline(SavedValue):
     def from_json(cls, text: str, *, what: str | None = None) -> Timeline:
         """Read the text of a timeline file."""
         what = what or cls.FILE
-        TIMELINE_FORM.check(text, what)
-        file = decode(text, _TimelineFile, what)
+        file = TIMELINE_FORM.read(text, _TimelineFile, what)
         with reading(what):
             return cls.unpacked(file.timeline)
 
