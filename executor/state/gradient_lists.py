@@ -6,11 +6,13 @@ Few kernels work on many tensors at a time, since each costs the host as much as
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 HANDFUL_BYTES = 2**26
 """Of gradients that are worked on at a time: what is made of them is in memory meanwhile."""
@@ -32,13 +34,9 @@ def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         >>> sum_of_squares([torch.tensor([3.0]), torch.tensor([4.0, 0.0])], torch.device("cpu"))
         tensor(25., dtype=torch.float64)
     """
-    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        if gradient.numel():
-            alike[gradient.dtype].append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for dtype, each in alike.items():
-        widest = torch.promote_types(dtype, torch.float32)
+    for each in _alike((g for g in gradients if g.numel()), lambda gradient: gradient.dtype):
+        widest = torch.promote_types(each[0].dtype, torch.float32)
         total += torch.stack(torch._foreach_norm(each, 2, dtype=widest)).double().square().sum()
     return total
 
@@ -72,9 +70,14 @@ def handfuls(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]
         yield taken
 
 
-def by_dtype(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]]:
+def by_dtype(changes: Sequence[GradientChange]) -> Iterable[list[GradientChange]]:
     """Changes of parameters of one dtype at a time, which kernels can work on together."""
-    alike: dict[torch.dtype, list[GradientChange]] = defaultdict(list)
-    for change in changes:
-        alike[change.parameter.dtype].append(change)
-    yield from alike.values()
+    return _alike(changes, lambda change: change.parameter.dtype)
+
+
+def _alike(things: Iterable[T], dtype_of: Callable[[T], torch.dtype]) -> Iterable[list[T]]:
+    """Things in lists of one dtype, in the order in which dtypes first come."""
+    found: dict[torch.dtype, list[T]] = defaultdict(list)
+    for thing in things:
+        found[dtype_of(thing)].append(thing)
+    return found.values()
