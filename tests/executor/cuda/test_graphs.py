@@ -44,11 +44,9 @@ from tests.support.fake_nccl import run_fake
 from tests.support.host_kernels import kernels_on_the_host
 from tests.support.plans import (
     Case,
-    cnn_case,
     make_case,
     make_plan,
     megatron,
-    mlp_case,
     random_plan,
     sharding,
     whole,
@@ -72,16 +70,6 @@ def gpt() -> Case:
     model = SmallGPT(num_layers=1, hidden=12, num_heads=2, vocabulary=20, sequence=6)
     labels = torch.randint(0, 20, (4, 6))
     return make_case(model, input_ids=torch.randint(0, 20, (4, 6)), labels=labels)
-
-
-@pytest.fixture(scope="module")
-def mlp() -> Case:
-    return mlp_case()
-
-
-@pytest.fixture(scope="module")
-def cnn() -> Case:
-    return cnn_case()
 
 
 class Dropping(nn.Module):

@@ -39,33 +39,15 @@ from tests.support.plans import (
     TOLERANCE,
     Case,
     backward_of,
-    cnn_case,
-    gpt_case,
     gradients_of,
     make_case,
     make_plan,
     megatron,
-    mlp_case,
     random_plan,
     sharding,
 )
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def gpt() -> Case:
-    return gpt_case()
-
-
-@pytest.fixture(scope="module")
-def mlp() -> Case:
-    return mlp_case()
-
-
-@pytest.fixture(scope="module")
-def cnn() -> Case:
-    return cnn_case()
 
 
 def run_plan(case: Case, plan: Plan, *, steps: int = 1) -> ExecutionResult:

@@ -15,26 +15,14 @@ from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.simulator.plan.plan import Plan
 from tests.support.plans import (
     Case,
-    gpt_case,
     make_plan,
     megatron,
-    mlp_case,
     random_plan,
     sharding,
 )
 from tests.support.races import RaceError, Trace, look_for_races
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def gpt() -> Case:
-    return gpt_case()
-
-
-@pytest.fixture(scope="module")
-def mlp() -> Case:
-    return mlp_case()
 
 
 def steps_of(case: Case, plan: Plan) -> int:

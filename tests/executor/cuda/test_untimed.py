@@ -22,7 +22,7 @@ from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.support.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
-from tests.support.plans import Case, make_plan, mlp_case, sharding
+from tests.support.plans import Case, make_plan, sharding
 
 torch.set_num_threads(1)
 
@@ -44,11 +44,6 @@ class CountingStreams(FakeStreams):
     def nanoseconds(self, first: int, last: int) -> int:
         self.asked["nanoseconds"] += 1
         return super().nanoseconds(first, last)
-
-
-@pytest.fixture(scope="module")
-def mlp() -> Case:
-    return mlp_case()
 
 
 def trained(case: Case, plan: Plan, *, every: int, steps: int = 6) -> ExecutionResult:

@@ -47,34 +47,15 @@ from tests.support.plans import (
     Chooser,
     assert_equal_to_torch,
     assert_trains_like_torch,
-    cnn_case,
     drawing,
-    gpt_case,
     make_case,
     make_plan,
     megatron,
-    mlp_case,
     random_plan,
     seeds,
     sharding,
     whole,
 )
-
-
-@pytest.fixture(scope="module")
-def gpt() -> Case:
-    return gpt_case()
-
-
-@pytest.fixture(scope="module")
-def mlp() -> Case:
-    return mlp_case()
-
-
-@pytest.fixture(scope="module")
-def cnn() -> Case:
-    return cnn_case()
-
 
 # -- equality -----------------------------------------------------------------------------------
 

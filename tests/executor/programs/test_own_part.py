@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -10,14 +9,9 @@ from stratagem.executor import lower, model_state
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
-from tests.support.plans import Case, make_plan, mlp_case, sharding, whole
+from tests.support.plans import Case, make_plan, sharding, whole
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def mlp() -> Case:
-    return mlp_case()
 
 
 def nbytes(tensors: list[Tensor]) -> int:
