@@ -32,11 +32,11 @@ from stratagem.simulator.operators.operator import (
     Layout,
     Operator,
     Parameter,
-    RepeatedBlock,
     factor_sizes,
     factors,
     shape_of,
 )
+from stratagem.simulator.operators.repeats import Repeat, repeats
 from stratagem.simulator.operators.sums_over_samples import (
     Added,
     Parts,
@@ -316,28 +316,18 @@ class OperatorGraph(SavedValue):
         return {}
 
 
-def repeated_blocks(graph: OperatorGraph) -> tuple[RepeatedBlock, ...]:
+def repeated_blocks(graph: OperatorGraph) -> tuple[Repeat, ...]:
     """Runs of equal consecutive operator sequences, such as the layers of a transformer.
 
-    Two sequences are equal when their operators have equal signatures and read from equally
-    distant producers. Greedy from the left: at each operator the period that covers most
-    operators, the shortest among equals.
+    Two sequences of two operators or more are equal when their operators have equal signatures
+    and read from equally distant producers (see `repeats`).
     """
     numbers: dict[tuple[Any, ...], int] = {}
     keys = [
         numbers.setdefault(_relative_signature(graph, i), len(numbers))
         for i in range(len(graph.operators))
     ]
-    found: list[RepeatedBlock] = []
-    start = 0
-    while start < len(keys):
-        best = _longest_repeat(keys, start)
-        if best is None:
-            start += 1
-            continue
-        found.append(best)
-        start = best.start + best.length * best.count
-    return tuple(found)
+    return tuple(repeats(keys, shortest=2))
 
 
 def _narrow_cuts(graph: OperatorGraph) -> list[bool]:
@@ -354,7 +344,7 @@ def _narrow_cuts(graph: OperatorGraph) -> list[bool]:
     return [crossing <= 1 for crossing in itertools.accumulate(change[:-1])]
 
 
-def _best_cut(graph: OperatorGraph, block: RepeatedBlock) -> int:
+def _best_cut(graph: OperatorGraph, block: Repeat) -> int:
     """How many operators behind the start of a block the cut with the least bytes is."""
     crossing = [0] * block.length
     for edge in graph.edges:
@@ -369,20 +359,6 @@ def _best_cut(graph: OperatorGraph, block: RepeatedBlock) -> int:
             if edge.producer < base + cut <= edge.consumer:
                 crossing[cut] += size
     return min(range(block.length), key=lambda cut: (crossing[cut], cut))
-
-
-def _longest_repeat(keys: list[int], start: int) -> RepeatedBlock | None:
-    best: RepeatedBlock | None = None
-    for length in range(2, (len(keys) - start) // 2 + 1):
-        if keys[start] != keys[start + length]:
-            continue
-        run = 0
-        while start + run + length < len(keys) and keys[start + run] == keys[start + run + length]:
-            run += 1
-        count = run // length + 1
-        if count > 1 and (best is None or count * length > best.count * best.length):
-            best = RepeatedBlock(start, length, count)
-    return best
 
 
 def _relative_signature(graph: OperatorGraph, i: int) -> tuple[Any, ...]:

@@ -153,15 +153,6 @@ class Edge(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True)
-class RepeatedBlock:
-    """Operators start … start + length·count, `count` copies of the same `length` operators."""
-
-    start: int
-    length: int
-    count: int
-
-
 @cache
 def factors(layout: Layout) -> tuple[str, ...]:
     """The dims of a layout, outermost first.

@@ -44,6 +44,7 @@ from stratagem.simulator.operators.operator import (
     factor_sizes,
     factors,
 )
+from stratagem.simulator.operators.repeats import Repeat
 from stratagem.simulator.operators.saved_for_backward import saved_slots
 from stratagem.simulator.pricing.bytes_per_device import conversion_bytes
 from stratagem.simulator.pricing.cost_rows import (
@@ -57,7 +58,7 @@ from stratagem.simulator.pricing.cost_rows import (
     to_ns,
 )
 from stratagem.simulator.pricing.operator_prices import OperatorPricer
-from stratagem.simulator.pricing.repeated_layers import Repeat, find_repeat
+from stratagem.simulator.pricing.repeated_layers import sparing_repeat
 from stratagem.simulator.pricing.tied_rows import tie_row
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
@@ -112,24 +113,24 @@ class CostTable:
     def repeat(self) -> Repeat | None:
         """Where its operators repeat, by place: rows, edges and segments are alike, relatively."""
         numbers: dict[object, int] = {}
-        found = find_repeat([numbers.setdefault(kind, len(numbers)) for kind in self._kinds()])
+        found = sparing_repeat([numbers.setdefault(kind, len(numbers)) for kind in self._kinds()])
         if found is None or self._farthest(found) > self.step_of(found):
             return None
         return found
 
     def step_of(self, repeat: Repeat) -> int:
         """By how much indices of operators differ from one copy to the next."""
-        return self.operators[repeat.begin + repeat.period] - self.operators[repeat.begin]
+        return self.operators[repeat.start + repeat.length] - self.operators[repeat.start]
 
     @cached_property
     def edge_repeat(self) -> Repeat | None:
         """Where its edges repeat, by number."""
         if self.repeat is None:
             return None
-        begin, period, copies = self.repeat
-        each = [len(self.incoming.get(i, ())) for i in self.operators[: begin + period]]
-        first, edges = sum(each[:begin]), sum(each[begin:])
-        return Repeat(first, edges, copies) if edges else None
+        start, length = self.repeat.start, self.repeat.length
+        each = [len(self.incoming.get(i, ())) for i in self.operators[: start + length]]
+        first, edges = sum(each[:start]), sum(each[start:])
+        return Repeat(first, edges, self.repeat.count) if edges else None
 
     def _kinds(self) -> Iterator[object]:
         """What is alike of operators that stand for one another in copies of a layer."""
@@ -156,7 +157,7 @@ class CostTable:
 
     def _farthest(self, repeat: Repeat) -> int:
         """How far apart the ends of the edges of a copy are at most."""
-        some = self.operators[repeat.begin : repeat.begin + repeat.period]
+        some = self.operators[repeat.start : repeat.start + repeat.length]
         edges = [self.edges[k] for i in some for k in self.incoming.get(i, ())]
         edges += [edge for i in some for edge in self.graph.readers[i]]
         return max((edge.consumer - edge.producer for edge in edges), default=0)

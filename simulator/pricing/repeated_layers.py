@@ -13,11 +13,12 @@ copies are written, and where three of them in turn differ alike, the next ones 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.operators.repeats import Repeat, repeats
 
 Item = TypeVar("Item")
 
@@ -29,57 +30,22 @@ REACH = 2
 """Operators that a rule may look ahead or back beside those that its edges name (prefetches)."""
 
 
-class Repeat(NamedTuple):
-    """`copies` of `period` items each, the first item at place `begin`."""
-
-    begin: int
-    period: int
-    copies: int
-
-    def backwards(self, size: int) -> Repeat:
-        """The same of `size` items that are gone through from the last to the first."""
-        return Repeat(size - self.begin - self.period * self.copies, self.period, self.copies)
-
-    @property
-    def extrapolated(self) -> int:
-        """How many copies need not be written."""
-        return max(0, self.copies - WRITTEN - 1 - REACH // self.period)
+def spared_copies(repeat: Repeat) -> int:
+    """How many copies need not be written."""
+    return max(0, repeat.count - WRITTEN - 1 - REACH // repeat.length)
 
 
-def find_repeat(kinds: Sequence[int]) -> Repeat | None:
+def sparing_repeat(kinds: Sequence[int]) -> Repeat | None:
     """The repeat that spares most items, where equal numbers stand for items that are alike.
 
-    A copy has one item at least of which there is no other in it.
-
     Example:
-        >>> find_repeat([7, *[1, 2] * 20, 9])
-        Repeat(begin=1, period=2, copies=20)
-        >>> find_repeat([1, 2, 3]) is None
+        >>> sparing_repeat([7, *[1, 2] * 20, 9])
+        Repeat(start=1, length=2, count=20)
+        >>> sparing_repeat([1, 2, 3]) is None
         True
     """
-    numbers = np.asarray(kinds, dtype=np.int64)
-    best: Repeat | None = None
-    for period in _periods(numbers):
-        same = np.flatnonzero(numbers[period:] != numbers[:-period])
-        ends = np.concatenate([[-1], same, [len(numbers) - period]])
-        longest = int(np.diff(ends).argmax())
-        begin, behind = int(ends[longest]) + 1, int(ends[longest + 1])
-        found = Repeat(begin, period, (behind - begin + period) // period)
-        if found.copies >= LEAST and (best is None or _spared(found) > _spared(best)):
-            best = found
-    return best
-
-
-def _periods(numbers: Ints) -> list[int]:
-    """How far apart items of one kind stand, where that is often enough."""
-    order = np.argsort(numbers, kind="stable")
-    apart, alike = np.diff(order), np.diff(numbers[order]) == 0
-    periods, counts = np.unique(apart[alike], return_counts=True)
-    return [int(p) for p in periods[counts >= LEAST - 1]]
-
-
-def _spared(repeat: Repeat) -> int:
-    return repeat.period * repeat.extrapolated
+    found = repeats(kinds, fewest=LEAST)
+    return max(found, key=lambda repeat: repeat.length * spared_copies(repeat), default=None)
 
 
 def extrapolated(columns: Ints, times: int) -> Ints | None:
@@ -129,12 +95,12 @@ def sparing(
     """
     place = 0
     while place < len(items):
-        if repeat is not None and repeat.extrapolated:
-            copy, inside = divmod(place - repeat.begin, repeat.period)
+        if repeat is not None and spared_copies(repeat):
+            copy, inside = divmod(place - repeat.start, repeat.length)
             if inside == 0 and 1 <= copy <= WRITTEN:
                 mark()
-                if copy == WRITTEN and skip(repeat.extrapolated):
-                    place += repeat.extrapolated * repeat.period
+                if copy == WRITTEN and skip(spared_copies(repeat)):
+                    place += spared_copies(repeat) * repeat.length
                     repeat = None
                     continue
         yield items[place]

@@ -589,7 +589,7 @@ class _Pass:
 
     @property
     def _edge_step(self) -> int:
-        step = 0 if self._table.edge_repeat is None else self._table.edge_repeat.period
+        step = 0 if self._table.edge_repeat is None else self._table.edge_repeat.length
         return -step if self._backwards else step
 
 

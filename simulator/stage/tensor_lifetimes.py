@@ -25,9 +25,10 @@ import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.operators.operator import Edge
+from stratagem.simulator.operators.repeats import Repeat
 from stratagem.simulator.pricing.cost_rows import SharedBy, TieRow
 from stratagem.simulator.pricing.cost_table import CostTable
-from stratagem.simulator.pricing.repeated_layers import Repeat, copy_length, extrapolated, sparing
+from stratagem.simulator.pricing.repeated_layers import copy_length, extrapolated, sparing
 from stratagem.simulator.stage.recompute_triggers import recompute_triggers
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, Sharing, sharing_of
 from stratagem.simulator.stage.stage_blocks import PREFETCH

@@ -14,7 +14,8 @@ import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
-from stratagem.simulator.operators.operator import Operator, RepeatedBlock
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.repeats import Repeat
 
 ENDS = 2
 """Repeats of a block that stay at each end of a run."""
@@ -68,13 +69,13 @@ def compact_graph(graph: OperatorGraph) -> CompactGraph:
     return CompactGraph(graph, small, np.array([number[int(i)] for i in twin], dtype=np.int64))
 
 
-def _gap(run: RepeatedBlock) -> range:
+def _gap(run: Repeat) -> range:
     """The operators of the repeats that are left out."""
     first = run.start + ENDS * run.length
     return range(first, run.start + (run.count - ENDS) * run.length)
 
 
-def _is_read_inside(graph: OperatorGraph, run: RepeatedBlock) -> bool:
+def _is_read_inside(graph: OperatorGraph, run: Repeat) -> bool:
     """Whether an operator behind the gap reads one of it that has no place before the gap."""
     gap = _gap(run)
     deep = range(gap.start, gap.stop - ENDS * run.length)

@@ -21,9 +21,10 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.repeats import Repeat, repeats
 from stratagem.simulator.pricing import repeated_layers
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.pricing.repeated_layers import LEAST, Repeat, extrapolated, find_repeat
+from stratagem.simulator.pricing.repeated_layers import LEAST, extrapolated, sparing_repeat
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.shared_conversions import Sharing
@@ -111,20 +112,45 @@ def test_what_repeats_is_a_run_of_equal_copies(around: list[int], layer: list[in
     half = len(around) // 2
     layer = [*layer, 9]
     kinds = around[:half] + layer * 11 + around[half:]
-    found = find_repeat(kinds)
+    found = sparing_repeat(kinds)
     assert found is not None
-    begin, period, copies = found
-    assert copies >= LEAST
-    first = kinds[begin : begin + period]
-    assert kinds[begin : begin + period * copies] == first * copies
-    assert period * copies >= len(layer) * 10
+    assert found.count >= LEAST
+    copy = kinds[found.start : found.start + found.length]
+    assert kinds[found.start : found.stop] == copy * found.count
+    assert found.length * found.count >= len(layer) * 10
+
+
+def runs_by_trying_all(kinds: list[int], shortest: int, fewest: int) -> list[Repeat]:
+    found, start = [], 0
+    while start < len(kinds):
+        tried = [
+            Repeat(start, length, count)
+            for length in range(shortest, len(kinds) + 1)
+            for count in range(fewest, len(kinds) // length + 1)
+            if kinds[start : start + length * count] == kinds[start : start + length] * count
+        ]
+        if not tried:
+            start += 1
+            continue
+        best = max(tried, key=lambda repeat: (repeat.length * repeat.count, -repeat.length))
+        found.append(best)
+        start = best.stop
+    return found
+
+
+@given(st.lists(st.integers(0, 2), max_size=24), st.integers(1, 3), st.integers(2, 4))
+def test_runs_of_equal_sequences_are_those_of_trying_all(
+    kinds: list[int], shortest: int, fewest: int
+) -> None:
+    found = list(repeats(kinds, shortest=shortest, fewest=fewest))
+    assert found == runs_by_trying_all(kinds, shortest, fewest)
 
 
 def test_layers_are_found_and_those_that_reach_far_are_not() -> None:
     def repeat(name: str, layers: int) -> Repeat | None:
         return table_of(name, layers, "nowhere", Options(recompute=("none",)), "all").repeat
 
-    assert repeat("gpt", 12) == Repeat(begin=12, period=10, copies=11)
+    assert repeat("gpt", 12) == Repeat(start=12, length=10, count=11)
     assert repeat("moe", 24) is not None
     assert repeat("skips", 10) is not None
     assert repeat("long skips", 10) is None
