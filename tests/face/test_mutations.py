@@ -83,6 +83,18 @@ def _simulation(path: Path) -> object:
     return curves, shown, [str(table) for table in tables]
 
 
+def _forecast(folder: Path) -> bytes:
+    hazards = sg.Hazards(node_mtbf_hours=10, restart_seconds=20, node_slow_hours=9, slow_minutes=2)
+    simulation = simulate_plan(PLAN, GRAPH, default_costs())
+    return sg.forecast_run(simulation, steps=10**7, hazards=hazards, runs=4).to_json().encode()
+
+
+def _forecast_shown(path: Path) -> object:
+    """Read and show it."""
+    found = sg.RunForecast.load(path)
+    return repr(found), str(found), found._repr_html_(), found.interval, found.costs.tolist()
+
+
 def _found(folder: Path) -> bytes:
     quick = {"budget": sg.Budget(0), "num_bounded": 0, "progress": False}
     return sg.search(GRAPH, CLUSTER, **quick).to_json().encode()
@@ -208,6 +220,7 @@ KINDS = {
         _simulation,
         json=True,
     ),
+    "forecast": Kind(_forecast, _forecast_shown, json=True),
     "search result": Kind(_found, _result, json=True),
     "run": Kind(_run, _shown, json=True),
     "kineto": Kind(_trace, _imported, json=True),

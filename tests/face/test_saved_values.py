@@ -75,6 +75,12 @@ def costs() -> sg.MeasuredCosts:
 
 
 @cache
+def forecast() -> sg.RunForecast:
+    hazards = sg.Hazards(node_mtbf_hours=5, restart_seconds=60, stalls_per_day=9, stall_seconds=3)
+    return sg.forecast_run(SIMULATION, steps=10**6, hazards=hazards, runs=5)
+
+
+@cache
 def found() -> sg.SearchResult:
     return sg.search(GRAPH, CLUSTER, budget=sg.Budget(0), num_bounded=0, progress=False)
 
@@ -86,6 +92,7 @@ VALUES: dict[str, Callable[[], SavedValue]] = {
     "timeline": lambda: SIMULATION.timeline,
     "simulation": lambda: SIMULATION,
     "search result": found,
+    "forecast": forecast,
     "run": lambda: RUN,
     "costs": costs,
 }

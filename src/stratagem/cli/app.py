@@ -34,6 +34,7 @@ from stratagem.cli.cache import cache_app
 from stratagem.cli.clusters import clusters
 from stratagem.cli.doctor import doctor
 from stratagem.cli.export import export
+from stratagem.cli.forecast import forecast
 from stratagem.cli.profile import profile
 from stratagem.cli.run import run
 from stratagem.cli.search import search
@@ -140,7 +141,19 @@ def capture(
         print_json({**facts, **size, "out": out})
 
 
-VERBS = (capture, profile, search, simulate, run, compare, diff, schedules, export, clusters)
+VERBS = (
+    capture,
+    profile,
+    search,
+    simulate,
+    run,
+    compare,
+    diff,
+    schedules,
+    forecast,
+    export,
+    clusters,
+)
 for verb in VERBS:
     app.command()(verb)
 app.add_typer(cache_app, name="cache")
