@@ -55,8 +55,9 @@ class Hazards:
         for field in fields(self):
             value = getattr(self, field.name)
             _check(field.name, value)
+            kind = int if field.name == "spare_nodes" else float
             # What was given as 60 is kept as 60.0, so that a file of it is the same read again.
-            object.__setattr__(self, field.name, type(field.default)(value))
+            object.__setattr__(self, field.name, kind(value))
         for idle, gone, cause in (
             ("restart_seconds", 0.0, "node_mtbf_hours"),
             ("repair_hours", 0.0, "node_mtbf_hours"),
