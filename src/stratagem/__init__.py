@@ -47,6 +47,8 @@ _HOMES = {
     "TimingCache": "stratagem.profiler.cache.timing_cache",
     "Training": "stratagem.simulator.kernel_times.training",
     "TrainingSetup": "stratagem.searcher.space.training_setup",
+    "annotate": "stratagem.searcher.semi_automatic.annotated_plans",
+    "annotation_regret": "stratagem.searcher.semi_automatic.regret",
     "capture": "stratagem.simulator.torch_ops.capture.capture",
     "check": "stratagem.executor.running.checking",
     "compare": "stratagem.runs.predicted_and_measured",

@@ -21,6 +21,7 @@ SHOWN = {
     "06_your_model_and_cluster": (1, ["1.30 billion", "two boxes", "aten.sort", "found plan"]),
     "07_certificate": (2, ["no plan of the space takes less", "gap", "pruned"]),
     "08_whole_runs": (1, ["goodput", "steps that were lost", "median", "restarts"]),
+    "09_annotations": (1, ["h.0.mlp.down.weight", "at least", "under all annotations"]),
 }
 """How many figures each shows, and words that stand in its output."""
 

@@ -2,5 +2,5 @@
 
 In:      words.
 Out:     tables, files, exit codes.
-Imports: cli.shared, exports, calibration, the profiler and below.
+Imports: cli.shared, exports, calibration, the search, the profiler and below.
 """

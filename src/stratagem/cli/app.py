@@ -30,6 +30,7 @@ from stratagem.basics.extras import install_hint
 from stratagem.basics.source_places import LOGS_OF
 from stratagem.basics.startup import INTERRUPTED, heed_interrupts
 from stratagem.basics.version import __version__
+from stratagem.cli.annotate import annotate
 from stratagem.cli.cache import cache_app
 from stratagem.cli.clusters import clusters
 from stratagem.cli.doctor import doctor
@@ -145,6 +146,7 @@ VERBS = (
     capture,
     profile,
     search,
+    annotate,
     simulate,
     run,
     compare,
