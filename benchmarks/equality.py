@@ -137,7 +137,7 @@ def random_plans(case: Case, rng: random.Random, count: int) -> Iterator[Plan]:
 
 
 def _random_plan(case: Case, rng: random.Random, parts: int, training: Training) -> Plan:
-    size = sum(operator.kind != "source" for operator in case.graph.operators)
+    size = sum(not operator.is_source for operator in case.graph.operators)
     num_stages = rng.choice([1, 1, 2, 3]) if size > 3 else 1
     shapes = [rng.choice(SHAPES) for _ in range(num_stages)]
     while sum(map(math.prod, shapes)) > 8:

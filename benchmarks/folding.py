@@ -72,7 +72,7 @@ def layers_in_stages(graph: OperatorGraph, num_layers: int, num_stages: int) -> 
     for op in graph.operators:
         if op.name.startswith("h."):
             stage = int(op.name.split(".")[1]) * num_stages // num_layers
-        parts[0 if op.kind == "source" else stage].append(op.name)
+        parts[0 if op.is_source else stage].append(op.name)
     return parts
 
 

@@ -221,7 +221,7 @@ def _strategy(graph: OperatorGraph, name: str, ways: int) -> Choices:
     choices = data_parallel(graph, (ways,), zero=3 if name == "ZeRO-3" else 0)
     if name not in (AGAIN, PARTS_AGAIN):
         return choices
-    again = {op.name for op in graph.operators if op.kind != "source"}
+    again = {op.name for op in graph.operators if not op.is_source}
     return {n: replace(c, recompute=n in again) for n, c in choices.items()}
 
 

@@ -111,7 +111,7 @@ class Case:
             head, _, rest = operator.name.partition(".")
             if head == "h":
                 stage = int(rest.partition(".")[0]) // per_stage
-            names[0 if operator.kind == "source" else stage].append(operator.name)
+            names[0 if operator.is_source else stage].append(operator.name)
         return [tuple(found) for found in names]
 
 

@@ -102,7 +102,7 @@ def draw_cluster(
 
 
 def _num_layers(graph: OperatorGraph) -> int:
-    return sum(operator.kind != "source" for operator in graph.operators)
+    return sum(not operator.is_source for operator in graph.operators)
 
 
 Drawn = tuple[DraftTensor, DraftTensor]

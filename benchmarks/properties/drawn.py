@@ -65,7 +65,7 @@ def draw_plan(rng: random.Random, shape: Shape) -> tuple[Plan, OperatorGraph]:
     """
     causal = shape.schedule == "terapipe" or rng.random() < 0.3
     graph = _gpt() if causal else mlp([64, 256, *[192] * 12, 32], batch=BATCH)
-    layers = [i for i, each in enumerate(graph.operators) if each.kind != "source"]
+    layers = [i for i, each in enumerate(graph.operators) if not each.is_source]
     cuts = sorted(rng.sample(range(1, len(layers)), shape.num_stages - 1))
     stage_of = {i: sum(place >= cut for cut in cuts) for place, i in enumerate(layers)}
     zero = 0 if shape.schedule.startswith("pipedream") else rng.choice([0, 1])

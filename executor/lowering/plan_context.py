@@ -121,7 +121,7 @@ class Context:
     @cached_property
     def is_source(self) -> tuple[bool, ...]:
         """Which operators are sources, which every rank computes in full."""
-        return tuple(operator.kind == "source" for operator in self.graph.operators)
+        return tuple(operator.is_source for operator in self.graph.operators)
 
     @cached_property
     def configs(self) -> tuple[Config, ...]:

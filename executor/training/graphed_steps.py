@@ -58,7 +58,7 @@ def refusal(interpreter: Interpreter, steps: int) -> str | None:
     if not (on_device and isinstance(interpreter.optimizer, FusedSGD)):
         return "rate and step are numbers of the host where CuPy's kernels are not used"
     for operator in interpreter.program.whole.operators:
-        if operator.kind == "source" and any(
+        if operator.is_source and any(
             function == "tensor" for function, _ in operator.attributes["steps"]
         ):
             return f"operator {operator.name!r} copies a constant from the host in every step"

@@ -108,7 +108,7 @@ def _distinct(operators: Iterable[tuple[Operator, LocalSizes]]) -> dict[str, Ope
     """Local operators by digest, in the order of their first use."""
     found: dict[str, Operator] = {}
     for operator, sizes in operators:
-        if operator.kind != "source":
+        if not operator.is_source:
             local = local_operator(operator, sizes)
             found.setdefault(operator_digest(local), local)
     return found

@@ -73,7 +73,7 @@ class PipelineWork:
             self._known[parts, most] = sum(
                 self._least(model, i, operator.name in again, most)
                 for i, operator in enumerate(model.graph.operators)
-                if operator.kind != "source"
+                if not operator.is_source
             )
         return self._known[parts, most]
 

@@ -304,7 +304,7 @@ class Space:
     def _least_pipeline(self) -> float:
         c, graph = self.constraints.constraints, self.situation.graph
         least = c.pipeline or 2
-        layers = sum(operator.kind != "source" for operator in graph.operators)
+        layers = sum(not operator.is_source for operator in graph.operators)
         most = min(self.situation.cluster.num_devices, layers, c.max_pipeline or layers)
         if not 2 <= least <= most:
             return float("inf")

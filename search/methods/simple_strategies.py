@@ -199,7 +199,7 @@ def _pipelines(situation: Situation, rounds: int) -> Iterator[tuple[list[DeviceM
     Each set of devices has `rounds` stages.
     """
     total = situation.cluster.num_devices
-    num_layers = sum(op.kind != "source" for op in situation.graph.operators)
+    num_layers = sum(not op.is_source for op in situation.graph.operators)
     for num_stages in range(2, min(total, 16, num_layers // rounds) + 1):
         if total % num_stages:
             continue

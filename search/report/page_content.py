@@ -155,7 +155,7 @@ def operators_table(simulation: Simulation, graph: OperatorGraph) -> Table:
     seconds = {group: operator_seconds(timeline, group) for group in groups}
     rows: list[tuple[Value, ...]] = []
     for operator in graph.operators:
-        if operator.kind == "source":
+        if operator.is_source:
             continue
         number = plan.stage_of[operator.name]
         choice, mesh = plan.choice(operator.name), plan.stages[number].mesh

@@ -70,7 +70,7 @@ def logical_dims(graph: OperatorGraph) -> dict[str, LogicalDim]:
     taken: dict[str, set[str]] = {}
     for chain in dim_chains(graph):
         members = [(graph.operators[i], name) for i, name in chain]
-        if members[0][0].kind == "source":
+        if members[0][0].is_source:
             continue
         part = _part(members, experts)
         here = {operator.name for operator, _ in members}

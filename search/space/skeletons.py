@@ -251,7 +251,7 @@ def operator_choices(
 
 
 def _configs(operator: Operator, shape: tuple[int, ...]) -> list[Config]:
-    if operator.kind == "source":
+    if operator.is_source:
         return [(REPLICATE,) * len(shape)]
     free = [dim for dim in operator.dims if not dim.whole and dim.size > 1]
     options: list[Placement] = [REPLICATE, *(Shard(dim.name) for dim in free)]
@@ -399,7 +399,7 @@ def skeletons(
     traits_of(schedule)
     total = cluster.num_devices
     axes = max_axes or axes_of(cluster)
-    num_layers = sum(op.kind != "source" for op in graph.operators)
+    num_layers = sum(not op.is_source for op in graph.operators)
     cutter = StageCutter(graph, cluster, costs, training)
     for num_ranks in range(1, min(max_stages, total, num_layers) + 1):
         rounds = rounds_of(schedule, num_ranks)

@@ -63,7 +63,7 @@ class StageCutter:
     ) -> None:
         self._graph = graph
         operators = enumerate(graph.operators)
-        self._layers = [i for i, operator in operators if operator.kind != "source"]
+        self._layers = [i for i, operator in operators if not operator.is_source]
         count = len(self._layers)
         trained = training or Training()
         priced = costs or default_costs()
@@ -170,7 +170,7 @@ def layer_units(graph: OperatorGraph) -> list[list[int]]:
     """
     segments: dict[int, list[int]] = {}
     for i, operator in enumerate(graph.operators):
-        if operator.kind != "source":
+        if not operator.is_source:
             segments.setdefault(graph.segments[i], []).append(i)
     kinds: dict[tuple[str, ...], list[list[int]]] = {}
     for segment in segments.values():

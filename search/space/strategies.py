@@ -71,7 +71,7 @@ def tensor_parallel(
             config[expert_axis] = Shard(experts[operator.name])
         if operator.name in sharded:
             config[axis] = Shard(sharded[operator.name])
-        elif sequence_parallel and operator.kind != "source":
+        elif sequence_parallel and not operator.is_source:
             config[axis] = _activation_shard(operator, config, shape, axis)
         choice = _with_zero(graph, operator, tuple(config), zero)
         again = regather and operator.name in sharded and operator.weights
@@ -351,7 +351,7 @@ def dim_chains(graph: OperatorGraph) -> list[list[tuple[int, str]]]:
 
     for edge in graph.edges:
         producer, consumer = graph.operators[edge.producer], graph.operators[edge.consumer]
-        if producer.kind == "source":
+        if producer.is_source:
             continue
         read = consumer.inputs[edge.slot]
         made = factors(producer.outputs[edge.output].layout)

@@ -73,7 +73,7 @@ def _blocks(graph: OperatorGraph) -> list[_Block]:
         place = repeat.start + repeat.length * repeat.count
     found.append(_Block(graph.operators[place:], 1))
     kept = [
-        _Block(tuple(op for op in block.operators if op.kind != "source"), block.count)
+        _Block(tuple(op for op in block.operators if not op.is_source), block.count)
         for block in found
     ]
     return [block for block in kept if block.operators]

@@ -61,7 +61,7 @@ def recomputed_operators(graph: OperatorGraph, policy: str) -> frozenset[str]:
     return frozenset(
         operator.name
         for i, operator in enumerate(graph.operators)
-        if size[segment[i]] > 1 and operator.kind != "source"
+        if size[segment[i]] > 1 and not operator.is_source
         if i not in outside or any(saved_inside(operator))
         if core is None or i in core
     )

@@ -334,7 +334,7 @@ def _narrow_cuts(graph: OperatorGraph) -> list[bool]:
     """Per operator whether at most one tensor goes from those before it to it and those behind."""
     last: dict[tuple[int, int], int] = {}
     for edge in graph.edges:
-        if graph.operators[edge.producer].kind != "source":
+        if not graph.operators[edge.producer].is_source:
             tensor = (edge.producer, edge.output)
             last[tensor] = max(last.get(tensor, 0), edge.consumer)
     change = [0] * (len(graph.operators) + 1)
@@ -349,7 +349,7 @@ def _best_cut(graph: OperatorGraph, block: Repeat) -> int:
     crossing = [0] * block.length
     for edge in graph.edges:
         producer = graph.operators[edge.producer]
-        if producer.kind == "source":
+        if producer.is_source:
             continue
         made = producer.outputs[edge.output]
         size = math.prod(factor_sizes(made.layout, producer.sizes))

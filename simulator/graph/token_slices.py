@@ -308,7 +308,7 @@ def _check_operator(graph: OperatorGraph, operator: Operator, dims: TokenDims) -
         dim = operator.dim(name)
         if dim.kind is DimKind.REDUCTION:
             raise ValueError(f"{where} sums over positions ({name}): they cannot be sliced")
-        if operator.kind not in POINTWISE or (dim.whole and operator.kind != "source"):
+        if operator.kind not in POINTWISE or (dim.whole and not operator.is_source):
             why = f" ({dim.whole})" if dim.whole else ""
             raise ValueError(
                 f"{where} may mix positions ({name}){why}: token slices need operators that make "

@@ -98,6 +98,10 @@ class GraphInput:
     sample_dim: int | None = 0
 
 
+SOURCE = "source"
+"""Kind of the operators that no gradient goes through: programs over the graph's inputs."""
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator: a kind from the rule table, its dims, and what it reads and makes."""
@@ -115,6 +119,11 @@ class Operator:
     def sizes(self) -> dict[str, int]:
         """Global size of each dim, by name."""
         return {dim.name: dim.size for dim in self.dims}
+
+    @property
+    def is_source(self) -> bool:
+        """Whether every rank makes it of the batch alone; all other kinds are trained through."""
+        return self.kind == SOURCE
 
     def dim(self, name: str) -> Dim:
         """The dim called `name`; ValueError names the operator and its dims otherwise."""

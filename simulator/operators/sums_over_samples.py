@@ -206,7 +206,7 @@ def _check_apart(operator: Operator, cut: frozenset[str], where: str, what: str)
         raise _MixedError(f"{where} relates {what} with one another ({', '.join(sorted(cut))})")
     (name,) = cut
     whole = operator.dim(name).whole
-    if whole and operator.kind != "source":
+    if whole and not operator.is_source:
         raise _MixedError(f"{where} mixes {what}: of its dim {name!r}, {whole}")
     if name in (*operator.windows, *operator.windows.values()):
         raise _MixedError(f"{where} slides a window over {what} ({name})")

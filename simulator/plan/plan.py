@@ -245,7 +245,7 @@ class Plan(SavedValue):
                         "its gradient sync, but under chimera the sum over both homes comes "
                         "between them: choose fused=False there"
                     )
-            if operator.kind == "source" and any(p != REPLICATE for p in config):
+            if operator.is_source and any(p != REPLICATE for p in config):
                 raise ValueError(
                     f"source {operator.name!r} must be replicated: every rank computes it in full"
                 )
@@ -310,7 +310,7 @@ class Plan(SavedValue):
                     f"plan {self.name!r} has no choice for operator {operator.name!r}"
                 )
             for read in operator.inputs:
-                if graph.operator(read.source).kind == "source":
+                if graph.operator(read.source).is_source:
                     continue
                 if self.stage_of[read.source] > self.stage_of[operator.name]:
                     raise ValueError(

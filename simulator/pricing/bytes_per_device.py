@@ -55,7 +55,7 @@ def operator_footprint(
     `uses` says what the operator is to each of its weights. Sources need nothing: every rank has
     them from the batch.
     """
-    if operator.kind == "source":
+    if operator.is_source:
         return Footprint(outputs=(0,) * len(operator.outputs))
     elements = [math.prod(shape_of(out.layout, sizes)) for out in operator.outputs]
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]

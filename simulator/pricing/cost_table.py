@@ -294,7 +294,7 @@ class TableBuilder:
 
     def _is_priced(self, edge: Edge, inside: set[int]) -> bool:
         """Whether an edge into the stage is: not one from a source, a slice of what all have."""
-        return edge.producer in inside and self.graph.operators[edge.producer].kind != "source"
+        return edge.producer in inside and not self.graph.operators[edge.producer].is_source
 
     # -- operators ------------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ class OperatorPricer:
     def _passes(self, i: int, choice: Choice, shard: Mapping[str, int] | None = None) -> _Passes:
         """The passes of an operator; of a shard of it, whose choice has no config, if given."""
         operator = self.graph.operators[i]
-        if operator.kind == "source":
+        if operator.is_source:
             return _Passes()
         if shard is None:
             shard = local_sizes(operator, choice.config, self.mesh.shape)
@@ -225,7 +225,7 @@ class OperatorPricer:
         """What the host takes to launch a pass, where the cluster says so."""
         operator, backward = self.graph.operators[i], direction is Direction.BACKWARD
         per_kernel = self.calibration.launch_us * 1e-6
-        if not per_kernel or operator.kind == "source":
+        if not per_kernel or operator.is_source:
             return IDLE
         if backward and not self.graph.needs_gradient[i]:
             return IDLE

@@ -319,7 +319,7 @@ def crossing_edges(stage_of: Mapping[str, int], graph: OperatorGraph) -> tuple[E
     return tuple(
         edge
         for edge in graph.edges
-        if graph.operators[edge.producer].kind != "source"
+        if not graph.operators[edge.producer].is_source
         and stage_of[graph.operators[edge.producer].name]
         != stage_of[graph.operators[edge.consumer].name]
     )

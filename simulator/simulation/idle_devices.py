@@ -65,7 +65,7 @@ def _replicated_axes(stage: Stage, graph: OperatorGraph) -> list[int]:
     configs = [
         choice.config
         for name, choice in stage.choices.items()
-        if graph.operator(name).kind != "source"
+        if not graph.operator(name).is_source
     ]
     return [
         k

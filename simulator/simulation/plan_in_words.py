@@ -182,7 +182,7 @@ def _substituted(plan: Plan) -> str:
 def _stage_words(
     simulation: Simulation, number: int, stage: Stage, graph: OperatorGraph
 ) -> StageWords:
-    operators = [op for op in map(graph.operator, stage.operators) if op.kind != "source"]
+    operators = [op for op in map(graph.operator, stage.operators) if not op.is_source]
     seconds = operator_seconds(simulation.timeline, simulation.plan.group(number))
     groups: dict[str, list[str]] = {}
     for operator in operators:

@@ -59,7 +59,7 @@ HERE = Environment("A100-80GB", "2.11.0")
 def timings() -> list[TimingEntry]:
     """Of a third of the operators, both ways, and of two updates."""
     training = PLAN.training
-    timed = [each for each in GRAPH.operators if each.kind != "source"][::3]
+    timed = [each for each in GRAPH.operators if not each.is_source][::3]
     keys = [TimingKey(HERE, each, training.precision, way) for each in timed for way in Direction]
     keys += [update_key(n, training, HERE) for n in (1000, 50_000)]
     return [

@@ -43,7 +43,7 @@ def test_problems_are_small_and_various() -> None:
     drawn = [draw_problem(0, number, limit=60_000) for number in range(60)]
     for problem in drawn:
         assert 1 < problem.num_plans <= 60_000
-        layers = [o for o in problem.graph.operators if o.kind != "source"]
+        layers = [o for o in problem.graph.operators if not o.is_source]
         assert len(layers) <= MAX_OPERATORS
     assert len({problem.family for problem in drawn}) >= len(FAMILIES) - 1
     assert {problem.cluster.num_devices for problem in drawn} == {a * b for a, b in DEVICES}

@@ -119,7 +119,7 @@ def random_plan(
             names[i]: pin(
                 rng.choice(options(name, parts, i, shape, plain)),
                 {a: rng.randrange(shape[a]) for a in pinned if rng.random() < pins},
-                source=graph.operators[i].kind == "source",
+                source=graph.operators[i].is_source,
                 recompute=again and rng.random() < 0.5,
             )
             for i in range(lo, hi)

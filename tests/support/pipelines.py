@@ -15,7 +15,7 @@ def small_gpt(batch: int = 8) -> OperatorGraph:
 
 
 def cut_at(graph: OperatorGraph, *places: int) -> tuple[tuple[str, ...], ...]:
-    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    layers = [i for i, op in enumerate(graph.operators) if not op.is_source]
     stage_of = {i: sum(k >= place for place in places) for k, i in enumerate(layers)}
     return by_stage(graph, stage_of, len(places) + 1)
 

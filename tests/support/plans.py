@@ -197,8 +197,8 @@ def make_plan(
     With `crews`, stage s is on the devices of stage s modulo `crews`, as in interleaved schedules.
     """
     graph = case.graph.microbatch(num_microbatches)
-    names = [o.name for o in graph.operators if o.kind != "source"]
-    sources = [o.name for o in graph.operators if o.kind == "source"]
+    names = [o.name for o in graph.operators if not o.is_source]
+    sources = [o.name for o in graph.operators if o.is_source]
     if cuts is None:
         cuts = tuple(len(names) * s // len(shapes) for s in range(1, len(shapes)))
     stages: list[Stage] = []
@@ -279,7 +279,7 @@ def plan_on(
     crews: int | None,
 ) -> Plan:
     """Stages of some shapes, cut anywhere, with random configs (by `seed`) and options."""
-    num_operators = sum(o.kind != "source" for o in case.graph.operators)
+    num_operators = sum(not o.is_source for o in case.graph.operators)
     plan = make_plan(
         case,
         optional(drawing(seed), seed),

@@ -65,7 +65,7 @@ def plan_of(rewritten: Rewritten, choose: Choose = everywhere, ways: int = 1) ->
     graph = rewritten.graph
     choices = {
         each.name: Choice(
-            (REPLICATE,) if each.kind == "source" else choose(each, (ways,)),
+            (REPLICATE,) if each.is_source else choose(each, (ways,)),
         )
         for each in graph.operators
     }

@@ -122,8 +122,8 @@ def gshard_annotations(graph: OperatorGraph, axes: Sequence[MeshAxis]) -> dict[s
 def _first_readers(graph: OperatorGraph) -> Iterator[Operator]:
     """Operators that read nothing but sources."""
     for operator in graph.operators:
-        if operator.kind != "source" and all(
-            graph.operator(read.source).kind == "source" for read in operator.inputs
+        if not operator.is_source and all(
+            graph.operator(read.source).is_source for read in operator.inputs
         ):
             yield operator
 

@@ -151,7 +151,7 @@ def operator_groups(graph: OperatorGraph, max_groups: int) -> Ints:
         (9, True)
     """
     segments = np.array(graph.segments)
-    first = next(i for i, op in enumerate(graph.operators) if op.kind != "source")
+    first = next(i for i, op in enumerate(graph.operators) if not op.is_source)
     segments[:first] = segments[first]
     number: Ints = np.unique(segments, return_inverse=True)[1].astype(np.int64)
     count = int(number.max()) + 1
@@ -231,7 +231,7 @@ class Placements:
         devices = cluster.num_devices
         self._situation, self._group_of = situation, group_of
         self._mesh = DeviceMesh((MeshAxis("device", devices),), tuple(range(devices)))
-        self._is_source = np.array([op.kind == "source" for op in graph.operators])
+        self._is_source = np.array([op.is_source for op in graph.operators])
         pins = tuple(Choice((Pin(k),)) for k in range(devices))
         self._choices = [(Choice((REPLICATE,)),) if s else pins for s in self._is_source]
         self._builder = TableBuilder(

@@ -329,7 +329,7 @@ class _Propagation:
     # -- tensors --------------------------------------------------------------------------------
 
     def _link(self, i: int, operator: Operator) -> _Links:
-        if operator.kind == "source":
+        if operator.is_source:
             return _Links((), (), ())
         inputs: list[_Link] = []
         for read in operator.inputs:

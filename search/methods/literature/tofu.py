@@ -124,7 +124,7 @@ def _options(
     operator: Operator, before: Sequence[Placement], shape: Sequence[int]
 ) -> list[Placement]:
     """The dims that one more axis can cut; replicated only where there is none."""
-    if operator.kind == "source":
+    if operator.is_source:
         return [REPLICATE]
     cuts: list[Placement] = [
         Shard(dim.name) for dim in operator.dims if _can_cut(dim, before, shape)
@@ -190,7 +190,7 @@ class _Level:
         ]
         pairs: dict[tuple[int, int], Floats] = {}
         for edge in self.graph.edges:
-            if self.operators[edge.producer].kind != "source":
+            if not self.operators[edge.producer].is_source:
                 key = edge.producer, edge.consumer
                 between = self._edge_bytes(edge, options[edge.producer], options[edge.consumer])
                 pairs[key] = pairs[key] + between if key in pairs else between

@@ -93,7 +93,7 @@ def chain_of(graph: OperatorGraph) -> OperatorChain:
         (126, 18)
     """
     compact = compact_graph(graph)
-    operators = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    operators = [i for i, op in enumerate(graph.operators) if not op.is_source]
     place = {i: k for k, i in enumerate(operators)}
     numbers = {(e.consumer, e.slot): k for k, e in enumerate(compact.graph.edges)}
     edges = sorted(

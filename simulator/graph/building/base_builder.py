@@ -183,7 +183,7 @@ class GraphBuilderBase:
             )
         sums_as_sources(live_drafts(self._drafts, made))
         drafts = fuse_elementwise(live_drafts(self._drafts, made))
-        drafts.sort(key=lambda draft: draft.kind != "source")
+        drafts.sort(key=lambda draft: not draft.is_source)
         sampled = [given.name for given in self._inputs if given.sample_dim is not None]
         sampled.sort(key=lambda name: name == TARGETS)
         return settle_samples(
@@ -304,6 +304,6 @@ def _broadcast(where: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _inputs_read(draft: OperatorDraft) -> Iterator[str]:
-    if draft.kind == "source":
+    if draft.is_source:
         for _, arguments in draft.attributes["steps"]:
             yield from (name for kind, name in references(arguments) if kind == "input")

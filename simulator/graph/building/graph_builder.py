@@ -321,7 +321,7 @@ class GraphBuilder(ExpertBuilder):
     def _count(self, target: DraftTensor, ignore_index: int) -> DraftTensor:
         """The number of targets of the whole batch that are not `ignore_index`."""
         node = target.node
-        if not isinstance(node, OperatorDraft) or node.kind != "source" or target.selected:
+        if not isinstance(node, OperatorDraft) or not node.is_source or target.selected:
             raise ValueError(
                 f"cross entropy: its target {node.name!r} must be a graph input or a source, "
                 "whole; targets that the model itself computes are not supported"

@@ -21,7 +21,7 @@ from stratagem.simulator.graph.building.factor_unification import (
     size_of,
     split_front,
 )
-from stratagem.simulator.operators.operator import DimKind
+from stratagem.simulator.operators.operator import SOURCE, DimKind
 
 Group = tuple[Factor, ...]
 
@@ -79,6 +79,11 @@ class OperatorDraft:
     weights: list[Read] = field(default_factory=list)
     outputs: list[Made] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether every rank will make it of the batch alone."""
+        return self.kind == SOURCE
 
     @property
     def where(self) -> str:

@@ -110,5 +110,5 @@ def _repeated(before: OperatorGraph, after: OperatorGraph) -> float:
     return sum(
         RULES[operator.kind].flops(operator, operator.sizes)
         for operator, old, new in zip(after.operators, had, have, strict=True)
-        if old and not new and operator.kind != "source"
+        if old and not new and not operator.is_source
     )

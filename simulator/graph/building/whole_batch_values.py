@@ -22,7 +22,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
     fixed_leaves,
     view_key,
 )
-from stratagem.simulator.operators.operator import DimKind
+from stratagem.simulator.operators.operator import SOURCE, DimKind
 from stratagem.simulator.operators.step_programs import (
     SOURCE_FUNCTIONS,
     Steps,
@@ -54,7 +54,7 @@ def sums_as_sources(drafts: Sequence[OperatorDraft]) -> None:
         if id(draft) not in free or id(draft) in needed:
             needed.update(id(read.tensor.node) for read in draft.reads)
     for draft in drafts:
-        if id(draft) in free & needed and draft.kind != "source" and _mixes_samples(draft):
+        if id(draft) in free & needed and not draft.is_source and _mixes_samples(draft):
             _make_source(draft)
 
 
@@ -82,7 +82,7 @@ def _mixes_samples(draft: OperatorDraft) -> bool:
 def _make_source(draft: OperatorDraft) -> None:
     program = _Program()
     program.made_by(draft)
-    draft.kind, draft.reads, draft.attributes = "source", [], {"steps": program.steps}
+    draft.kind, draft.reads, draft.attributes = SOURCE, [], {"steps": program.steps}
     (made,) = draft.outputs
     draft.loops = [loop for loop in made.loops if loop is not None]
     for loop in draft.loops:

@@ -117,7 +117,7 @@ def _kernel_seconds(graph: OperatorGraph) -> Mapping[Direction, Mapping[str, flo
     found: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
     effort = Effort(seconds=0.05)
     for operator in graph.operators:
-        if operator.kind != "source":
+        if not operator.is_source:
             timing = time_operator(operator, Training(), effort=effort)
             found[Direction.FORWARD][operator.name] = timing.forward.median_s
             if timing.backward is not None:

@@ -212,7 +212,7 @@ def space_operators(graph: OperatorGraph, cluster: Cluster, training: Training) 
     share: dict[object, float] = defaultdict(float)
     example: dict[object, str] = {}
     for operator in graph.operators:
-        if operator.kind != "source":
+        if not operator.is_source:
             share[operator.signature] += _seconds(operator, operator.sizes, training, device)
             example.setdefault(operator.signature, operator.name)
     ranked: list[tuple[float, Local]] = []
@@ -244,7 +244,7 @@ def planned_operators(graph: OperatorGraph, plan: Plan) -> list[Local]:
     for part, stage in product(graphs, plan.stages):
         for name, choice in stage.choices.items():
             operator = part.operator(name)
-            if operator.kind != "source":
+            if not operator.is_source:
                 sizes = local_sizes(operator, choice.config, stage.mesh.shape)
                 digest = operator_digest(local_operator(operator, sizes))
                 found.setdefault(digest, (operator, sizes))

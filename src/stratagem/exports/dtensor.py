@@ -192,7 +192,7 @@ def _missing(graph: OperatorGraph, nearest: Plan) -> Iterator[str]:
         loose = [
             operator.name
             for operator in map(graph.operator, stage.operators)
-            if operator.kind != "source" and not module_of(graph, operator)
+            if not operator.is_source and not module_of(graph, operator)
         ]
         if loose and axes:
             yield (

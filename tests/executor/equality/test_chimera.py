@@ -212,7 +212,7 @@ def random_plan(case: Case, seed: int) -> Plan:
     if len(half) == 1:
         half = [rng.choice([TWO, (3,), (2, 2)])]
     shapes = (*half, *half[::-1])
-    count = sum(o.kind != "source" for o in case.graph.operators)
+    count = sum(not o.is_source for o in case.graph.operators)
     cuts = tuple(sorted(rng.sample(range(1, count), len(shapes) - 1)))
     plan = opposite(
         case,
@@ -264,7 +264,7 @@ def test_other_models_train_like_torch(model: str) -> None:
 def test_a_tie_may_join_any_stages() -> None:
     """Tokens are embedded in stage 0 and scored in stage 2, whose mirror image is stage 1."""
     case = case_of("gpt")
-    names = [op.name for op in case.graph.operators if op.kind != "source"]
+    names = [op.name for op in case.graph.operators if not op.is_source]
     cuts = (names.index("blocks.0.up"), names.index("blocks.1.add"), names.index("head") + 1)
     plan = opposite(case, sharding("parameter", zero=1), *(TWO,) * 4, cuts=cuts)
     assert (plan.stage_of["tokens"], plan.stage_of["head"]) == (0, 2)

@@ -140,6 +140,6 @@ def test_a_target_network_is_left_as_it_is_with_a_warning(blocked: str) -> None:
         parameter.requires_grad_(False)
     assert capture(model, (), batch).fingerprint == graph.fingerprint  # without a word
     case = Case(model, batch, graph)
-    operators = [o.name for o in graph.operators if o.kind != "source"]
+    operators = [o.name for o in graph.operators if not o.is_source]
     for cut in range(2, len(operators), 2):
         assert_trains(case, whole, 1, cut, "1f1b", num_microbatches=1)

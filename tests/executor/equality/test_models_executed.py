@@ -215,7 +215,7 @@ def test_uneven_shards(model: str) -> None:
 def test_operators_pinned_in_turn(model: str) -> None:
     """Every operator runs on one device, the next one on another."""
     case = case_of(model)
-    names = [o.name for o in case.graph.operators if o.kind != "source"]
+    names = [o.name for o in case.graph.operators if not o.is_source]
 
     def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
         return Choice((Pin(names.index(operator.name) % shape[0]),))

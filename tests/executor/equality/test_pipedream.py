@@ -267,7 +267,7 @@ def test_options_train_by_the_published_rule(gpt: Case, fields: dict[str, int]) 
             stage,
             choices={
                 n: replace(c, **fields)
-                if n.endswith(names) and gpt.graph.operator(n).kind != "source"
+                if n.endswith(names) and not gpt.graph.operator(n).is_source
                 else c
                 for n, c in stage.choices.items()
             },
@@ -289,7 +289,7 @@ def test_random_plans_train_by_the_published_rule(gpt: Case, seed: int) -> None:
         choice = drawn(operator, shape)
         return replace(choice, zero=min(choice.zero, 2))
 
-    names = [o.name for o in gpt.graph.operators if o.kind != "source"]
+    names = [o.name for o in gpt.graph.operators if not o.is_source]
     cuts = tuple(sorted(rng.sample(range(1, len(names)), len(shapes) - 1)))
     plan = stashing(gpt, choose, *shapes, num_microbatches=4, cuts=cuts)
     assert_trains_as_published(gpt, replace(plan, bucket_bytes=rng.choice([0, 500])), steps=2)
@@ -315,7 +315,7 @@ def test_weights_tied_within_a_stage_are_one_version() -> None:
     plan = stashing(case, whole, (1,), (1,))
     first = next(n for n in plan.stages[0].operators if n.endswith("positions"))
     rest = [n for s in plan.stages for n in s.operators if n != first]
-    sources = {o.name for o in case.graph.operators if o.kind == "source"}
+    sources = {o.name for o in case.graph.operators if o.is_source}
     ahead = (*(n for n in rest if n in sources), first)
     choices = {n: c for s in plan.stages for n, c in s.choices.items()}
     stages = tuple(

@@ -127,13 +127,13 @@ def make_plan(
     """Stages of so many devices each, with the operators cut in equal parts."""
     found = [next(step for step in one_step(graph) if step.rule == rule) for rule in rules]
     graph = rewrite(graph, found).graph
-    names = [operator.name for operator in graph.operators if operator.kind != "source"]
+    names = [operator.name for operator in graph.operators if not operator.is_source]
     cuts = [len(names) * s // len(ways) for s in range(len(ways) + 1)]
     stages, device = [], 0
     for s, count in enumerate(ways):
         mesh = DeviceMesh((MeshAxis("axis", count),), tuple(range(device, device + count)))
         device += count
-        sources = tuple(o.name for o in graph.operators if o.kind == "source") if s == 0 else ()
+        sources = tuple(o.name for o in graph.operators if o.is_source) if s == 0 else ()
         listed = (*sources, *names[cuts[s] : cuts[s + 1]])
         chosen = {
             name: replicated(graph.operator(name), count)

@@ -141,7 +141,7 @@ def test_a_run_with_split_backward_passes_leaves_the_profiler_its_work(tmp_path:
         assert report.num_cached == 0
         for operator, sizes in operators:
             local = local_operator(operator, sizes)
-            for direction in passes_of(local) if operator.kind != "source" else ():
+            for direction in passes_of(local) if not operator.is_source else ():
                 key = TimingKey(environment(), local, "float32", direction)
                 assert cache.own(key) is not None
         again = profile_operators(operators, Training(), cache, load=1, effort=QUICK)
@@ -197,7 +197,7 @@ def test_a_failure_takes_the_place_of_no_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("graph", [GRAPH, mlp([16, 24, 16], batch=8)], ids=["gpt", "mlp"])
 def test_the_passes_of_an_operator_are_those_that_are_timed(graph: OperatorGraph) -> None:
     for operator in graph.operators:
-        if operator.kind != "source":
+        if not operator.is_source:
             trial = Trial(operator, Training(), torch.device("cpu"))
             assert trial.has_backward == (Direction.BACKWARD in passes_of(operator))
 

@@ -126,7 +126,7 @@ def sliced():
 
 
 GRAPHS = (transformer(), convolutional(), experts(), sliced())
-OPERATORS = [o for graph in GRAPHS for o in graph.operators if o.kind != "source"]
+OPERATORS = [o for graph in GRAPHS for o in graph.operators if not o.is_source]
 LINEAR = GRAPHS[0].operator("linear")
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: f"{o.kind}-{o.name}")
 
@@ -268,7 +268,7 @@ def two_ways(graph: OperatorGraph) -> Plan:
 
 def _split(operator: Operator):
     names = [d.name for d in operator.dims if d.name == "sample" and not d.whole]
-    return Shard("sample") if names and operator.kind != "source" else REPLICATE
+    return Shard("sample") if names and not operator.is_source else REPLICATE
 
 
 class TestProfile:

@@ -59,7 +59,7 @@ def test_a_searchs_operators_come_in_proportion_to_their_share(limit: int) -> No
     """Like seats of a parliament, given one after the other to the largest share / (seats + 1)."""
     graph = mlp([512, 640, 900], batch=64)
     found = space_operators(graph, CLUSTER, Training())
-    votes = {o.name: predicted(o, o.sizes) for o in graph.operators if o.kind != "source"}
+    votes = {o.name: predicted(o, o.sizes) for o in graph.operators if not o.is_source}
     room = Counter(operator.name for operator, _ in found)
     seats: Counter[str] = Counter()
     for _ in range(limit):

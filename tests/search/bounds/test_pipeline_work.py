@@ -47,7 +47,7 @@ def random_pipeline(here: Situation, schedule: str, rng: random.Random) -> Skele
         left = total - sum(shares)
         shares.append(rng.choice([n for n in sizes if n <= left and n < total]))
     graph = here.graph
-    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    layers = [i for i, op in enumerate(graph.operators) if not op.is_source]
     shares = shares[: len(layers)]
     cuts = sorted(rng.sample(range(1, len(layers)), len(shares) - 1))
     starts = [sum(shares[:k]) for k in range(len(shares))]
@@ -95,7 +95,7 @@ def test_equal_work_on_two_devices_takes_what_the_bound_says() -> None:
     graph = mlp([4096, 4096, 4096], batch=8192)
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     here = Situation(graph, cluster, Training(), default_costs())
-    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    layers = [i for i, op in enumerate(graph.operators) if not op.is_source]
     meshes = tuple(stage_meshes([d], cluster)[0] for d in range(2))
     work = PipelineWork(MicrobatchModels(here), Options(), ("none",))
     for parts, near in ((1, 0.9), (4, 0.8)):

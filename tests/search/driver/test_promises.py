@@ -458,8 +458,7 @@ def test_nodes_that_repeat_the_work_of_others_are_named() -> None:
     def told(nodes: Placement, inside: Placement, one: Cluster = cluster) -> str:
         whole = (REPLICATE, REPLICATE)
         choices = {
-            op.name: Choice(whole if op.kind == "source" else (nodes, inside))
-            for op in graph.operators
+            op.name: Choice(whole if op.is_source else (nodes, inside)) for op in graph.operators
         }
         plan = here.plan(Skeleton((graph.names,), (mesh,), 1, "1f1b"), choices, name="plan")
         plan = replace(plan, cluster=one)

@@ -104,7 +104,7 @@ class TestContent:
     def test_every_operator_is_there(self, pipelined, written):
         shown = data_of(written)["operators"]["values"]
         graph, plan = pipelined.graph, pipelined.plan
-        assert [row[0] for row in shown] == [o.name for o in graph.operators if o.kind != "source"]
+        assert [row[0] for row in shown] == [o.name for o in graph.operators if not o.is_source]
         assert [row[2] for row in shown] == [plan.stage_of[row[0]] for row in shown]
         computing = pipelined.simulation.operators
         totals = dict(zip(computing.column("operator"), computing.column("total"), strict=True))

@@ -156,7 +156,7 @@ def test_annotations_are_kept_and_every_operator_gets_a_valid_config(data: st.Da
         MeshAxis("X", data.draw(st.integers(1, 4))),
         MeshAxis("Y", data.draw(st.integers(1, 3))),
     ]
-    operators = [op for op in graph.operators if op.kind != "source" and op.outputs[0].layout]
+    operators = [op for op in graph.operators if not op.is_source and op.outputs[0].layout]
     chosen = data.draw(
         st.lists(st.sampled_from(operators), max_size=4, unique_by=lambda o: o.name)
     )

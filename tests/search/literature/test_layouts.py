@@ -71,7 +71,7 @@ def mesh_of(axes: tuple[MeshAxis, ...]) -> DeviceMesh:
 def test_every_dim_of_every_operator_is_in_one_chain(name: str) -> None:
     graph = MODELS[name]
     members = [m for dim in logical_dims(graph).values() for chain in dim.chains for m in chain]
-    expected = {(o.name, d.name) for o in graph.operators if o.kind != "source" for d in o.dims}
+    expected = {(o.name, d.name) for o in graph.operators if not o.is_source for d in o.dims}
     assert set(members) == expected
     assert len(members) == len(expected)
     assert len(dim_table(graph).rows) == sum(len(d.chains) for d in logical_dims(graph).values())

@@ -235,7 +235,7 @@ def test_placements_are_priced_as_they_are_simulated() -> None:
     assert found.fits
     for operator in s.graph.operators:
         (placement,) = found.plan.choice(operator.name).config
-        assert isinstance(placement, Pin) or operator.kind == "source"
+        assert isinstance(placement, Pin) or operator.is_source
 
 
 def test_equal_seeds_give_equal_placements_and_other_seeds_others() -> None:

@@ -91,7 +91,7 @@ def simulated(situation: Situation, skeleton: Skeleton, choices: Choices) -> Sim
 @given(st.data())
 def test_a_neighbour_differs_in_one_thing_and_is_a_plan(data: st.DataObject) -> None:
     graph = small_gpt(batch=32)
-    layers = sum(op.kind != "source" for op in graph.operators)
+    layers = sum(not op.is_source for op in graph.operators)
     places = data.draw(
         st.lists(st.integers(1, layers - 1), min_size=1, max_size=2, unique=True).map(sorted)
     )
@@ -129,7 +129,7 @@ def test_a_neighbour_differs_in_one_thing_and_is_a_plan(data: st.DataObject) -> 
 
 
 def is_source(graph: OperatorGraph, name: str) -> bool:
-    return graph.operators[graph.index[name]].kind == "source"
+    return graph.operators[graph.index[name]].is_source
 
 
 def test_an_operator_chooses_as_its_like_does_where_it_comes() -> None:
@@ -162,7 +162,7 @@ def test_single_changes_lead_to_the_best_cut_there_is() -> None:
     graph = uneven()
     situation, meshes = situation_of(graph), meshes_of((1,), (1,))
     choices = data_parallel(graph, (1,))
-    layers = sum(op.kind != "source" for op in graph.operators)
+    layers = sum(not op.is_source for op in graph.operators)
     every = [
         Skeleton(cut_at(graph, place), meshes, 8, "1f1b", ("none", "none"))
         for place in range(1, layers)

@@ -164,7 +164,7 @@ def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -
     sizes = [draw.choice([64, 256, 1024, 4096, 8192]) for _ in range(4)]
     graph = mlp(sizes, batch=draw.choice([64, 256, 1024]))
     meshes = meshes_of((2,), (2,))
-    layers = sum(op.kind != "source" for op in graph.operators)
+    layers = sum(not op.is_source for op in graph.operators)
     every = {
         Skeleton(cut_at(graph, place), meshes, count, "1f1b", ("none", "none"))
         for place in range(1, layers)

@@ -74,7 +74,7 @@ def test_no_other_cut_is_better_balanced_when_simulated(
     """Stages were balanced by a float32 that nobody trains in, and by costs that nobody gave."""
     training = Training(precision)
     here = Situation(graph, cluster(), training, costs)
-    layers = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+    layers = [i for i, op in enumerate(graph.operators) if not op.is_source]
     every = [slowest(here, cut_stages(graph, layers, [place])) for place in range(1, len(layers))]
     ours = slowest(here, StageCutter(graph, here.cluster, costs, training).stages(2))
     assert ours <= min(every) * (1 + 1e-3)

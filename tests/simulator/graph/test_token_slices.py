@@ -284,7 +284,7 @@ def test_all_slices_hold_what_a_microbatch_holds(
 
 
 def recomputing(choose: Chooser) -> Chooser:
-    return lambda op, shape: replace(choose(op, shape), recompute=op.kind != "source")
+    return lambda op, shape: replace(choose(op, shape), recompute=not op.is_source)
 
 
 def test_recomputed_slices_keep_keys_and_values_for_the_later_ones() -> None:

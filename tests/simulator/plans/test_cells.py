@@ -374,7 +374,7 @@ def test_sums_inside_an_operator_are_gangs(kind: str, dim: str) -> None:
 def test_a_send_holds_its_two_ends_and_no_other_cell() -> None:
     graph = mlp([64, 64, 64], batch=32)
     choices = replicated(graph, (4,))
-    names = [op.name for op in graph.operators if op.kind != "source"]
+    names = [op.name for op in graph.operators if not op.is_source]
     for name in names:
         choices[name] = Choice((Pin(1 if name == names[0] else 3),))
     forward = stage_of(one_stage(graph, (4,), choices), graph).cell_blocks[FORWARD]

@@ -108,8 +108,8 @@ def test_ties_wait_between_the_blocks_of_a_rank_that_has_two_stages(parts: int, 
 
 def test_equal_stages_are_played_once_and_others_are_not() -> None:
     graph = mlp([64] * 9, batch=32)
-    names = [op.name for op in graph.operators if op.kind != "source"]
-    sources = tuple(op.name for op in graph.operators if op.kind == "source")
+    names = [op.name for op in graph.operators if not op.is_source]
+    sources = tuple(op.name for op in graph.operators if op.is_source)
     parts = [(*sources, *names[:4]), tuple(names[4:8]), tuple(names[8:12]), tuple(names[12:])]
     choices = data_parallel(graph, (2,))
     stages = [

@@ -88,7 +88,7 @@ def alive_by_definition(graph: OperatorGraph, again: set[str]) -> int:
 
     alive = np.zeros(2 * n, dtype=np.int64)
     for i, operator in enumerate(graph.operators):
-        if operator.kind == "source":
+        if operator.is_source:
             continue
         size = 4 * int(np.prod([operator.sizes[f] for g in operator.outputs[0].layout for f in g]))
         reads = [e for e in graph.edges if e.producer == i]
@@ -159,7 +159,7 @@ def test_the_curve_peaks_where_the_peak_says(seed: int, num_stages: int, schedul
     again = rng.random() < 0.5
     choices: dict[str, Choice] = {}
     for operator in small.operators:
-        recompute = bool(again and rng.random() < 0.7 and operator.kind != "source")
+        recompute = bool(again and rng.random() < 0.7 and not operator.is_source)
         found = operator_choices(small, operator, (ways,), (0, 2, 3), options, recompute=recompute)
         choices[operator.name] = found[int(rng.integers(len(found)))]
     simulation = simulate_plan(

@@ -101,7 +101,7 @@ def test_one_device_takes_the_sum_of_its_operators() -> None:
     device, training = CLUSTER.device_type(0), Training()
     passes = 0
     for i, op in enumerate(graph.operators):
-        if op.kind != "source":
+        if not op.is_source:
             for direction in Direction:
                 if direction is Direction.FORWARD or graph.needs_gradient[i]:
                     cost = COSTS.operator_cost(op, op.sizes, direction, training, device)

@@ -30,7 +30,7 @@ def launches(graph):
         num_kernels(operator, training)
         + (num_kernels(operator, training, backward=True) if graph.needs_gradient[i] else 0)
         for i, operator in enumerate(graph.operators)
-        if operator.kind != "source"
+        if not operator.is_source
     )
 
 

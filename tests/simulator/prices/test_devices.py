@@ -416,7 +416,7 @@ def test_every_operator_of_a_model_is_priced_by_fits(name: str, backward: bool) 
     device = DeviceType.preset(name)
     for graph in (small_gpt(), resnet(18, batch=8)):
         for operator in graph.operators:
-            if operator.kind != "source":
+            if not operator.is_source:
                 found = cost(operator, device, backward=backward)
                 assert found.source is CostSource.FITTED, operator.kind
                 assert found.seconds > 0

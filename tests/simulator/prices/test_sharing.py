@@ -128,7 +128,7 @@ def by_definition(plan: Plan, graph: OperatorGraph) -> Counter[str]:
     seen: set[object] = set()
     for edge in graph.edges:
         made, reader = graph.operators[edge.producer], graph.operators[edge.consumer]
-        if made.kind == "source":
+        if made.is_source:
             continue
         out, read = made.outputs[edge.output], reader.inputs[edge.slot]
         ours, theirs = choice[made.name].config, choice[reader.name].config

@@ -234,7 +234,7 @@ def check(
     assert OperatorGraph.from_json(graph.to_json()) == graph
     for operator in graph.operators:
         assert operator.kind in RULES
-        known_steps = SOURCE_FUNCTIONS if operator.kind == "source" else STEP_FUNCTIONS
+        known_steps = SOURCE_FUNCTIONS if operator.is_source else STEP_FUNCTIONS
         for name, _ in operator.attributes.get("steps", []):
             assert name in known_steps
     return graph
@@ -419,7 +419,7 @@ def test_padding_mask_becomes_a_source() -> None:
     mixed = graph.operator("transformer.h.1.attn.attention")
     assert len(mixed.inputs) == 4
     assert mixed.inputs[3].layout == (("sample",), (), ("query",), ("key",))
-    assert graph.operator(mixed.inputs[3].source).kind == "source"
+    assert graph.operator(mixed.inputs[3].source).is_source
 
 
 class Encoder(nn.Module):

@@ -187,7 +187,7 @@ def _stages(
     moved = [
         name
         for name in theirs.names
-        if name in ours.index and theirs.operator(name).kind != "source"
+        if name in ours.index and not theirs.operator(name).is_source
         if plan.stage_of[name] != nearest.stage_of[name]
     ]
     if moved:
@@ -221,7 +221,7 @@ def _operators(
     parts = PartsMemory()
     groups: dict[tuple[str, str], list[str]] = {}
     for operator in theirs.operators:
-        if operator.kind == "source" or operator.name not in ours.index:
+        if operator.is_source or operator.name not in ours.index:
             continue
         places = [p.stages[p.stage_of[operator.name]] for p in (plan, nearest)]
         choices = [

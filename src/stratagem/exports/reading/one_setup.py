@@ -135,7 +135,7 @@ class _Near:
         """Operators of the plan that the model has too, with their stage and flops."""
         known = self.plan.rewrite(self.graph).graph
         for operator in known.operators:
-            if operator.kind != "source" and operator.name in self.graph.index:
+            if not operator.is_source and operator.name in self.graph.index:
                 stage = self.plan.stages[self.plan.stage_of[operator.name]]
                 yield operator, stage, rule_of(operator).flops(operator, operator.sizes)
 

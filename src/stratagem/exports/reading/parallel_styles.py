@@ -98,7 +98,7 @@ def _arrival(graph: OperatorGraph, operator: Operator, stage: Stage, axis: int) 
     """
     read = operator.inputs[0]
     source = graph.operator(read.source)
-    if source.kind == "source" or source.name not in stage.choices:
+    if source.is_source or source.name not in stage.choices:
         return REPLICATE
     if source.kind in ("linear", "embedding") and module_of(graph, source):
         return read_placements(operator, 0, stage)[axis]
