@@ -44,7 +44,7 @@ from stratagem.simulator.hardware.device_type import (
 )
 from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
 from stratagem.simulator.kernel_times.fitted_kernels import memory_seconds
-from stratagem.simulator.kernel_times.memory_traffic import Moved
+from stratagem.simulator.operators.kinds.traffic import Moved
 
 Constants = TypeVar("Constants", ProductConstants, MemoryConstants, AttentionConstants)
 

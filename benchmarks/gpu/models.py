@@ -17,6 +17,8 @@ from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
@@ -162,7 +164,7 @@ def whole(graph: OperatorGraph, *, recompute: bool = False) -> Choices:
     """One device does it all, and again in backward where it is to recompute."""
     return {
         operator.name: Choice(
-            (REPLICATE,), recompute=recompute and operator.kind not in ("source", "cross_entropy")
+            (REPLICATE,), recompute=recompute and role_of(operator) not in (Role.SOURCE, Role.LOSS)
         )
         for operator in graph.operators
     }

@@ -49,7 +49,8 @@ from stratagem.executor.state.parameter_parts import check_state, collect, local
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.token_slices import PREFIX
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Operator, factor_sizes
 from stratagem.simulator.operators.sliding_windows import shard_bounds
 from stratagem.simulator.operators.step_programs import inputs_of
@@ -286,7 +287,7 @@ class Interpreter:
             case Backward():
                 operator = self.program.operator(instruction.operator, instruction.microbatch)
                 shards = self._shards_of(operator, instruction.microbatch, instruction.piece)
-                if operator.kind == PREFIX:
+                if role_of(operator) is Role.PREFIX:
                     slices = self.program.slices
                     return prefix_actions.backward(instruction, operator, shards, slices, memory)
                 seat = self._seat_of(operator.name)
@@ -375,7 +376,7 @@ class Interpreter:
         microbatch, program = instruction.microbatch, self.program
         operator = program.operator(instruction.operator, microbatch)
         seat = self._seat_of(operator.name)
-        if operator.kind == PREFIX:
+        if role_of(operator) is Role.PREFIX:
             parts = [
                 self._part(part.graph.operator(operator.name), part.number)
                 for part in program.slices[: len(instruction.inputs)]

@@ -17,8 +17,8 @@ from stratagem.executor.program.numbered_meshes import joint_number
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Config, Pin, Placements, Shard
 from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.resharding_paths import Step
 
@@ -147,7 +147,7 @@ class Writer:
         operator, config = self.context.graph.operators[i], self.context.configs[i]
         inner = {
             name
-            for each in rule_of(operator).inner(operator, operator.sizes)
+            for each in kind_of(operator).inner(operator, operator.sizes)
             for name in each.dims
         }
         return tuple(

@@ -33,8 +33,8 @@ from stratagem.executor.program.instructions import (
 )
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Placements
+from stratagem.simulator.operators.kinds.saved_for_backward import saved_slots
 from stratagem.simulator.operators.operator import Edge, factors
-from stratagem.simulator.operators.saved_for_backward import saved_slots
 from stratagem.simulator.schedules.actions import Action, ActionKind
 
 

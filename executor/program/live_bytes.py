@@ -37,12 +37,12 @@ from stratagem.simulator.graph.placement import (
     output_placements,
 )
 from stratagem.simulator.hardware.collective_times import Collective
-from stratagem.simulator.operators.operator import Operator, factor_sizes, factors
-from stratagem.simulator.operators.saved_for_backward import (
+from stratagem.simulator.operators.kinds.saved_for_backward import (
     saved_inside,
     saved_slots,
     saves_output,
 )
+from stratagem.simulator.operators.operator import Operator, factor_sizes, factors
 
 
 def peak_bytes(program: Program) -> tuple[int, ...]:

@@ -30,10 +30,10 @@ from stratagem.simulator.graph.placement import REPLICATE, splits_of
 from stratagem.simulator.graph.substitutions import rewrite
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.norms import LOCAL
+from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.operators.operator import DimKind, Operator
-from stratagem.simulator.operators.operator_kinds import LOCAL
 from stratagem.simulator.operators.sliding_windows import shard_bounds
-from stratagem.simulator.operators.sums_over_samples import takes_statistics
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.program.programs import Program
+from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 
 COUNTER = "num_batches_tracked"
 _RUNNING_MEAN = 2
@@ -57,7 +58,7 @@ def counters_of(program: Program, state: Mapping[str, Tensor]) -> Counters:
     """
     per_step: Counter[str] = Counter()
     for operator in program.graph.operators:
-        if operator.kind == "batch_norm" and operator.attributes.get("training", True):
+        if takes_statistics(operator):
             path, dot, _ = operator.weights[_RUNNING_MEAN].parameter.rpartition(".")
             per_step[f"{path}{dot}{COUNTER}"] += program.plan.num_microbatches
     values = {name: int(state[name]) for name in per_step if name in state}

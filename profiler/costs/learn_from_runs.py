@@ -19,8 +19,8 @@ from stratagem.profiler.cache.timing_keys import (
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Shard, local_sizes
 from stratagem.simulator.kernel_times.cost_model import Direction, local_operator
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.plan.provenance import Environment
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
@@ -138,7 +138,7 @@ def _whole_passes(plan: Plan) -> tuple[Direction, ...]:
 
 def _has_collectives(operator: Operator, config: Config) -> bool:
     """Whether a rank waits for others inside the kernel."""
-    inner = {n for each in rule_of(operator).inner(operator, operator.sizes) for n in each.dims}
+    inner = {n for each in kind_of(operator).inner(operator, operator.sizes) for n in each.dims}
     return any(isinstance(placed, Shard) and placed.dim in inner for placed in config)
 
 

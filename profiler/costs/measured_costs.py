@@ -38,8 +38,8 @@ from stratagem.simulator.kernel_times.cost_model import (
 )
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.plan.provenance import Environment
 
 _Group = tuple[Environment, str, str, Direction, str]
@@ -287,7 +287,7 @@ def _sample(operator: Operator, plain: Cost, training: Training) -> Sample:
     if _is_update(operator):
         size = float(operator.dims[0].size)
         return Sample(plain.seconds, size, size)
-    flops = rule_of(operator).flops(operator, operator.sizes)
+    flops = kind_of(operator).flops(operator, operator.sizes)
     nbytes = tensor_bytes(operator, operator.sizes, training)
     return Sample(plain.seconds, flops, float(nbytes))
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from stratagem.simulator.kernel_times.cost_model import tensor_bytes
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.kind_record import Role, Values
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import Input, Layout, Operator, factor_sizes, shape_of
 from stratagem.simulator.operators.step_programs import references
 
-NUM_TRAINED = {"batch_norm": 2}
-"""How many weights are trained, for the kinds whose other weights are buffers."""
 CONDITIONS = {"where": (0,), "masked_fill": (1,)}
 BITWISE = ("and", "or", "xor", "not")
 
@@ -46,10 +46,10 @@ def random_operands(operator: Operator, training: Training, device: torch.device
     """
     generator = torch.Generator(device).manual_seed(0)
     draw = _Draw(operator, getattr(torch, training.precision), device, generator)
-    trained = NUM_TRAINED.get(operator.kind, len(operator.weights))
+    buffers = kind_of(operator).buffers
     return Operands(
         inputs=tuple(draw.input(i) for i in range(len(operator.inputs))),
-        weights=tuple(draw.weight(i, i < trained) for i in range(len(operator.weights))),
+        weights=tuple(draw.weight(i, i not in buffers) for i in range(len(operator.weights))),
     )
 
 
@@ -97,14 +97,15 @@ class _Draw:
     def input(self, index: int) -> Tensor:
         operator, read = self.operator, self.operator.inputs[index]
         shape = _source_shape(read, operator.sizes)
-        if (operator.kind, index) == ("embedding", 0):
+        values = kind_of(operator).values.get(index)
+        if values is Values.ROWS:
             return self._below(_elements(operator, operator.weights[0].layout[:1]), shape)
-        if (operator.kind, index) == ("cross_entropy", 1):
+        if values is Values.CLASSES:
             return self._below(_elements(operator, operator.inputs[0].layout[-1:]), shape)
-        if (operator.kind, index) == ("cross_entropy", 2):
+        if values is Values.COUNT:
             count = 1 + _elements(operator, operator.inputs[1].layout)
             return torch.full(shape, count, device=self.device)
-        if (operator.kind, index) == ("attention", 3) or ("in", index) in _truths(operator):
+        if values is Values.TRUTHS or ("in", index) in _truths(operator):
             return self._below(2, shape).bool()
         return self._normal(shape, any(out.differentiable for out in operator.outputs))
 
@@ -137,7 +138,7 @@ def _source_shape(read: Input, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def _truths(operator: Operator) -> set[tuple[str, int]]:
     """The operands of an elementwise chain that must be bool."""
-    if operator.kind != "elementwise":
+    if role_of(operator) is not Role.CHAIN:
         return set()
     asked: list[Any] = []
     for function, arguments in operator.attributes["steps"]:

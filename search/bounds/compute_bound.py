@@ -12,7 +12,7 @@ from stratagem.searcher.space.skeletons import Options, Skeleton, operator_choic
 from stratagem.simulator.graph.checkpoint_segments import run_again
 from stratagem.simulator.graph.placement import local_sizes
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
-from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.pricing.cost_table import TableBuilder, price_key
 
 
@@ -109,7 +109,7 @@ class ComputingBounds:
     ) -> float:
         graph, kind = model.graph, model.kinds[i]
         operator, shape = graph.operators[i], builder.mesh.shape
-        inside = bool(rule_of(operator).inner(operator, operator.sizes))
+        inside = bool(kind_of(operator).inner(operator, operator.sizes))
         # All-reduces inside an operator depend on the mesh; everything else on local sizes only.
         where = (id(builder),) if inside else ()
         types = tuple(device.name for device in builder.devices)

@@ -32,7 +32,8 @@ from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.operators.operator_kinds import Rule, register_rule, registered_rules
+from stratagem.simulator.operators.kinds.kind_record import OperatorKind
+from stratagem.simulator.operators.kinds.operator_kinds import register_kind, registered_kinds
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.schedules.actions import Schedule
@@ -307,7 +308,7 @@ class Registered:
         default_factory=registered_schedules
     )
     moves: Mapping[str, Move] = field(default_factory=registered_moves)
-    rules: Mapping[str, Rule] = field(default_factory=registered_rules)
+    kinds: Mapping[str, OperatorKind] = field(default_factory=registered_kinds)
 
 
 def remade(own: Registered, *arguments: Any) -> Sharpener:
@@ -326,9 +327,9 @@ def remade(own: Registered, *arguments: Any) -> Sharpener:
     for name, move in own.moves.items():
         if name not in here.moves:
             register_move(name, move)
-    for kind, rule in own.rules.items():
-        if kind not in here.rules:
-            register_rule(kind, rule)
+    for name, kind in own.kinds.items():
+        if name not in here.kinds:
+            register_kind(kind)
     return Sharpener(*arguments)
 
 

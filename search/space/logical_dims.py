@@ -15,7 +15,12 @@ from functools import cached_property
 from stratagem.searcher.space.strategies import dim_chains, expert_dims
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.kinds.kind_record import POSITION_NORMS, Role
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
+
+_MULTIPLIES = (Role.ATTENTION, Role.PRODUCT)
+"""Roles of what multiplies activations with one another."""
 
 Member = tuple[str, str]
 """An operator and one of its dims, by name."""
@@ -156,44 +161,45 @@ def _part(members: list[tuple[Operator, str]], experts: Mapping[str, str]) -> st
     ):
         if any(op.name in experts for op, _ in members):
             return "expert_hidden"
-        if any(op.kind in ("attention", "matmul") for op, _ in members):
+        if any(role_of(op) in _MULTIPLIES for op, _ in members):
             return "head_dim"
-        return "channels" if any(op.kind == "conv2d" for op, _ in members) else "hidden"
+        return (
+            "channels" if any(role_of(op) is Role.CONVOLUTION for op, _ in members) else "hidden"
+        )
     return members[0][1]
 
 
 def _is_vocabulary(operator: Operator, name: str) -> bool:
-    if operator.kind == "embedding":
+    if role_of(operator) is Role.LOOKUP:
         return operator.dim(name).kind is DimKind.REDUCTION
-    return operator.kind == "cross_entropy" and name not in factors(operator.inputs[1].layout)
+    return role_of(operator) is Role.LOSS and name not in factors(operator.inputs[1].layout)
 
 
 def _is_head(operator: Operator, name: str) -> bool:
     """A dim of both inputs and of the result of an attention, or of a product of activations."""
-    if operator.kind not in ("attention", "matmul"):
+    if role_of(operator) not in _MULTIPLIES:
         return False
     layouts = [read.layout for read in operator.inputs[:2]] + [operator.outputs[0].layout]
     return all(name in factors(layout) for layout in layouts)
 
 
 def _is_length(operator: Operator, name: str) -> bool:
-    if operator.kind == "embedding":
+    if role_of(operator) is Role.LOOKUP:
         return name in factors(operator.inputs[0].layout)
-    if operator.kind == "attention":
+    if role_of(operator) is Role.ATTENTION:
         return any(name in factors((read.layout[-2],)) for read in operator.inputs[:2])
     return False
 
 
 def _is_feature(operator: Operator, name: str) -> bool:
-    if operator.kind in ("layer_norm", "rms_norm"):
+    if role_of(operator) in POSITION_NORMS:
         return name in factors(operator.weights[0].layout) if operator.weights else False
-    return operator.kind == "embedding" and name in factors(operator.weights[0].layout)
+    return role_of(operator) is Role.LOOKUP and name in factors(operator.weights[0].layout)
 
 
 def _is_image(place: int) -> Part:
     return lambda operator, name: (
-        operator.kind in ("conv2d", "pool2d")
-        and name in factors((operator.outputs[0].layout[place],))
+        kind_of(operator).slides and name in factors((operator.outputs[0].layout[place],))
     )
 
 

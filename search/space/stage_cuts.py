@@ -15,8 +15,8 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import shape_of
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import transfer_seconds
 from stratagem.simulator.sharding.choice import Choice
@@ -192,7 +192,7 @@ def _matrix_weights(graph: OperatorGraph, unit: Sequence[int]) -> int:
     return sum(
         math.prod(shape_of(weight.layout, graph.operators[i].sizes))
         for i in unit
-        if rule_of(graph.operators[i]).matmul
+        if kind_of(graph.operators[i]).product is not None
         for weight in graph.operators[i].weights
         if len(weight.layout) > 1
     )

@@ -23,6 +23,8 @@ from stratagem.simulator.graph.placement import (
     smallest_shard,
     splits_of,
 )
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stage
@@ -296,7 +298,8 @@ def _joined(graph: OperatorGraph, found: dict[int, str], *, forward: bool) -> di
         if not forward:
             start, end = end, start
             pairs = {ours: theirs for theirs, ours in pairs.items()}
-        if start in seen and seen[start] in pairs and graph.operators[end].kind == "elementwise":
+        chain = role_of(graph.operators[end]) is Role.CHAIN
+        if chain and start in seen and seen[start] in pairs:
             seen.setdefault(end, pairs[seen[start]])
     return seen
 

@@ -2,5 +2,5 @@
 
 In:      operators.
 Out:     a checked graph, its file, its microbatches, token slices and segments; placements.
-Imports: operators, base.
+Imports: operators.kinds, operators, base.
 """

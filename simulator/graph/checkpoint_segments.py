@@ -19,12 +19,14 @@ from collections.abc import Collection
 
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.operator import Edge
-from stratagem.simulator.operators.saved_for_backward import (
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
+from stratagem.simulator.operators.kinds.saved_for_backward import (
     saved_inside,
     saved_slots,
     saves_output,
 )
+from stratagem.simulator.operators.operator import Edge
 
 RECOMPUTE_POLICIES = ("none", "selective", "full")
 """Names that `recomputed_operators` knows."""
@@ -90,7 +92,7 @@ def run_again(
     inside, may, found = set(inside), set(may), set[int]()
     for i in sorted(may, reverse=True):
         operator = graph.operators[i]
-        keeps_own = operator.kind == "cross_entropy" or any(saved_inside(operator))
+        keeps_own = role_of(operator) is Role.LOSS or any(saved_inside(operator))
         read = [e for e in _dropped_reads(graph, i) if e.consumer in inside]
         if (
             keeps_own
@@ -124,15 +126,13 @@ def _attention_core(graph: OperatorGraph) -> set[int]:
     weights: set[int] = set()
     for i, operator in enumerate(graph.operators):
         made_by = {graph.index[read.source] for read in operator.inputs}
-        chain = operator.kind == "elementwise"
-        if made_by & (weights if chain else scores) and operator.kind in (
-            "elementwise",
-            "softmax",
-        ):
+        role = role_of(operator)
+        chain = role is Role.CHAIN
+        if made_by & (weights if chain else scores) and (chain or role is Role.SOFTMAX):
             weights.add(i)
-        elif operator.kind == "matmul" or (chain and made_by & scores):
+        elif role is Role.PRODUCT or (chain and made_by & scores):
             scores.add(i)
-    core = weights | {i for i, o in enumerate(graph.operators) if o.kind == "attention"}
+    core = weights | {i for i, o in enumerate(graph.operators) if role_of(o) is Role.ATTENTION}
     for i in sorted(scores, reverse=True):
         readers = {edge.consumer for edge in graph.readers[i]}
         if readers and readers <= core:

@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.operators.sliding_windows import _place, window_of
-
-SPATIAL_KINDS = ("conv2d", "pool2d")
 
 
 def with_halos(
@@ -58,7 +57,7 @@ def split_images(graph: OperatorGraph) -> OperatorGraph:
 
 
 def _split(operator: Operator) -> Operator:
-    if operator.kind not in SPATIAL_KINDS or operator.windows:
+    if not kind_of(operator).slides or operator.windows:
         return operator
     read, *others = operator.inputs
     windows = tuple(

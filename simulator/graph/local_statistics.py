@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.kinds.norms import LOCAL
+from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.operators.operator_kinds import LOCAL
 
 
 def local_statistics(graph: OperatorGraph) -> OperatorGraph:
@@ -30,6 +31,6 @@ def local_statistics(graph: OperatorGraph) -> OperatorGraph:
 
 
 def _local(operator: Operator) -> Operator:
-    if operator.kind != "batch_norm" or not operator.attributes.get("training", True):
+    if not takes_statistics(operator):
         return operator
     return replace(operator, attributes={**operator.attributes, LOCAL: True})

@@ -24,6 +24,15 @@ from stratagem.simulator.base.json_numbers import marked, unmarked
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.operators.gradient_paths import backward_runs, owners_of
+from stratagem.simulator.operators.kinds.sums_over_samples import (
+    Added,
+    Parts,
+    add_shares,
+    fewest_values,
+    parts_of,
+    sample_cuts,
+    sizes_cut,
+)
 from stratagem.simulator.operators.operator import (
     DimKind,
     Edge,
@@ -37,15 +46,6 @@ from stratagem.simulator.operators.operator import (
     shape_of,
 )
 from stratagem.simulator.operators.repeats import Repeat, repeats
-from stratagem.simulator.operators.sums_over_samples import (
-    Added,
-    Parts,
-    add_shares,
-    fewest_values,
-    parts_of,
-    sample_cuts,
-    sizes_cut,
-)
 
 GRAPH_FORM = FileForm(version=1, remedy="capture the model again", format="stratagem graph")
 

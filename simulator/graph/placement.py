@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stratagem.simulator.operators.kinds.norms import LOCAL
 from stratagem.simulator.operators.operator import (
     Dim,
     DimKind,
@@ -23,7 +24,6 @@ from stratagem.simulator.operators.operator import (
     Weight,
     factors,
 )
-from stratagem.simulator.operators.operator_kinds import LOCAL
 
 
 @dataclass(frozen=True, order=True)

@@ -19,6 +19,10 @@ from itertools import accumulate, pairwise
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Shard
+from stratagem.simulator.operators.kinds.attentions import PREFIX
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
+from stratagem.simulator.operators.kinds.sums_over_samples import Parts, add_shares, parts_of
 from stratagem.simulator.operators.operator import (
     Dim,
     DimKind,
@@ -28,35 +32,12 @@ from stratagem.simulator.operators.operator import (
     Output,
     factors,
 )
-from stratagem.simulator.operators.sums_over_samples import Parts, add_shares, parts_of
 
 Slices = int | tuple[int, ...]
 """How many equal slices, or the length of each."""
 
-PREFIX = "prefix"
-"""Kind of the operators that put keys or values of earlier slices in front of a slice's own."""
-
 OWN = "own"
 """The dim of a prefix that counts the slice's own positions."""
-
-POINTWISE = frozenset(
-    {
-        "source",
-        "linear",
-        "linear_sum",
-        "embedding",
-        "layer_norm",
-        "rms_norm",
-        "rotary",
-        "softmax",
-        "elementwise",
-        "cat",
-        "narrow",
-        "cross_entropy",
-    }
-)
-"""Kinds that make each position of that position alone, as long as none of its dims is summed or
-needed whole."""
 
 _KEPT = ((1, "keys"), (2, "values"))
 """The inputs of an attention that slices keep for later ones, and what they are called."""
@@ -202,7 +183,7 @@ def token_dims(graph: OperatorGraph) -> tuple[TokenDims, ...]:
             later, an operator that mixes positions or has a parameter for each of them, or a loss
             that is no sum over tokens.
     """
-    attentions = [i for i, op in enumerate(graph.operators) if op.kind == "attention"]
+    attentions = [i for i, op in enumerate(graph.operators) if role_of(op) is Role.ATTENTION]
     if not attentions:
         raise ValueError(
             f"graph {graph.name!r} has no attention: token slices need a causal model"
@@ -279,7 +260,7 @@ class _Connected:
 
 
 def _is_kept(operator: Operator, slot: int) -> bool:
-    return operator.kind == "attention" and slot in dict(_KEPT)
+    return role_of(operator) is Role.ATTENTION and slot in dict(_KEPT)
 
 
 def _position(attention: Operator, slot: int) -> str:
@@ -300,7 +281,7 @@ def _check_operator(graph: OperatorGraph, operator: Operator, dims: TokenDims) -
             f"{where} has positions ({min(dims.own & dims.seen)}) that both queries and keys of "
             "an attention are read by: token slices need them apart"
         )
-    if operator.kind == "attention":
+    if role_of(operator) is Role.ATTENTION:
         if not operator.attributes.get("causal"):
             raise ValueError(f"{where} looks at later positions: token slices need causal models")
         return
@@ -308,7 +289,7 @@ def _check_operator(graph: OperatorGraph, operator: Operator, dims: TokenDims) -
         dim = operator.dim(name)
         if dim.kind is DimKind.REDUCTION:
             raise ValueError(f"{where} sums over positions ({name}): they cannot be sliced")
-        if operator.kind not in POINTWISE or (dim.whole and not operator.is_source):
+        if not kind_of(operator).positionwise or (dim.whole and not operator.is_source):
             why = f" ({dim.whole})" if dim.whole else ""
             raise ValueError(
                 f"{where} may mix positions ({name}){why}: token slices need operators that make "
@@ -359,7 +340,7 @@ def prefix_name(attention: str, slot: int) -> str:
 
 def prefix_names(operator: Operator) -> tuple[str, ...]:
     """The prefixes in front of an operator: two of an attention."""
-    if operator.kind != "attention":
+    if role_of(operator) is not Role.ATTENTION:
         return ()
     return tuple(prefix_name(operator.name, slot) for slot, _ in _KEPT)
 
@@ -376,7 +357,7 @@ def _token_slice(
     found: dict[str, TokenDims] = {}
     for operator, names in zip(graph.operators, dims, strict=True):
         cut = _cut(operator, names, stop - start, stop)
-        if operator.kind == "attention":
+        if role_of(operator) is Role.ATTENTION:
             prefixes = [_prefix(graph, cut, slot, stop - start) for slot, _ in _KEPT]
             operators += prefixes
             key = frozenset({_position(cut, 1)})
@@ -414,7 +395,7 @@ def _prefix(graph: OperatorGraph, attention: Operator, slot: int, own: int) -> O
     made = graph.operator(read.source).outputs[read.output]
     return Operator(
         name=prefix_name(attention.name, slot),
-        kind=PREFIX,
+        kind=PREFIX.name,
         dims=(*dims, Dim(OWN, own, DimKind.ATTRIBUTE, why)),
         inputs=(replace(read, layout=layout),),
         weights=(),

@@ -14,8 +14,8 @@ from typing import Protocol
 from stratagem.simulator.graph.image_splits import with_halos
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator import DimKind, Layout, Operator, factors, shape_of
-from stratagem.simulator.operators.operator_kinds import operator_out, rule_of
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.operators.operator import Layout, Operator, shape_of
 
 
 class Direction(enum.Enum):
@@ -116,12 +116,12 @@ class RooflineCosts:
         device: DeviceType,
     ) -> Cost:
         """See `CostModel`."""
-        rule = rule_of(operator)
+        kind = kind_of(operator)
         backward = direction is Direction.BACKWARD
         steps = operator.attributes.get("steps", ())
         kernels = 1 if training.fused_elementwise else max(1, len(steps))
-        flops = rule.flops(operator, sizes) * (rule.backward_flops if backward else 1.0)
-        moved = tensor_bytes(operator, sizes, training) * rule.passes * kernels
+        flops = kind.flops(operator, sizes) * (kind.backward_flops if backward else 1.0)
+        moved = tensor_bytes(operator, sizes, training) * kind.traffic.passes * kernels
         if backward:
             moved, kernels = 2.0 * moved, 2 * kernels
         memory = moved / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
@@ -138,33 +138,12 @@ class RooflineCosts:
     def _flop_rate(
         self, operator: Operator, sizes: Mapping[str, int], training: Training, device: DeviceType
     ) -> float:
-        if not rule_of(operator).matmul:
+        product = kind_of(operator).product
+        if product is None:
             return device.vector_tflops * 1e12
-        rows, columns, batch = product_shape(operator, sizes)
+        rows, columns, batch = product.shape(operator, sizes)
         filled = tile_efficiency(rows, columns, batch, device)
         return device.peak_flops(training.precision) * device.matmul_efficiency * filled
-
-
-def product_shape(operator: Operator, sizes: Mapping[str, int]) -> tuple[int, int, int]:
-    """Rows, columns and batch of an operator's matrix product."""
-    out = operator_out(operator)
-    elements = math.prod(sizes[name] for name in out)
-    if operator.kind in ("matmul", "attention"):
-        rows = math.prod(sizes[n] for n in operator.outputs[0].layout[-2])
-        columns = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
-    elif operator.kind == "expert_linear":
-        experts = sizes[operator.weights[0].layout[0][0]]
-        columns = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
-        rows = elements // (columns * experts)
-    else:
-        wide = set(factors(operator.weights[0].layout))
-        columns = math.prod(sizes[n] for n in out if n in wide and _is_parameter(operator, n))
-        rows = elements // columns
-    return rows, columns, elements // (rows * columns)
-
-
-def _is_parameter(operator: Operator, name: str) -> bool:
-    return operator.dim(name).kind is DimKind.PARAMETER
 
 
 def tile_efficiency(rows: int, columns: int, batch: int, device: DeviceType) -> float:

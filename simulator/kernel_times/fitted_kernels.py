@@ -24,27 +24,14 @@ from stratagem.simulator.kernel_times.cost_model import (
 )
 from stratagem.simulator.kernel_times.matrix_products import Multiplier
 from stratagem.simulator.kernel_times.memory_traffic import (
-    PRODUCT_KINDS,
-    Moved,
     backward_moved,
     bias_gradient_bytes,
     forward_moved,
-    num_products,
 )
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, product_of
+from stratagem.simulator.operators.kinds.traffic import Moved
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
-from stratagem.simulator.operators.operator_kinds import rule_of
-
-FAMILIES = {
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "batch_norm": "batch_norm",
-    "softmax": "softmax",
-}
-"""Families of kernels that move bytes, by kind; others are elementwise."""
-
-ACTIVATIONS = frozenset({"gelu", "silu", "sigmoid", "tanh", "erf", "exp", "softplus", "dropout"})
-"""Steps that compute so much for each scalar that an elementwise chain slows down."""
 
 HEAD_DIM_STEP = 32
 ATTENTION_TILE = 128
@@ -87,17 +74,17 @@ class KernelModelCosts:
         device: DeviceType,
     ) -> Cost:
         """See `CostModel`."""
-        if operator.kind in PRODUCT_KINDS and training.precision in device.products:
-            return _product_cost(operator, sizes, direction, training, device)
-        if operator.kind == "attention" and device.attention is not None:
-            return _attention_cost(operator, sizes, direction, training, device, device.attention)
-        if rule_of(operator).matmul or device.memory is None:
-            return self._roofline.operator_cost(operator, sizes, direction, training, device)
-        backward = direction is Direction.BACKWARD
-        count = backward_moved if backward else forward_moved
-        moved = count(operator, sizes, training)
-        family = _family(operator) + ("_backward" if backward else "")
-        return _memory_cost(moved, family, device, device.memory)
+        given = (operator, sizes, direction, training, device)
+        product = kind_of(operator).product
+        if product is None:
+            if device.memory is None:
+                return self._roofline.operator_cost(*given)
+            return _traffic_cost(*given, device.memory)
+        if product.fused and device.attention is not None:
+            return _attention_cost(*given, device.attention)
+        if not product.fused and training.precision in device.products:
+            return _product_cost(*given)
+        return self._roofline.operator_cost(*given)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel` and `Training.update_bytes`."""
@@ -128,11 +115,19 @@ def _memory_cost(moved: Moved, family: str, device: DeviceType, memory: MemoryCo
     return Cost(max(seconds, launches), CostSource.FITTED, memory.relative_error)
 
 
-def _family(operator: Operator) -> str:
-    if operator.kind == "elementwise":
-        steps = {str(function) for function, _ in operator.attributes["steps"]}
-        return "activation" if steps & ACTIVATIONS else "elementwise"
-    return FAMILIES.get(operator.kind, "elementwise")
+def _traffic_cost(
+    operator: Operator,
+    sizes: Mapping[str, int],
+    direction: Direction,
+    training: Training,
+    device: DeviceType,
+    memory: MemoryConstants,
+) -> Cost:
+    """What an operator that moves bytes takes at its family's share of the bandwidth."""
+    backward = direction is Direction.BACKWARD
+    moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
+    family = kind_of(operator).traffic.family(operator) + ("_backward" if backward else "")
+    return _memory_cost(moved, family, device, memory)
 
 
 def _product_cost(
@@ -144,7 +139,7 @@ def _product_cost(
 ) -> Cost:
     constants = device.products[training.precision]
     multiplier = Multiplier(device, training.precision, training.parameter_bytes, constants)
-    products = num_products(operator)
+    products = product_of(operator).count(operator)
     made = training.parameter_bytes * math.prod(shape_of(operator.outputs[0].layout, sizes))
     if direction is Direction.FORWARD:
         seconds, kernels = multiplier.forward(operator, sizes), products
@@ -185,7 +180,7 @@ def _attention_cost(
     share *= _saturation(padded, constants.head_dim) / _saturation(128, constants.head_dim)
     share *= FLASH_SHARES[training.flash_version][backward]
     share *= head / padded * keys / (keys + constants.keys)
-    flops = rule_of(operator).flops(operator, sizes)
+    flops = kind_of(operator).flops(operator, sizes)
     if operator.attributes.get("causal"):
         flops *= (max(query, keys) + ATTENTION_TILE) / max(query, keys)
     flops *= FLASH_BACKWARD_FLOPS if backward else 1.0

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from stratagem.simulator.hardware.device_type import DeviceType, ProductConstants
 from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
-from stratagem.simulator.kernel_times.cost_model import product_shape
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, product_of
 from stratagem.simulator.operators.operator import Operator, shape_of
-from stratagem.simulator.operators.operator_kinds import rule_of
 
 ALIGNED_BYTES = 16
 """What a tensor core's operands are loaded in (NVIDIA, matrix multiplication guide)."""
@@ -69,7 +68,11 @@ class Multiplier:
 
     def forward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
         """The forward products of an operator."""
-        gain = self.constants.winograd if _saves_multiplications(operator) else 1.0
+        gain = (
+            self.constants.winograd
+            if product_of(operator).saves_multiplications(operator)
+            else 1.0
+        )
         return sum(
             self.seconds(product, gain, aligned=self._aligned(product))
             for product in forward_products(operator, sizes)
@@ -78,7 +81,7 @@ class Multiplier:
     def backward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
         """The products of both gradients: of the left operand, and of the right one."""
         gain = self.constants.backward
-        if _saves_multiplications(operator):
+        if product_of(operator).saves_multiplications(operator):
             gain *= self.constants.winograd_backward
         total = 0.0
         for product in forward_products(operator, sizes):
@@ -100,9 +103,11 @@ class Multiplier:
 
 def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Product, ...]:
     """The products that an operator runs: one, or one for each input of a sum."""
-    if operator.kind != "linear_sum":
-        return (forward_product(operator, sizes),)
-    rows, columns, _ = product_shape(operator, sizes)
+    product = product_of(operator)
+    rows, columns, batch = product.shape(operator, sizes)
+    if not product.per_input:
+        depth = round(kind_of(operator).flops(operator, sizes) / (2 * rows * columns * batch))
+        return (Product(rows, columns, depth, batch, _elements(operator, sizes)),)
     made = rows * columns
     depths = [shape_of(read.layout, sizes)[-1] for read in operator.inputs]
     return tuple(
@@ -110,21 +115,9 @@ def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Prod
     )
 
 
-def forward_product(operator: Operator, sizes: Mapping[str, int]) -> Product:
-    """The product that a matmul, linear or convolution (as an implicit product) runs."""
-    rows, columns, batch = product_shape(operator, sizes)
-    depth = round(rule_of(operator).flops(operator, sizes) / (2 * rows * columns * batch))
+def _elements(operator: Operator, sizes: Mapping[str, int]) -> int:
+    """What one product moves."""
     layouts = [read.layout for read in operator.inputs]
     layouts += [weight.layout for weight in operator.weights[:1]]
     layouts += [out.layout for out in operator.outputs]
-    elements = sum(math.prod(shape_of(layout, sizes)) for layout in layouts)
-    return Product(rows, columns, depth, batch, elements)
-
-
-def _saves_multiplications(operator: Operator) -> bool:
-    """Whether it is a 3 × 3 convolution of stride 1 (Winograd; Lavin and Gray 2016)."""
-    if operator.kind != "conv2d":
-        return False
-    kernel = shape_of(operator.weights[0].layout, operator.sizes)[2:]
-    steps = (*operator.attributes["stride"], *operator.attributes["dilation"])
-    return kernel == (3, 3) and set(steps) == {1} and operator.attributes["groups"] == 1
+    return sum(math.prod(shape_of(layout, sizes)) for layout in layouts)

@@ -1,6 +1,6 @@
-"""Operators: loops with names, what kinds there are, what their values mean.
+"""Operators: loops with names, and what their programs, windows and shards mean.
 
 In:      sizes and layouts.
-Out:     operators, their kinds, what they save, which values are sums over samples.
-Imports: base.
+Out:     operators, what their steps save, windows, the collectives inside their kernels.
+Imports: nothing of ours.
 """

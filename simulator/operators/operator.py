@@ -98,7 +98,7 @@ class GraphInput:
     sample_dim: int | None = 0
 
 
-SOURCE = "source"
+SOURCE_KIND = "source"
 """Kind of the operators that no gradient goes through: programs over the graph's inputs."""
 
 
@@ -123,7 +123,7 @@ class Operator:
     @property
     def is_source(self) -> bool:
         """Whether every rank makes it of the batch alone; all other kinds are trained through."""
-        return self.kind == SOURCE
+        return self.kind == SOURCE_KIND
 
     def dim(self, name: str) -> Dim:
         """The dim called `name`; ValueError names the operator and its dims otherwise."""

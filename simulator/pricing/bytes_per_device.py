@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from stratagem.simulator.graph.placement import Placements, local_elements, weight_placements
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
+from stratagem.simulator.operators.kinds.saved_for_backward import saved_inside
 from stratagem.simulator.operators.operator import Operator, factor_sizes, shape_of
-from stratagem.simulator.operators.saved_for_backward import saved_inside
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import ParameterUse, home_placements
 
@@ -63,7 +65,7 @@ def operator_footprint(
     own = (tensors * itemsize[0] + masks) * elements[0]
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
     made = read * training.bytes_of("float32")
-    if operator.kind == "cross_entropy":
+    if role_of(operator) is Role.LOSS:
         own, made = _loss_bytes(math.prod(shape_of(operator.inputs[0].layout, sizes)), training)
     state = _state_bytes(operator, choice, uses, shape, training)
     return Footprint(

@@ -15,8 +15,8 @@ from stratagem.simulator.graph.placement import (
     output_placements,
     weight_placements,
 )
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Edge, Operator, factor_sizes
-from stratagem.simulator.operators.operator_kinds import InnerReduction, rule_of
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
@@ -89,24 +89,17 @@ def _edges(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]
 
 
 def _inner(builder: TableBuilder, table: CostTable) -> Iterator[tuple[str, int]]:
-    """Collectives inside passes, by the names of these: what a device gives to each.
-
-    Sums are in float32.
-    """
+    """Collectives inside passes, by the names of these: what a device gives to each."""
     shape = builder.mesh.shape
     for i in table.operators:
         operator, config = table.graph.operators[i], table.row(i).choices[0].config
         sizes = local_sizes(operator, config, shape)
         itemsize = builder.training.bytes_of(operator.outputs[0].dtype)
         there = back = 0
-        for inner in rule_of(operator).inner(operator, sizes):
+        for inner in kind_of(operator).inner(operator, sizes):
             for ways, placement in zip(shape, config, strict=True):
                 if ways > 1 and isinstance(placement, Shard) and placement.dim in inner.dims:
-                    nbytes = (
-                        inner.elements * 4
-                        if isinstance(inner, InnerReduction)
-                        else inner.scalars(ways) * itemsize
-                    )
+                    nbytes = inner.nbytes(ways, itemsize)
                     there += inner.forward * nbytes
                     back += inner.backward * nbytes
         for what, nbytes in (("forward", there), ("recompute", there), ("backward", back)):

@@ -36,6 +36,7 @@ from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.saved_for_backward import saved_slots
 from stratagem.simulator.operators.operator import (
     Edge,
     Layout,
@@ -45,7 +46,6 @@ from stratagem.simulator.operators.operator import (
     factors,
 )
 from stratagem.simulator.operators.repeats import Repeat
-from stratagem.simulator.operators.saved_for_backward import saved_slots
 from stratagem.simulator.pricing.bytes_per_device import conversion_bytes
 from stratagem.simulator.pricing.cost_rows import (
     EdgeLaunches,

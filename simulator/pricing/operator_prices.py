@@ -26,9 +26,10 @@ from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask
 from stratagem.simulator.kernel_times.cost_model import CostModel, Direction
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.inner_collectives import InnerCollective
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.operators.kinds.saved_for_backward import saved_slots, saves_output
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
-from stratagem.simulator.operators.operator_kinds import Inner, InnerReduction, rule_of
-from stratagem.simulator.operators.saved_for_backward import saved_slots, saves_output
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
 from stratagem.simulator.pricing.cost_rows import OperatorRow, timed_rows, to_ns
 from stratagem.simulator.sharding.choice import Choice
@@ -200,7 +201,7 @@ class OperatorPricer:
         if self.graph.needs_gradient[i]:
             spent = self._slowest(operator, piece, Direction.BACKWARD)[0]
             if not makes_input_gradients(self.graph, i):
-                spent *= rule_of(operator).weight_share or 1.0
+                spent *= kind_of(operator).weight_share or 1.0
             backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
             weight = (spent * weight_share(self.graph, i), COMPUTE)
         whole = IDLE
@@ -262,7 +263,7 @@ class OperatorPricer:
     def _cost(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> tuple[float, float, str]:
-        scale = self.calibration.scale(matmul=rule_of(operator).matmul)
+        scale = self.calibration.scale(matmul=kind_of(operator).product is not None)
         costs = [
             self.costs.operator_cost(
                 operator,
@@ -281,7 +282,7 @@ class OperatorPricer:
     ) -> tuple[float, int, float]:
         """Collectives inside the kernels: seconds forward, link mask, seconds backward."""
         forward, backward, mask = 0.0, 0.0, 0
-        for inner in rule_of(operator).inner(operator, sizes):
+        for inner in kind_of(operator).inner(operator, sizes):
             for axis, placement in enumerate(choice.config):
                 if isinstance(placement, Shard) and placement.dim in inner.dims:
                     once = self._inner_seconds(operator, inner, axis)
@@ -292,14 +293,12 @@ class OperatorPricer:
                     mask |= link_mask(self.links[axis])
         return forward, mask, backward
 
-    def _inner_seconds(self, operator: Operator, inner: Inner, axis: int) -> float:
-        """A sum in float32, or halos to both neighbours, whose messages leave together."""
+    def _inner_seconds(self, operator: Operator, inner: InnerCollective, axis: int) -> float:
+        """One collective inside a kernel; nothing where no device needs anything."""
         ways, link = self.mesh.shape[axis], self.links[axis]
-        if isinstance(inner, InnerReduction):
-            return collective_time(Collective.ALL_REDUCE, inner.elements * 4, ways, link)
-        itemsize = self.training.bytes_of(operator.outputs[0].dtype)
-        nbytes = inner.scalars(ways) * itemsize
-        return collective_time(Collective.SEND, nbytes, ways, link) if nbytes else 0.0
+        nbytes = inner.nbytes(ways, self.training.bytes_of(operator.outputs[0].dtype))
+        kind = Collective(inner.collective)
+        return collective_time(kind, nbytes, ways, link) if nbytes else 0.0
 
     # -- parameters -----------------------------------------------------------------------------
 

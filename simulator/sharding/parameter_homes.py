@@ -34,8 +34,8 @@ from stratagem.simulator.graph.placement import (
     weight_gradient_placements,
     weight_placements,
 )
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import DimKind, Operator, Weight
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.sharding.choice import Choice
 
 
@@ -104,7 +104,7 @@ def use_of(
 
 def is_frozen(graph: OperatorGraph, operator: Operator, weight: Weight) -> bool:
     """Whether a weight is constant; statistics of batch norms change without being trained."""
-    return operator.kind != "batch_norm" and not graph.parameter_index[weight.parameter].trainable
+    return not kind_of(operator).buffers and not graph.parameter_index[weight.parameter].trainable
 
 
 def parameter_weights(graph: OperatorGraph, operator: Operator) -> tuple[Weight, ...]:
@@ -164,7 +164,7 @@ def weight_share(graph: OperatorGraph, i: int) -> float:
     operator = graph.operators[i]
     if not trainable_weights(graph, operator):
         return 0.0
-    return rule_of(operator).weight_share if makes_input_gradients(graph, i) else 1.0
+    return kind_of(operator).weight_share if makes_input_gradients(graph, i) else 1.0
 
 
 @dataclass(frozen=True)

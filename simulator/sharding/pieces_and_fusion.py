@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stratagem.simulator.graph.placement import Config, local_sizes
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
-from stratagem.simulator.operators.operator_kinds import rule_of
 
 if TYPE_CHECKING:
     from stratagem.simulator.sharding.choice import Choice
@@ -30,7 +31,8 @@ def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str 
     It counts samples or positions, is free to split, and its local size is a multiple of `chunks`;
     None where there is no such dim. Only matrix products and convolutions run in pieces.
     """
-    if not rule_of(operator).matmul or operator.kind == "attention":
+    product = kind_of(operator).product
+    if product is None or product.fused:
         return None
     for name in factors(operator.outputs[0].layout):
         dim = operator.dim(name)
@@ -43,7 +45,7 @@ def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str 
 
 def fuses_forward(operator: Operator) -> bool:
     """Whether an operator's forward pass can run inside the conversion of its first input."""
-    return operator.kind == "elementwise" and not operator.weights and bool(operator.inputs)
+    return role_of(operator) is Role.CHAIN and not operator.weights and bool(operator.inputs)
 
 
 def shares_conversion(operator: Operator, choice: Choice, slot: int) -> bool:

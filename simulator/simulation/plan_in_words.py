@@ -13,8 +13,8 @@ from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Pin, Shard
 from stratagem.simulator.graph.token_slices import num_slices
+from stratagem.simulator.operators.kinds.norms import LOCAL
 from stratagem.simulator.operators.operator import DimKind, Operator
-from stratagem.simulator.operators.operator_kinds import LOCAL
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import DeviceMemory

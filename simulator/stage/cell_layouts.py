@@ -36,8 +36,8 @@ from stratagem.simulator.graph.placement import (
     weight_placements,
 )
 from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
-from stratagem.simulator.operators.operator_kinds import InnerReduction, rule_of
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import home_placements, residences, use_of
@@ -230,16 +230,15 @@ class Layouts:
     def _inner_axes(self, role: Role, operator: int) -> Iterator[int]:
         """The axes of collectives inside a pass: those that shard what it sums or slides over."""
         node, config = self._builder.graph.operators[operator], self._config(operator)
-        sizes = local_sizes(node, config, self._builder.mesh.shape)
-        for inner in rule_of(node).inner(node, sizes):
+        shape = self._builder.mesh.shape
+        itemsize = self._builder.training.bytes_of(node.outputs[0].dtype)
+        sizes = local_sizes(node, config, shape)
+        for inner in kind_of(node).inner(node, sizes):
             passes = {Role.FORWARD: inner.forward, Role.RECOMPUTE: inner.forward}
             if (passes | {Role.BACKWARD: inner.backward}).get(role):
                 for axis, placement in enumerate(config):
                     shards = isinstance(placement, Shard) and placement.dim in inner.dims
-                    if shards and (
-                        isinstance(inner, InnerReduction)
-                        or inner.scalars(self._builder.mesh.shape[axis])
-                    ):
+                    if shards and inner.nbytes(shape[axis], itemsize):
                         yield axis
 
     def _joins(self, conversion: _Conversion) -> Iterator[Join]:

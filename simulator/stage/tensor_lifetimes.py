@@ -24,6 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Ints
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.operators.repeats import Repeat
 from stratagem.simulator.pricing.cost_rows import SharedBy, TieRow
@@ -394,7 +396,7 @@ class _Writer:
     def _is_read_by_loss(self, reads: Sequence[Edge], last: int) -> bool:
         """Whether the last reader is a loss, whose own row has all that its pass makes."""
         reader = self.table.operators[last]
-        is_loss = self.table.graph.operators[reader].kind == "cross_entropy"
+        is_loss = role_of(self.table.graph.operators[reader]) is Role.LOSS
         return is_loss and any(edge.consumer == reader for edge in reads)
 
     def _kept(

@@ -19,7 +19,7 @@ import pytest
 import stratagem as sg
 from benchmarks import tables
 from stratagem.searcher.improvement.neighbours import MOVES
-from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.schedules.named_schedules import SCHEDULES
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS
@@ -50,7 +50,7 @@ def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """A folder, a cache, modules and tables of kinds that a page may change."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
-    kinds = (RULES, KERNELS, HANDLERS, SCHEDULES, MOVES)
+    kinds = (KINDS, KERNELS, HANDLERS, SCHEDULES, MOVES)
     before = [dict(table) for table in kinds]
     modules = set(sys.modules)
     yield

@@ -11,8 +11,9 @@ from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import smallest_shard
 from stratagem.simulator.hardware.device_mesh import MeshAxis
+from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, factors
-from stratagem.simulator.operators.operator_kinds import rule_of
 
 TRANSFORMER_RECIPES = ("2d attempt 1", "2d attempt 2", "2d finalized")
 """GSPMD's ways to split a dense transformer, from the first tried to the one kept."""
@@ -63,7 +64,8 @@ def transformer_annotations(
     place = _Places(graph)
     found: dict[str, Annotation] = {}
     for operator in graph.operators:
-        if operator.kind != "embedding" and not rule_of(operator).matmul:
+        kind = kind_of(operator)
+        if kind.role is not Role.LOOKUP and kind.product is None:
             continue
         for weight in operator.weights:
             dims = factors(weight.layout)

@@ -37,6 +37,7 @@ from stratagem.simulator.graph.placement import (
     weight_placements,
 )
 from stratagem.simulator.hardware.device_mesh import MeshAxis
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, factors
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights
@@ -44,10 +45,6 @@ from stratagem.simulator.sharding.parameter_homes import trainable_weights
 Annotation = Mapping[str, str | None]
 """Per axis the dim of the tensor that it splits, or None: none, and so it stays. Axes that are not
 named are open."""
-
-PASS_THROUGH = frozenset(
-    {"elementwise", "layer_norm", "rms_norm", "batch_norm", "softmax", "rotary"}
-)
 
 
 class Inferred(NamedTuple):
@@ -228,7 +225,7 @@ class _Propagation:
 
     def _step(self, i: int, level: int, *, forward: bool) -> bool:
         links = self.links[i]
-        if (self.graph.operators[i].kind in PASS_THROUGH) != (level == 0):
+        if kind_of(self.graph.operators[i]).like_input != (level == 0):
             return False
         if level == 3:
             ends = (links.inputs + links.weights,) * 2

@@ -12,8 +12,8 @@ from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Config, Placement, Shard, smallest_shard
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout, Operator, factors
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import zero_stage
 
@@ -149,7 +149,7 @@ def searched_dims(graph: OperatorGraph) -> tuple[str, ...]:
     found = []
     for dim in logical_dims(graph).values():
         operators = [graph.operator(name) for chain in dim.chains for name, _ in chain]
-        products = [op for op in operators if rule_of(op).matmul]
+        products = [op for op in operators if kind_of(op).product is not None]
         alone = all(len({name for name, _ in chain}) == 1 for chain in dim.chains)
         named = dim.name.split(".")[0] in NAMED_PARTS
         if named and products and not alone and not any(op.name in dim.whole for op in products):

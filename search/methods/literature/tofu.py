@@ -37,8 +37,8 @@ from stratagem.simulator.graph.placement import (
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Dim, Edge, Operator, Weight, factor_sizes
-from stratagem.simulator.operators.operator_kinds import InnerReduction, rule_of
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
@@ -209,15 +209,10 @@ class _Level:
                 size = math.prod(factor_sizes(weight.layout, operator.sizes))
                 nbytes = 2 * self.training.parameter_bytes + self.training.gradient_bytes
                 total += (self.ways - 1) * size * nbytes
-        for inner in rule_of(operator).inner(operator, operator.sizes):
+        for inner in kind_of(operator).inner(operator, operator.sizes):
             if isinstance(option, Shard) and option.dim in inner.dims:
                 passes = inner.forward + inner.backward
-                scalars = (
-                    2 * (self.ways - 1) * inner.elements
-                    if isinstance(inner, InnerReduction)
-                    else self.ways * inner.scalars(self.ways)
-                )
-                total += passes * scalars * 4
+                total += passes * inner.sent(self.ways) * 4
         return total
 
     def _edge_bytes(

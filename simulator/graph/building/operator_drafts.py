@@ -21,7 +21,7 @@ from stratagem.simulator.graph.building.factor_unification import (
     size_of,
     split_front,
 )
-from stratagem.simulator.operators.operator import SOURCE, DimKind
+from stratagem.simulator.operators.operator import SOURCE_KIND, DimKind
 
 Group = tuple[Factor, ...]
 
@@ -83,7 +83,7 @@ class OperatorDraft:
     @property
     def is_source(self) -> bool:
         """Whether every rank will make it of the batch alone."""
-        return self.kind == SOURCE
+        return self.kind == SOURCE_KIND
 
     @property
     def where(self) -> str:

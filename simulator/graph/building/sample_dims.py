@@ -16,8 +16,8 @@ from itertools import combinations
 from stratagem.simulator.graph.building.factor_unification import Linked, leaves_of
 from stratagem.simulator.graph.building.operator_drafts import OperatorDraft
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.operator_kinds import RULES
-from stratagem.simulator.operators.sums_over_samples import parts_of, sample_cuts
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.operators.kinds.sums_over_samples import parts_of, sample_cuts
 
 LARGEST_REPEATED = 0.05
 """Share of a graph's operations that every microbatch may do again."""
@@ -101,14 +101,14 @@ def _count_only(declared: Sequence[Linked], kept: Sequence[Linked]) -> None:
 
 
 def _operations(graph: OperatorGraph) -> float:
-    return sum(RULES[op.kind].flops(op, op.sizes) for op in graph.operators)
+    return sum(kind_of(op).flops(op, op.sizes) for op in graph.operators)
 
 
 def _repeated(before: OperatorGraph, after: OperatorGraph) -> float:
     """Operations for what counted samples before and does so no more."""
     had, have = sample_cuts(before), sample_cuts(after)
     return sum(
-        RULES[operator.kind].flops(operator, operator.sizes)
+        kind_of(operator).flops(operator, operator.sizes)
         for operator, old, new in zip(after.operators, had, have, strict=True)
         if old and not new and not operator.is_source
     )

@@ -9,7 +9,7 @@ that of a microbatch. Where no parameter takes part, every rank can make it of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stratagem.simulator.graph.building.factor_unification import leaves_of, size_of
@@ -18,22 +18,16 @@ from stratagem.simulator.graph.building.operator_drafts import (
     DraftTensor,
     Made,
     OperatorDraft,
-    Read,
     fixed_leaves,
     view_key,
 )
-from stratagem.simulator.operators.operator import SOURCE, DimKind
-from stratagem.simulator.operators.step_programs import (
-    SOURCE_FUNCTIONS,
-    Steps,
-    references,
-    shift_steps,
-)
+from stratagem.simulator.operators.kinds.kind_record import Reference, Remade
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.operators.operator import SOURCE_KIND, DimKind
+from stratagem.simulator.operators.step_programs import SOURCE_FUNCTIONS, Steps, shift_steps
 
 WHOLE = "sources are computed in full on every rank"
 """Why no dim of a source is split."""
-
-Reference = list[Any]
 
 
 def sums_as_sources(drafts: Sequence[OperatorDraft]) -> None:
@@ -60,7 +54,7 @@ def sums_as_sources(drafts: Sequence[OperatorDraft]) -> None:
 
 def _is_free(draft: OperatorDraft, free: set[int]) -> bool:
     """Whether a source could make what a draft makes."""
-    if draft.kind not in _WRITERS or draft.weights or len(draft.outputs) != 1:
+    if kind_of(draft).as_source is None or draft.weights or len(draft.outputs) != 1:
         return False
     if any(function not in SOURCE_FUNCTIONS for function, _ in draft.attributes.get("steps", ())):
         return False
@@ -82,7 +76,7 @@ def _mixes_samples(draft: OperatorDraft) -> bool:
 def _make_source(draft: OperatorDraft) -> None:
     program = _Program()
     program.made_by(draft)
-    draft.kind, draft.reads, draft.attributes = SOURCE, [], {"steps": program.steps}
+    draft.kind, draft.reads, draft.attributes = SOURCE_KIND, [], {"steps": program.steps}
     (made,) = draft.outputs
     draft.loops = [loop for loop in made.loops if loop is not None]
     for loop in draft.loops:
@@ -106,8 +100,28 @@ class _Program:
     def made_by(self, draft: OperatorDraft) -> Reference:
         """What a draft makes, as it made it."""
         if id(draft) not in self._drafts:
-            self._drafts[id(draft)] = _WRITERS[draft.kind](self, draft)
+            self._drafts[id(draft)] = self._written(draft)
         return self._drafts[id(draft)]
+
+    def _written(self, draft: OperatorDraft) -> Reference:
+        write = kind_of(draft).as_source
+        assert write is not None
+        made = draft.outputs[0]
+        return write(
+            self,
+            Remade(
+                inputs=[self.read(read.tensor) for read in draft.reads],
+                attributes=draft.attributes,
+                reduced=[
+                    at for at, loop in enumerate(draft.loops) if loop.kind is DimKind.REDUCTION
+                ],
+                keeps_dims=len(made.loops) == len(draft.loops),
+                shape=[1 if loop is None else size_of(loop.factors) for loop in made.loops],
+                dtype=""
+                if {read.tensor.dtype for read in draft.reads} == {made.dtype}
+                else made.dtype,
+            ),
+        )
 
     def read(self, tensor: DraftTensor) -> Reference:
         """A tensor as it is seen through its views."""
@@ -137,7 +151,7 @@ class _Program:
             seen = self.add("expand", seen, [leaf.size for leaf in wanted])
         return self.add("view", seen, list(tensor.shape))
 
-    def run(self, steps: Steps, inputs: Iterable[Reference] = ()) -> Reference:
+    def run(self, steps: Steps, inputs: Sequence[Reference] = ()) -> Reference:
         """The steps of another program, with `inputs` in the place of its own."""
         moved: dict[tuple[str, Any], Reference] = {
             ("in", number): given for number, given in enumerate(inputs)
@@ -146,69 +160,3 @@ class _Program:
             self.steps += shift_steps([step], moved)
             moved["step", number] = ["step", len(self.steps) - 1]
         return ["step", len(self.steps) - 1]
-
-
-def _source(program: _Program, draft: OperatorDraft) -> Reference:
-    return program.run(draft.attributes["steps"])
-
-
-def _elementwise(program: _Program, draft: OperatorDraft) -> Reference:
-    inputs = [program.read(read.tensor) for read in draft.reads]
-    made = program.run(draft.attributes["steps"], inputs)
-    constant = not any(True for _, given in draft.attributes["steps"] for _ in references(given))
-    return program.add("expand", made, _shape(draft)) if constant else made
-
-
-def _reduce(program: _Program, draft: OperatorDraft) -> Reference:
-    (read,) = draft.reads
-    made = program.read(read.tensor)
-    gone = [at for at, loop in enumerate(draft.loops) if loop.kind is DimKind.REDUCTION]
-    keep = len(draft.outputs[0].loops) == len(draft.loops)
-    if gone:
-        made = program.add("sum", made, gone, keep)
-    if draft.attributes["scale"] != 1.0:
-        made = program.add("mul", made, draft.attributes["scale"])
-    return _cast(program, draft, read, made)
-
-
-def _matmul(program: _Program, draft: OperatorDraft) -> Reference:
-    return program.add("matmul", *(program.read(read.tensor) for read in draft.reads))
-
-
-def _cat(program: _Program, draft: OperatorDraft) -> Reference:
-    parts = [program.read(read.tensor) for read in draft.reads]
-    return program.add("cat", parts, draft.attributes["dim"])
-
-
-def _narrow(program: _Program, draft: OperatorDraft) -> Reference:
-    (read,) = draft.reads
-    start, at = draft.attributes["start"], draft.attributes["dim"]
-    stop = start + draft.attributes["length"]
-    return program.add("slice", program.read(read.tensor), at, start, stop, 1)
-
-
-def _softmax(program: _Program, draft: OperatorDraft) -> Reference:
-    (read,) = draft.reads
-    return program.add("softmax", program.read(read.tensor), draft.attributes["dim"])
-
-
-def _cast(program: _Program, draft: OperatorDraft, read: Read, made: Reference) -> Reference:
-    dtype = draft.outputs[0].dtype
-    return made if dtype == read.tensor.dtype else program.add("cast", made, dtype)
-
-
-def _shape(draft: OperatorDraft) -> list[int]:
-    loops = draft.outputs[0].loops
-    return [1 if loop is None else size_of(loop.factors) for loop in loops]
-
-
-_WRITERS = {
-    "source": _source,
-    "elementwise": _elementwise,
-    "reduce": _reduce,
-    "matmul": _matmul,
-    "cat": _cat,
-    "narrow": _narrow,
-    "softmax": _softmax,
-}
-"""Kinds that a source can make as well."""

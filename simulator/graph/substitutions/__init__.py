@@ -7,7 +7,7 @@ graph still runs the user's model.
 
 In:      a graph.
 Out:     an equal one, and where its operators and parameters came from.
-Imports: graph, operators, base.
+Imports: graph, operators.kinds, operators, base.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from stratagem.simulator.graph.substitutions.parameter_map import (
     join,
     whole,
 )
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import (
     Dim,
     DimKind,
@@ -45,9 +46,6 @@ from stratagem.simulator.operators.operator import (
     factors,
     shape_of,
 )
-
-OUT_GROUP = {"linear": -1, "conv2d": 1, "expert_linear": -1}
-"""Contractions with a weight, and which dim of their output its columns are."""
 
 PART = "part"
 
@@ -165,15 +163,16 @@ class SplitParts:
 
 
 def out_group(operator: Operator) -> tuple[str, ...]:
-    """The dims whose product are the columns of a contraction."""
-    return operator.outputs[0].layout[OUT_GROUP[operator.kind]]
+    """The dims whose product are the columns of a contraction; empty where it has none."""
+    product = kind_of(operator).product
+    along = None if product is None else product.columns
+    return () if along is None else operator.outputs[0].layout[along]
 
 
 def is_contraction(graph: OperatorGraph, operator: Operator, own: frozenset[str]) -> bool:
     """Whether an operator is a contraction with columns, of weights that nobody shares."""
     return (
-        operator.kind in OUT_GROUP
-        and bool(out_group(operator))
+        bool(out_group(operator))
         and not any(operator.dim(name).whole for name in out_group(operator))
         and all(weight.parameter in own for weight in operator.weights)
         and operator.name != graph.loss

@@ -2,5 +2,5 @@
 
 In:      local shards.
 Out:     their results, on any device.
-Imports: operators, plan.
+Imports: operators.kinds, operators, plan.
 """

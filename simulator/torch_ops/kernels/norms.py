@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stratagem.simulator.operators.kinds.norms import statistics_dims
 from stratagem.simulator.operators.operator import DimKind, Operator, shape_of
-from stratagem.simulator.operators.operator_kinds import statistics_dims
 from stratagem.simulator.torch_ops.kernels.shards import Shards, positions
 
 Tensors = Sequence[Tensor]

@@ -4,7 +4,7 @@ Every kernel calls the ordinary torch function, so that an operator that is not 
 does in eager torch. What sharding adds is little: a bias is added on one of the ranks that share a
 sum, ids and targets outside a rank's part of the vocabulary give nothing, a causal mask starts
 where the rank's queries do, and windows fetch rows from the ranks that have them. Kinds and
-conventions are those of `operators.operator_kinds`.
+conventions are those of `operators.kinds.operator_kinds`.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ from stratagem.simulator.kernel_times.cost_model import (
     local_operator,
 )
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS as OPERATOR_KINDS
 from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.operators.operator_kinds import RULES
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 
@@ -150,7 +150,7 @@ def put(cache, operator, sizes, direction, seconds, *, spread=0.05):
 
 class TestTensors:
     def test_every_kind_is_here(self):
-        assert {o.kind for o in OPERATORS} == set(RULES) - {"source"}
+        assert {o.kind for o in OPERATORS} == set(OPERATOR_KINDS) - {"source"}
 
     def test_ids_and_targets_are_within_range(self):
         embedding, loss = GRAPHS[0].operator("embedding"), GRAPHS[0].operator("cross_entropy")

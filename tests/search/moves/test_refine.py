@@ -502,21 +502,20 @@ def test_other_processes_know_moves_that_were_registered(tripling: str) -> None:
 
 
 OWN = """
+from dataclasses import replace
 from stratagem.searcher.improvement.neighbours import register_move
-from stratagem.simulator.operators.operator_kinds import Rule, register_rule
+from stratagem.simulator.operators.kinds.moves import CAT
+from stratagem.simulator.operators.kinds.operator_kinds import register_kind
 from stratagem.simulator.schedules.named_schedules import gpipe, register_schedule
 
 def none(here):
     return []
 
-def flops(operator, sizes):
-    return 0.0
-
 def make(sizes):
     return gpipe(sizes.num_stages, sizes.num_microbatches)
 
 register_move("none", none)
-register_rule("flip", Rule(flops))
+register_kind(replace(CAT, name="flip"))
 register_schedule("own", make)
 """
 
@@ -544,6 +543,6 @@ def test_a_module_that_registers_when_it_is_imported_is_sent(
     def there(sent: bytes) -> tuple[bool, ...]:
         remade(cloudpickle.loads(sent), *arguments)
         own = Registered()
-        return "none" in own.moves, "flip" in own.rules, "own" in own.schedules
+        return "none" in own.moves, "flip" in own.kinds, "own" in own.schedules
 
     assert in_fresh_process(there, in_fresh_process(here)) == (True, True, True)

@@ -34,8 +34,8 @@ from stratagem.simulator.graph.building.operator_drafts import (
 )
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS, kind_of
 from stratagem.simulator.operators.operator import DimKind, Operator
-from stratagem.simulator.operators.operator_kinds import RULES, rule_of
 
 # ---- factors ----
 
@@ -98,7 +98,7 @@ def test_samples_and_names_travel_along_links() -> None:
 
 def one(graph: OperatorGraph, name: str) -> Operator:
     operator = graph.operator(name)
-    rule_of(operator).flops(operator, operator.sizes)
+    kind_of(operator).flops(operator, operator.sizes)
     return operator
 
 
@@ -126,7 +126,7 @@ def test_late_split_reaches_weight_and_bias() -> None:
     assert [read.order for read in mixed.inputs] == [(0, 3, 1, 4)] * 3
     assert [read.select for read in mixed.inputs] == [((2, i),) for i in range(3)]
     assert whole(mixed).keys() == {"key", "head_dim", "value_dim"}
-    assert rule_of(mixed).flops(mixed, mixed.sizes) == 0.5 * 4 * 4 * 6 * 10 * 10 * 4
+    assert kind_of(mixed).flops(mixed, mixed.sizes) == 0.5 * 4 * 4 * 6 * 10 * 10 * 4
 
 
 def test_grouped_query_attention_splits_heads_into_groups() -> None:
@@ -213,10 +213,10 @@ def test_convolution_pooling_and_norms() -> None:
     assert whole(conv).keys() == {
         "in_height", "in_width", "kernel_height", "kernel_width", "height", "width"
     }  # fmt: skip
-    assert RULES["conv2d"].flops(conv, conv.sizes) == 2 * 4 * 8 * 8 * 8 * 6 * 9
+    assert KINDS["conv2d"].flops(conv, conv.sizes) == 2 * 4 * 8 * 8 * 8 * 6 * 9
     assert not whole(one(graph, "n"))
     grouped = one(graph, "grouped")
-    assert RULES["conv2d"].flops(grouped, grouped.sizes) == 2 * 4 * 8 * 16 * 2
+    assert KINDS["conv2d"].flops(grouped, grouped.sizes) == 2 * 4 * 8 * 16 * 2
     assert set(whole(grouped)) >= {"in_channel", "out_channel"}
     assert list(whole(one(graph, "ln")).values()) == ["the norm is taken over it"] * 2
 

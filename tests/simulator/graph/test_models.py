@@ -13,13 +13,13 @@ import pytest
 
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
-from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 
 SMALL = {"num_layers": 2, "hidden": 24, "num_heads": 3, "vocabulary": 50, "sequence": 16}
 
 
 def matmul_flops(graph: OperatorGraph) -> float:
-    return sum(RULES[o.kind].flops(o, o.sizes) for o in graph.operators if RULES[o.kind].matmul)
+    return sum(KINDS[o.kind].flops(o, o.sizes) for o in graph.operators if KINDS[o.kind].product)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_steps_of_an_lstm_share_the_weights_of_their_layer() -> None:
     # 2 hidden · 4 hidden multiply-adds a step, but that the first state of the encoder is zero
     cells = [o for o in graph.operators if o.name.startswith(("encoder.", "decoder."))]
     products = [o for o in cells if o.kind == "linear"]
-    flops = sum(RULES[o.kind].flops(o, o.sizes) for o in products)
+    flops = sum(KINDS[o.kind].flops(o, o.sizes) for o in products)
     assert flops == 2 * 4 * (4 * 5 * 8 * 8 * 4 + (4 * 5 - 2) * 8 * 8 * 4)
 
 

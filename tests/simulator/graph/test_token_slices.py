@@ -20,7 +20,7 @@ from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, nmt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import Slices, token_dims, token_slices
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
-from stratagem.simulator.operators.operator_kinds import rule_of
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.flat_graph import flat_graph
 from stratagem.simulator.simulation.plan_in_words import describe
@@ -97,8 +97,8 @@ def test_the_work_of_all_slices_is_that_of_the_whole(
     for operator in graph.operators:
         if "sequence" in operator.sizes or operator.kind == "attention":
             parts = [each.graph.operator(operator.name) for each in slices]
-            flops = sum(rule_of(part).flops(part, part.sizes) for part in parts)
-            assert flops == pytest.approx(rule_of(operator).flops(operator, operator.sizes))
+            flops = sum(kind_of(part).flops(part, part.sizes) for part in parts)
+            assert flops == pytest.approx(kind_of(operator).flops(operator, operator.sizes))
 
 
 def test_what_masks_keys_is_seen_as_far_as_they_are() -> None:

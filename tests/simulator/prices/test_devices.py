@@ -24,7 +24,7 @@ from stratagem.simulator.kernel_times._matrix_product_time import (
 )
 from stratagem.simulator.kernel_times.cost_model import Cost, CostSource, Direction, RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
-from stratagem.simulator.kernel_times.matrix_products import Multiplier, Product, forward_product
+from stratagem.simulator.kernel_times.matrix_products import Multiplier, Product, forward_products
 from stratagem.simulator.kernel_times.memory_traffic import backward_moved, forward_moved
 from stratagem.simulator.kernel_times.training import PRECISIONS, Training
 from stratagem.simulator.operators.operator import Operator
@@ -242,7 +242,7 @@ def test_misaligned_heads_run_on_vector_units() -> None:
 def test_gradients_are_priced_at_their_own_shapes() -> None:
     device = DeviceType.preset("A100-80GB")
     linear = first(mlp([8192, 512, 10], batch=1024), "linear")
-    assert forward_product(linear, linear.sizes)[:4] == (1024, 512, 8192, 1)
+    assert forward_products(linear, linear.sizes)[0][:4] == (1024, 512, 8192, 1)
     priced = multiplier("A100-80GB", "bfloat16")
     inputs = priced.seconds(matrices(1024, 8192, 512))
     weights = priced.seconds(matrices(8192, 512, 1024))
@@ -255,13 +255,14 @@ def test_convolutions_of_stride_one_save_multiplications() -> None:
     device, single = DeviceType.preset("V100-16GB"), Training("float32")
     graph = resnet(18, batch=64)
     by_name = {op.name: op for op in graph.operators if op.kind == "conv2d"}
-    plain = [op for op in by_name.values() if forward_product(op, op.sizes).depth > 500]
+    plain = [op for op in by_name.values() if forward_products(op, op.sizes)[0].depth > 500]
     rates = {
-        tuple(op.attributes["stride"]): forward_product(op, op.sizes).rows
-        * forward_product(op, op.sizes).columns
-        * forward_product(op, op.sizes).depth
+        tuple(op.attributes["stride"]): product.rows
+        * product.columns
+        * product.depth
         / cost(op, device, training=single).seconds
         for op in plain
+        for product in forward_products(op, op.sizes)
     }
     assert rates[1, 1] > 1.5 * rates[2, 2]
 

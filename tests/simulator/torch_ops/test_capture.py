@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.operators.operator import (
     DimKind,
     Input,
@@ -28,7 +29,6 @@ from stratagem.simulator.operators.operator import (
     factors,
     shape_of,
 )
-from stratagem.simulator.operators.operator_kinds import RULES
 from stratagem.simulator.operators.step_programs import (
     SOURCE_FUNCTIONS,
     STEP_FUNCTIONS,
@@ -233,7 +233,7 @@ def check(
     assert graph.num_parameters == sum(p.numel() for p in model.parameters())
     assert OperatorGraph.from_json(graph.to_json()) == graph
     for operator in graph.operators:
-        assert operator.kind in RULES
+        assert operator.kind in KINDS
         known_steps = SOURCE_FUNCTIONS if operator.is_source else STEP_FUNCTIONS
         for name, _ in operator.attributes.get("steps", []):
             assert name in known_steps
@@ -456,7 +456,7 @@ def test_flops_agree_with_torch(name: str) -> None:
     counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     expected = sum(n for op, n in counted.items() if "attention" not in op)
     kinds = ("linear", "matmul", "conv2d")
-    ours = sum(RULES[o.kind].flops(o, o.sizes) for o in graph.operators if o.kind in kinds)
+    ours = sum(KINDS[o.kind].flops(o, o.sizes) for o in graph.operators if o.kind in kinds)
     assert ours == expected
 
 

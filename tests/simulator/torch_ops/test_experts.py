@@ -40,7 +40,7 @@ from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.plan.plan import Stage
 from stratagem.simulator.sharding.choice import Choice
 from tests.support.plans import one_stage
@@ -250,10 +250,10 @@ def test_flops() -> None:
     graph, einsum = (
         models.moe(batch=2, group=256, bias=False, dispatch=each) for each in models.DISPATCHES
     )
-    flops = {o.name: RULES[o.kind].flops(o, o.sizes) for o in graph.operators}
+    flops = {o.name: KINDS[o.kind].flops(o, o.sizes) for o in graph.operators}
     tokens = 2 * 1024
     assert flops["h.1.moe.up"] == flops["h.1.moe.down"] == tokens * 2 * 2 * 768 * 8 * 768
-    masks = {o.name: RULES[o.kind].flops(o, o.sizes) for o in einsum.operators}
+    masks = {o.name: KINDS[o.kind].flops(o, o.sizes) for o in einsum.operators}
     assert masks["h.1.moe.dispatch"] == masks["h.1.moe.combine"] == tokens * 2 * 2 * 256 * 768
 
 

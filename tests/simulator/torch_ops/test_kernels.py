@@ -31,8 +31,8 @@ from stratagem.simulator.graph.placement import (
     weight_gradient_placements,
 )
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.operators.operator import Layout, Operator, Output, factors
-from stratagem.simulator.operators.operator_kinds import RULES
 from stratagem.simulator.operators.step_programs import SOURCE_FUNCTIONS, STEP_FUNCTIONS
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS, run_kernel
@@ -244,7 +244,7 @@ def assert_buffers(
 
 
 def test_every_kind_has_a_kernel_and_a_case():
-    assert KERNELS.keys() == RULES.keys() - {"source"}
+    assert KERNELS.keys() == KINDS.keys() - {"source"}
     assert {make().operator.kind for make in CASES.values()} == KERNELS.keys()
 
 

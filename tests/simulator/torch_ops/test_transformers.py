@@ -21,7 +21,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator_kinds import RULES
+from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.torch_ops.capture.capture import capture
 
@@ -55,7 +55,7 @@ def random_batch(graph: OperatorGraph, vocabulary: int = 60) -> dict[str, Tensor
 
 
 def flops(graph: OperatorGraph) -> float:
-    return sum(RULES[o.kind].flops(o, o.sizes) for o in graph.operators)
+    return sum(KINDS[o.kind].flops(o, o.sizes) for o in graph.operators)
 
 
 # -- Llama --------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, re
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Shard, splits_of
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights
@@ -137,14 +137,18 @@ class _Near:
         for operator in known.operators:
             if not operator.is_source and operator.name in self.graph.index:
                 stage = self.plan.stages[self.plan.stage_of[operator.name]]
-                yield operator, stage, rule_of(operator).flops(operator, operator.sizes)
+                yield operator, stage, kind_of(operator).flops(operator, operator.sizes)
 
     def _degrees(self) -> _Degrees:
         """The possible degrees with the least change of the plan's, on as many devices."""
         plan, experts = self.plan, expert_dims(self.graph)
         votes: Counter[int] = Counter()
         for operator, stage, flops in self._work():
-            if operator.weights and rule_of(operator).matmul and operator.name not in experts:
+            if (
+                operator.weights
+                and kind_of(operator).product is not None
+                and operator.name not in experts
+            ):
                 votes[_weight_ways(operator, stage)] += round(flops)
         tensor = max(votes, key=lambda ways: (votes[ways], -ways), default=1)
 

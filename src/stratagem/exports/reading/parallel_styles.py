@@ -14,6 +14,8 @@ from stratagem.exports.reading.dtensor_placements import (
 )
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Placement, Shard, output_placements
+from stratagem.simulator.operators.kinds.kind_record import POSITION_NORMS, Role
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Stage
 
@@ -70,7 +72,7 @@ def _style(
     graph: OperatorGraph, operator: Operator, stage: Stage, axis: int, weight: Placement
 ) -> str:
     needed = read_placements(operator, 0, stage)[axis]
-    if operator.kind in ("layer_norm", "rms_norm") and isinstance(needed, Shard):
+    if role_of(operator) in POSITION_NORMS and isinstance(needed, Shard):
         return f"SequenceParallel(sequence_dim={needed.dim})"
     way = _ways(operator).get(weight, "")
     if not way:
@@ -84,9 +86,9 @@ def _style(
 
 def _ways(operator: Operator) -> dict[Placement, str]:
     """The style that splits a weight so."""
-    if operator.kind == "linear" and not operator.attributes["transposed"]:
+    if role_of(operator) is Role.LAYER and not operator.attributes["transposed"]:
         return {Shard(0): "ColwiseParallel", Shard(1): "RowwiseParallel"}
-    if operator.kind == "embedding":
+    if role_of(operator) is Role.LOOKUP:
         return {Shard(1): "ColwiseParallel", Shard(0): "RowwiseParallel"}
     return {}
 
@@ -100,7 +102,7 @@ def _arrival(graph: OperatorGraph, operator: Operator, stage: Stage, axis: int) 
     source = graph.operator(read.source)
     if source.is_source or source.name not in stage.choices:
         return REPLICATE
-    if source.kind in ("linear", "embedding") and module_of(graph, source):
+    if role_of(source) in (Role.LAYER, Role.LOOKUP) and module_of(graph, source):
         return read_placements(operator, 0, stage)[axis]
     config = stage.choices[source.name].config
     made = output_placements(source.outputs[read.output], config)[axis]

@@ -24,6 +24,9 @@ from dataclasses import dataclass, field, replace
 from functools import reduce as fold
 
 from stratagem.simulator.operators.chain_shares import Place, Share, step_shares
+from stratagem.simulator.operators.kinds.kind_record import Linearity, Role
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
+from stratagem.simulator.operators.kinds.vocabularies import classes
 from stratagem.simulator.operators.operator import DimKind, Operator, Operators, factors
 from stratagem.simulator.operators.step_programs import Steps, shift_steps
 
@@ -31,12 +34,6 @@ EACH, SUM, SAME = Share.EACH, Share.SUM, Share.SAME
 
 Cuts = Sequence[frozenset[str]]
 """Per operator the dims that are cut."""
-
-CONTRACTIONS = frozenset({"reduce", "matmul", "cross_entropy"})
-"""Kinds that may sum over what is cut."""
-
-LINEAR = frozenset({"reduce", "cat", "narrow", "linear", "linear_sum"})
-"""Kinds that make sums of sums; of a bias each part adds its share."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,8 @@ def takes_statistics(operator: Operator) -> bool:
         >>> takes_statistics(resnet(18, batch=8).operator("bn1"))
         True
     """
-    return operator.kind == "batch_norm" and bool(operator.attributes.get("training", True))
+    is_norm = role_of(operator) is Role.BATCH_NORM
+    return is_norm and bool(operator.attributes.get("training", True))
 
 
 def add_shares(operator: Operator, added: Added, parts: int) -> Operator:
@@ -160,7 +158,7 @@ def add_shares(operator: Operator, added: Added, parts: int) -> Operator:
         >>> add_shares(operator, Added(((0, 1),)), 4).attributes["steps"]
         [['div', [['weight', 0], 4]], ['add', [['in', 0], ['step', 0]]]]
     """
-    if operator.kind != "elementwise":
+    if role_of(operator) is not Role.CHAIN:
         parts *= operator.attributes.get("bias_parts", 1)
         return replace(operator, attributes={**operator.attributes, "bias_parts": parts})
     steps: Steps = []
@@ -224,16 +222,15 @@ def _of_cut(
     made = tuple(
         EACH if cut.intersection(factors(each.layout)) else SUM for each in operator.outputs
     )
-    if SUM in made and operator.kind not in CONTRACTIONS:
+    if SUM in made and not kind_of(operator).sums:
         raise _MixedError(f"{where} may mix {what} ({', '.join(sorted(cut))})")
     return made
 
 
 def _ordered(operator: Operator) -> tuple[str, ...]:
     """The dims along which an operator treats one index unlike another."""
-    if operator.kind == "cross_entropy":
-        tokens = factors(operator.inputs[1].layout)
-        return tuple(name for name in factors(operator.inputs[0].layout) if name not in tokens)
+    if role_of(operator) is Role.LOSS:
+        return classes(operator)
     if operator.attributes.get("causal"):
         return operator.inputs[0].layout[-2]
     return ()
@@ -244,12 +241,12 @@ def _of_whole(
 ) -> tuple[tuple[Share, ...], Added | None]:
     """The outputs of an operator of which every part runs all, and what each adds a share of."""
     operator = graph.operators[i]
-    count = len(operator.outputs)
+    kind, count = kind_of(operator), len(operator.outputs)
     if SUM not in given:
         if takes_statistics(operator):
             raise _MixedError(f"{where} would count its statistics once a microbatch")
         return (SAME,) * count, None
-    if operator.kind == "elementwise":
+    if kind.role is Role.CHAIN:
         found = step_shares(operator.attributes["steps"], given)
         if found.problem:
             raise _MixedError(f"{where} {found.problem} a sum over {what}")
@@ -257,10 +254,10 @@ def _of_whole(
             raise _MixedError(f"{where} adds whole numbers to a sum over {what}")
         more = Added(found.added, _counting_dtype(graph, i)) if found.added else None
         return (found.share,) * count, more
-    if operator.kind == "matmul" and tuple(given).count(SUM) == 1:
+    if kind.linear is Linearity.ONE and tuple(given).count(SUM) == 1:
         return (SUM,) * count, None
-    if operator.kind in LINEAR and all(share is SUM for share in given):
-        biased = operator.kind.startswith("linear") and len(operator.weights) > len(given)
+    if kind.linear is Linearity.ALL and all(share is SUM for share in given):
+        biased = kind.product is not None and kind.product.has_bias(operator)
         return (SUM,) * count, Added() if biased else None
     raise _MixedError(f"{where} makes something else than a sum of a sum over {what}")
 

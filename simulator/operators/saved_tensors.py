@@ -1,4 +1,4 @@
-"""What the backward pass of an operator needs to have kept: inputs, the output, tensors inside.
+"""What backward needs to have kept: some tensors of every operator of a kind, or those of a chain.
 
 These are the tensors that autograd saves, as the published formulas count them: a GELU keeps its
 input, a dropout one byte an element, a softmax its output (Korthikanti et al. 2022, arXiv
@@ -8,8 +8,10 @@ kernel keeps only what it reads: a fused SwiGLU its gate and its up, not silu(ga
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.operators.operator_kinds import rule_of
 from stratagem.simulator.operators.step_programs import is_reference
 
 _FIRST = ("log", "log1p", "sin", "cos", "erf", "abs", "leaky_relu", "gelu", "silu", "softplus")
@@ -28,48 +30,77 @@ TRUTHS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not
 """Steps whose results are masks of one byte an element."""
 
 
-def saved_slots(operator: Operator, *, fused: bool = False) -> frozenset[int]:
-    """Which inputs the backward pass of an operator needs.
+class Saved(Protocol):
+    """What the backward pass of an operator needs of its forward pass."""
 
-    Example: the gradient of a residual addition needs neither of them, that of a product of two
-    tensors needs both.
+    def slots(self, operator: Operator, *, fused: bool) -> frozenset[int]:
+        """Which inputs.
 
-    Args:
-        operator: of any kind.
-        fused: whether chains are one kernel a pass (`Training.fused_elementwise`): its backward
-            makes what lies inside again, from all the inputs which that is made of.
+        Args:
+            operator: of the kind.
+            fused: whether a chain is one kernel a pass.
+        """
+        ...
+
+    def output(self, operator: Operator) -> bool:
+        """Whether it needs the output."""
+        ...
+
+    def inside(self, operator: Operator, *, fused: bool) -> tuple[int, int]:
+        """How many tensors, and masks of a byte a scalar, of the output's shape beside it."""
+        ...
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """The same ones for every operator of a kind.
+
+    Attributes:
+        inputs: numbers of inputs; None for all.
+        result: whether the output too.
     """
-    if operator.kind != "elementwise":
-        saved = rule_of(operator).saved_inputs
-        return frozenset(range(len(operator.inputs)) if saved is None else saved)
-    found = _saved_by_steps(operator)
-    if fused:
-        found |= _made_of(operator, {j for what, j in found if what == "step"} - {_last(operator)})
-    return frozenset(position for what, position in found if what == "in")
 
+    inputs: tuple[int, ...] | None
+    result: bool = False
 
-def saves_output(operator: Operator) -> bool:
-    """Whether the backward pass needs the operator's output: that of a softmax, or of a ReLU."""
-    if operator.kind != "elementwise":
-        return rule_of(operator).saved_output
-    return ("step", _last(operator)) in _saved_by_steps(operator)
+    def slots(self, operator: Operator, *, fused: bool) -> frozenset[int]:
+        """See `Saved`."""
+        return frozenset(range(len(operator.inputs)) if self.inputs is None else self.inputs)
 
+    def output(self, operator: Operator) -> bool:
+        """See `Saved`."""
+        return self.result
 
-def saved_inside(operator: Operator, *, fused: bool = False) -> tuple[int, int]:
-    """How many tensors and how many masks of one byte inside a chain its backward needs.
-
-    All of them have the shape of the output, which is not counted. A `fused` chain keeps what it
-    has drawn, and nothing that it can make again.
-    """
-    if operator.kind != "elementwise":
+    def inside(self, operator: Operator, *, fused: bool) -> tuple[int, int]:
+        """See `Saved`."""
         return 0, 0
-    steps = operator.attributes["steps"]
-    drawn = sum(function == "dropout" for function, _ in steps)
-    if fused:
-        return 0, drawn
-    kept = {j for what, j in _saved_by_steps(operator) if what == "step"} - {_last(operator)}
-    masks = sum(steps[j][0] in TRUTHS for j in kept)
-    return len(kept) - masks, masks + drawn
+
+
+@dataclass(frozen=True)
+class SavedBySteps:
+    """What the steps of a chain need."""
+
+    def slots(self, operator: Operator, *, fused: bool) -> frozenset[int]:
+        """See `Saved`."""
+        found = _saved_by_steps(operator)
+        if fused:
+            made = {j for what, j in found if what == "step"} - {_last(operator)}
+            found |= _made_of(operator, made)
+        return frozenset(position for what, position in found if what == "in")
+
+    def output(self, operator: Operator) -> bool:
+        """See `Saved`."""
+        return ("step", _last(operator)) in _saved_by_steps(operator)
+
+    def inside(self, operator: Operator, *, fused: bool) -> tuple[int, int]:
+        """See `Saved`."""
+        steps = operator.attributes["steps"]
+        drawn = sum(function == "dropout" for function, _ in steps)
+        if fused:
+            return 0, drawn
+        kept = {j for what, j in _saved_by_steps(operator) if what == "step"} - {_last(operator)}
+        masks = sum(steps[j][0] in TRUTHS for j in kept)
+        return len(kept) - masks, masks + drawn
 
 
 def _last(operator: Operator) -> int:

@@ -1,0 +1,193 @@
+"""The table of kinds of operators: the record of each by name.
+
+Conventions that graph builders, capture, kernels and cost models share. ``...`` are any number of
+leading dims (SAMPLE where it counts samples, else ATTRIBUTE), free to split. "whole" dims cannot
+be split. A free dim that an output lacks leaves that output `Partial`; every kernel keeps to that.
+
+=============  ===========================  ========================  =========================
+kind           inputs                       weights                   output; attributes
+=============  ===========================  ========================  =========================
+source         none                         none                      any; `steps` (a program of
+                                                                      tensor functions over the
+                                                                      graph's inputs)
+linear         x (..., in)                  weight (out, in) or       (..., out); `transposed`
+                                            (in, out) if transposed;
+                                            bias
+linear_sum     x0 (..., in), x1 (..., in),  weight (out, in) of each  (..., out); `transposed`
+               …                            (or (in, out)); bias      of each
+matmul         a (..., m, k), b (..., k,    none                      (..., m, n)
+               n)
+conv2d         x (sample, in_channel,       weight (out_channel,      (sample, out_channel,
+               in_height, in_width)         in_channel,               height, width); `stride`,
+                                            kernel_height,            `padding`, `dilation`,
+                                            kernel_width); bias       `groups`
+embedding      ids (...)                    weight (vocabulary,       (..., hidden);
+                                            hidden)                   [`padding`]
+layer_norm     x (..., normalised…)         weight, bias              like x; `eps`
+rms_norm       x (..., normalised…)         weight                    like x; `eps`
+batch_norm     x (sample, channel, …)       weight, bias, running     like x; `eps`, `momentum`,
+                                            mean, running variance    `training` [, `local`]
+attention      q (sample, head, query, e),  none                      (sample, head, query, f);
+               k (.., key, e),                                        `causal`, `scale`,
+               v (.., key, f)                                         [`dropout`, `first_query`]
+               [, mask broadcastable]
+prefix         x (..., own, e)               none                      (..., key, e): x behind
+                                                                      what came before; `dim`
+rotary         x (..., sequence, e), cos,   none                      like x
+               sin (sequence, e)
+moe_weights    gates (group, token,         none                      (group, token, expert,
+               choice)                                                slot); `top_k`
+moe_dispatch   x (group, token, hidden),    none                      (group, expert, slot,
+               gates                                                  hidden); `top_k`
+expert_linear  x (..., expert, slot, in)    weight (expert, in,       (..., expert, slot, out);
+                                            out), or (expert, out,    [`transposed`]
+                                            in) if transposed; bias
+                                            (expert, out)
+moe_combine    y (group, expert, slot,      none                      (group, token, hidden);
+               hidden), gates                                         `top_k`
+softmax        x                            none                      like x; `dim` [, `scale`,
+                                                                      `causal`]
+elementwise    any, broadcast by ()         any                       broadcast shape; `steps`
+pool2d         x (sample, channel,          none                      (sample, channel, height,
+               in_height, in_width)                                   width); `mode`, `kernel`,
+                                                                      `stride`, `padding`
+reduce         x                            none                      x less some dims; `scale`
+cat            x0, x1, …                    none                      `dim`
+narrow         x                            none                      `dim`, `start`, `length`
+cross_entropy  logits (..., class), target  none                      scalar: sum of token losses
+               (...), count ()                                        / count; `ignore_index`
+=============  ===========================  ========================  =========================
+
+`cross_entropy` divides by `count`, the number of counted targets of the *whole batch* (a source),
+so that the sum over microbatches and shards is the mean over the batch. In `reduce`, the constant
+`scale` does the same for means. Everywhere sums of shards and microbatches are the whole.
+
+The inputs of a `linear_sum` share dims that are contracted, so that sharding such a dim shards all
+of them and leaves one pending sum. A dim that only one of them has must be whole.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.operators.kinds import (
+    attentions,
+    chains,
+    experts,
+    moves,
+    norms,
+    products,
+    vocabularies,
+)
+from stratagem.simulator.operators.kinds.kind_record import MatrixProduct, OperatorKind, Role
+
+KINDS: dict[str, OperatorKind] = {
+    kind.name: kind
+    for kind in (
+        chains.SOURCE,
+        products.LINEAR,
+        products.LINEAR_SUM,
+        products.MATMUL,
+        products.CONV2D,
+        vocabularies.EMBEDDING,
+        norms.LAYER_NORM,
+        norms.RMS_NORM,
+        norms.BATCH_NORM,
+        attentions.ATTENTION,
+        experts.MOE_WEIGHTS,
+        experts.MOE_DISPATCH,
+        products.EXPERT_LINEAR,
+        experts.MOE_COMBINE,
+        attentions.PREFIX,
+        attentions.ROTARY,
+        norms.SOFTMAX,
+        chains.ELEMENTWISE,
+        moves.POOL2D,
+        moves.REDUCE,
+        moves.CAT,
+        moves.NARROW,
+        vocabularies.CROSS_ENTROPY,
+    )
+}
+
+BUNDLED = frozenset(KINDS)
+"""Kinds that need not be registered."""
+
+
+class OfKind(Protocol):
+    """What says its kind: an operator, or one that is being built."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """The name of its kind."""
+        ...
+
+
+def register_kind(kind: OperatorKind) -> None:
+    """Make a kind of one's own known: all that is known of it where there is no torch.
+
+    Raises:
+        ValueError: there is one of that name already.
+    """
+    if kind.name in KINDS:
+        raise ValueError(
+            f"operators of kind {kind.name!r} are there already, one of {len(KINDS)}: register "
+            "yours under another name"
+        )
+    KINDS[kind.name] = kind
+
+
+def registered_kinds() -> dict[str, OperatorKind]:
+    """Those that `register_kind` added: other processes must be told of them."""
+    return {name: kind for name, kind in KINDS.items() if name not in BUNDLED}
+
+
+def kind_of(operator: OfKind) -> OperatorKind:
+    """The record of an operator's kind.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> kind_of(mlp([8, 8], batch=4).operator("layers.0")).weight_share
+        0.5
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if operator.kind not in KINDS:
+        raise unknown(f"record for operator {operator.name!r} of kind", operator.kind, KINDS)
+    return KINDS[operator.kind]
+
+
+def role_of(operator: OfKind) -> Role:
+    """What an operator is to its model.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> role_of(mlp([8, 8], batch=4).operator("cross_entropy"))
+        <Role.LOSS: 'a number to make smaller, of classes'>
+
+    Raises:
+        ValueError: its kind is not known.
+    """
+    return kind_of(operator).role
+
+
+def product_of(operator: OfKind) -> MatrixProduct:
+    """The matrix products of an operator whose kind has some.
+
+    Raises:
+        ValueError: it has none.
+    """
+    product = kind_of(operator).product
+    if product is None:
+        raise ValueError(
+            f"operator {operator.name!r} of kind {operator.kind!r} runs no matrix product: price "
+            "it by the bytes that it moves"
+        )
+    return product

@@ -1,0 +1,145 @@
+"""Matrix products: linear layers, sums of them, experts', of activations, and convolutions."""
+
+from __future__ import annotations
+
+import math
+
+from stratagem.simulator.operators.inner_collectives import halos
+from stratagem.simulator.operators.kinds.kind_record import (
+    Linearity,
+    MatrixProduct,
+    OperatorKind,
+    Program,
+    Reference,
+    Remade,
+    Role,
+    Sizes,
+)
+from stratagem.simulator.operators.kinds.traffic import EachTensorOnce, output_size
+from stratagem.simulator.operators.operator import DimKind, Operator, factors, shape_of
+from stratagem.simulator.operators.saved_tensors import SavedTensors
+
+
+def contraction_flops(operator: Operator, sizes: Sizes) -> float:
+    """2 × the product of every dim of the output and of the contraction."""
+    out = set(factors(operator.outputs[0].layout))
+    inner = [d.name for d in operator.dims if d.kind is DimKind.REDUCTION and d.name not in out]
+    return 2.0 * output_size(operator, sizes) * math.prod(sizes[name] for name in inner)
+
+
+def sum_flops(operator: Operator, sizes: Sizes) -> float:
+    """Those of a linear layer for each input."""
+    out = set(factors(operator.outputs[0].layout))
+    depths = [
+        math.prod(sizes[name] for name in factors(read.layout) if name not in out)
+        for read in operator.inputs
+    ]
+    return 2.0 * output_size(operator, sizes) * sum(depths)
+
+
+def of_matrices(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
+    """Rows, columns and batch where these are the last two dims of the output and all others."""
+    rows, columns = shape_of(operator.outputs[0].layout[-2:], sizes)
+    return rows, columns, output_size(operator, sizes) // (rows * columns)
+
+
+def of_experts(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
+    """Rows, columns and batch where every expert has weights of its own."""
+    experts = sizes[operator.weights[0].layout[0][0]]
+    (columns,) = shape_of(operator.outputs[0].layout[-1:], sizes)
+    rows = output_size(operator, sizes) // (columns * experts)
+    return rows, columns, experts
+
+
+def of_weight(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
+    """Rows, columns and batch where the columns are dims of the weight."""
+    wide = set(factors(operator.weights[0].layout))
+    columns = math.prod(
+        sizes[name]
+        for name in factors(operator.outputs[0].layout)
+        if name in wide and operator.dim(name).kind is DimKind.PARAMETER
+    )
+    elements = output_size(operator, sizes)
+    rows = elements // columns
+    return rows, columns, elements // (rows * columns)
+
+
+def _saves_multiplications(operator: Operator) -> bool:
+    """Whether it is a 3 × 3 convolution of stride 1 (Winograd; Lavin and Gray 2016)."""
+    kernel = shape_of(operator.weights[0].layout, operator.sizes)[2:]
+    steps = (*operator.attributes["stride"], *operator.attributes["dilation"])
+    return kernel == (3, 3) and set(steps) == {1} and operator.attributes["groups"] == 1
+
+
+def _remade(program: Program, made: Remade) -> Reference:
+    return program.add("matmul", *made.inputs)
+
+
+LINEAR = OperatorKind(
+    name="linear",
+    role=Role.LAYER,
+    flops=contraction_flops,
+    backward_flops=2.0,
+    product=MatrixProduct(shape=of_weight, sums_bias=True, columns=-1),
+    traffic=EachTensorOnce(),
+    saved=SavedTensors(inputs=(0,)),
+    weight_share=0.5,
+    linear=Linearity.ALL,
+    positionwise=True,
+)
+
+LINEAR_SUM = OperatorKind(
+    name="linear_sum",
+    role=Role.OTHER,
+    flops=sum_flops,
+    backward_flops=2.0,
+    product=MatrixProduct(shape=of_weight, per_input=True, sums_bias=True),
+    traffic=EachTensorOnce(),
+    saved=SavedTensors(inputs=None),
+    weight_share=0.5,
+    linear=Linearity.ALL,
+    positionwise=True,
+)
+
+MATMUL = OperatorKind(
+    name="matmul",
+    role=Role.PRODUCT,
+    flops=contraction_flops,
+    backward_flops=2.0,
+    product=MatrixProduct(shape=of_matrices),
+    traffic=EachTensorOnce(),
+    saved=SavedTensors(inputs=(0, 1)),
+    weight_share=0.0,
+    linear=Linearity.ONE,
+    sums=True,
+    as_source=_remade,
+)
+
+EXPERT_LINEAR = OperatorKind(
+    name="expert_linear",
+    role=Role.OTHER,
+    flops=contraction_flops,
+    backward_flops=2.0,
+    product=MatrixProduct(shape=of_experts, columns=-1),
+    traffic=EachTensorOnce(),
+    saved=SavedTensors(inputs=(0,)),
+    weight_share=0.5,
+)
+
+CONV2D = OperatorKind(
+    name="conv2d",
+    role=Role.CONVOLUTION,
+    flops=contraction_flops,
+    backward_flops=2.0,
+    product=MatrixProduct(
+        shape=of_weight,
+        sums_bias=True,
+        columns=1,
+        saves_multiplications=_saves_multiplications,
+    ),
+    traffic=EachTensorOnce(),
+    saved=SavedTensors(inputs=(0,)),
+    weight_share=0.5,
+    inner=halos,
+    slides=True,
+)
