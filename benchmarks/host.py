@@ -118,7 +118,7 @@ def theirs(
     """
     model, training = _made(case).to(device), case.training
     batch = {name: each.to(device) for name, each in case.batch.items()}
-    if training.precision == "bfloat16":
+    if training.formats.master:
         model = model.bfloat16()
         batch = {
             name: each.bfloat16() if each.is_floating_point() else each

@@ -58,7 +58,7 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     state = model_state(model)
     place.enter(-1, "comparing the models of all ranks", waits=True, slow=True)
     check_equal(state, comm, "parameters to start from", _SAME_MODEL)
-    elsewhere = provenance_of(comm, plan.training.precision).elsewhere(plan)
+    elsewhere = provenance_of(comm, plan.training.formats.kernels).elsewhere(plan)
     if elsewhere and comm.rank == 0:
         warnings.warn(elsewhere, stacklevel=2)
     place.enter(-1, "taking the first batch", slow=True, idle=True)

@@ -8,6 +8,8 @@ loop does. So the arithmetic that runs on a GPU can be run, and tested, anywhere
 
 from __future__ import annotations
 
+from stratagem.simulator.base.precision import FORMATS
+
 PRELUDE = r"""
 #ifdef __CUDACC__
 #define DEVICE static __device__ __forceinline__
@@ -39,42 +41,70 @@ DEVICE unsigned short to_bfloat16(float given) {
     return (unsigned short)((made.pattern + 0x7fff + ((made.pattern >> 16) & 1)) >> 16);
 }
 
-DEVICE float gradient_at(const void *gradient, int is_bfloat16, long long i) {
-    if (is_bfloat16) return from_bfloat16(((const unsigned short *)gradient)[i]);
-    return ((const float *)gradient)[i];
-}
 """
+
+ACCESS = {
+    "float32": ("((const float *)held)[i]", "((float *)held)[i] = given"),
+    "bfloat16": (
+        "from_bfloat16(((const unsigned short *)held)[i])",
+        "((unsigned short *)held)[i] = to_bfloat16(given)",
+    ),
+}
+"""Formats that kernels read gradients in and write copies in, and how an element is."""
+
+TYPE_CODES = {name: code for code, name in enumerate(FORMATS) if name in ACCESS}
+"""What tells a kernel a format: its place among those of `base.precision`."""
+
+
+def _access() -> str:
+    """Reading and writing an element by the code of its format."""
+    known = [(TYPE_CODES[name], *each) for name, each in ACCESS.items()]
+    reads = "".join(f"    case {code}: return {read};\n" for code, read, _ in known)
+    writes = "".join(f"    case {code}: {write}; break;\n" for code, _, write in known)
+    return f"""
+DEVICE float element(const void *held, int type, long long i) {{
+    switch (type) {{
+{reads}    default: return 0.0f / 0.0f;
+    }}
+}}
+
+DEVICE void put_element(void *held, int type, long long i, float given) {{
+    switch (type) {{
+{writes}    }}
+}}
+"""
+
 
 OPTIMIZERS = r"""
 /* Kingma and Ba 2015 with the weight decay of Loshchilov and Hutter 2019. `count` is the number
-   of this update, from 1; `copy` may be null, or gets the new parameter in bfloat16. */
-KERNEL(adam)(float *parameter, const void *gradient, int is_bfloat16, float *mean, float *square,
-             unsigned short *copy, const float *rate, const int *count, double first,
-             double second, double decay, double epsilon, long long n) {
+   of this update, from 1; `copy` may be null, or gets the new parameter in its own format. */
+KERNEL(adam)(float *parameter, const void *gradient, int gradient_type, float *mean,
+             float *square, void *copy, int copy_type, const float *rate, const int *count,
+             double first, double second, double decay, double epsilon, long long n) {
     const float step = (float)((double)*rate / (1 - pow(first, (double)*count)));
     const float root = (float)sqrt(1 - pow(second, (double)*count));
     const float keep = (float)(1 - (double)*rate * decay);
     const float a = (float)(1 - first), b = (float)second, c = (float)(1 - second);
     EACH(i, n) {
-        const float g = gradient_at(gradient, is_bfloat16, i);
+        const float g = element(gradient, gradient_type, i);
         const float m = mean[i] + a * (g - mean[i]);
         const float v = b * square[i] + c * g * g;
         const float p = parameter[i] * keep - step * m / (sqrtf(v) / root + (float)epsilon);
         mean[i] = m;
         square[i] = v;
         parameter[i] = p;
-        if (copy) copy[i] = to_bfloat16(p);
+        if (copy) put_element(copy, copy_type, i, p);
     }
 }
 
 /* p -= rate * (g + decay * p) */
-KERNEL(sgd)(float *parameter, const void *gradient, int is_bfloat16, unsigned short *copy,
-            const float *rate, double decay, long long n) {
+KERNEL(sgd)(float *parameter, const void *gradient, int gradient_type, void *copy,
+            int copy_type, const float *rate, double decay, long long n) {
     EACH(i, n) {
-        const float g = gradient_at(gradient, is_bfloat16, i) + (float)decay * parameter[i];
+        const float g = element(gradient, gradient_type, i) + (float)decay * parameter[i];
         const float p = parameter[i] - *rate * g;
         parameter[i] = p;
-        if (copy) copy[i] = to_bfloat16(p);
+        if (copy) put_element(copy, copy_type, i, p);
     }
 }
 """
@@ -113,5 +143,5 @@ KERNEL(words)(const long long *rows, long long num_rows, long long start, long l
 }
 """
 
-SOURCE = PRELUDE + OPTIMIZERS + RANDOM
+SOURCE = PRELUDE + _access() + OPTIMIZERS + RANDOM
 KERNELS = ("adam", "sgd", "words")

@@ -354,7 +354,8 @@ class Interpreter:
                 self.random,
             )
             places = {} if part is None else part.places(operator.name)
-            self._shards[key] = replace(made, places=places)
+            products = self.program.plan.training.formats.rounded_to
+            self._shards[key] = replace(made, places=places, products=products)
         return self._shards[key]
 
     def _seat_of(self, operator: str) -> Seat:

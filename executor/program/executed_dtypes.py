@@ -7,6 +7,7 @@ parameter (Micikevicius et al. 2018, arXiv 1710.03740).
 
 from __future__ import annotations
 
+from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Layout
 
@@ -23,12 +24,11 @@ def executed_dtype(training: Training, dtype: str, layout: Layout) -> str:
         'int64'
     """
     is_floating = dtype.startswith(("float", "bfloat"))
-    if training.precision == "float32" or not is_floating or not layout:
-        return dtype
-    return training.precision
+    stored = training.formats.storage
+    return dtype if is_full(stored) or not is_floating or not layout else stored
 
 
 def gradient_dtype(training: Training, dtype: str) -> str:
     """The dtype in which gradients of a parameter captured in `dtype` are added up."""
-    precision = training.gradient_precision or training.precision
-    return dtype if precision == "float32" else precision
+    added = training.formats.gradients
+    return dtype if is_full(added) else added

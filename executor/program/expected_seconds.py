@@ -20,7 +20,7 @@ from stratagem.executor.program.instructions import (
     Update,
 )
 from stratagem.executor.program.programs import Program
-from stratagem.simulator.base.dtypes import DTYPE_BYTES
+from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.placement import local_sizes
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import Direction

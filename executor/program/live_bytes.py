@@ -27,7 +27,7 @@ from stratagem.executor.program.instructions import (
     Stash,
 )
 from stratagem.executor.program.programs import Program, RankProgram
-from stratagem.simulator.base.dtypes import DTYPE_BYTES
+from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.placement import (
     Pin,
     Placements,
@@ -37,6 +37,7 @@ from stratagem.simulator.graph.placement import (
     output_placements,
 )
 from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
 from stratagem.simulator.operators.kinds.saved_for_backward import (
     saved_inside,
     saved_slots,
@@ -170,6 +171,7 @@ class _Player:
             self._make(value, nbytes)
             tensors, masks = saved_inside(operator)
             inside += nbytes * tensors + nbytes // DTYPE_BYTES[dtype] * masks
+        inside += self._rounded(instruction, operator)
         if instruction.tape is None:
             return
         kept = [
@@ -183,6 +185,13 @@ class _Player:
         storages = dict.fromkeys(number for value in kept for number in self.held[value])
         self.nbytes.append(inside)
         self._hold(instruction.tape, (*storages, len(self.nbytes) - 1))
+
+    def _rounded(self, instruction: Forward, operator: Operator) -> int:
+        """The operands of products that are kept as they were rounded."""
+        config, shape = self._config(operator)
+        sizes = local_sizes(operator, config, shape)
+        nbytes = rounded_bytes(operator, sizes, self.program.plan.training)
+        return nbytes // (1 if instruction.piece is None else instruction.piece.count)
 
     def _output_elements(self, operator: Operator, output: int) -> int:
         made = operator.outputs[output]

@@ -20,17 +20,15 @@ from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.execute import LOCAL_SECONDS, prepare
-from stratagem.executor.running.torch_reference import StepOutcome, reference_of
+from stratagem.executor.running.torch_reference import TRUTH, StepOutcome, reference_of
 from stratagem.executor.state.parameter_parts import check_state, model_state
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import first_step
 from stratagem.executor.watching.rank_place import Place
+from stratagem.simulator.base.precision import FORMATS, is_full
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
-
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
-"""Relative errors that small models have in a precision, with some room."""
 
 ROUNDING = 8.0
 """How many times as far from float64 as torch's own value one may be: orders of sums differ."""
@@ -107,13 +105,13 @@ def judge(
         raise ValueError("the result has no gradients; run it with gradients=True")
     reference = reference_of(plan, plan.rewrite(graph).graph)
     precision = _precision(model, plan)
-    tolerance = TOLERANCES[precision]
+    tolerance = FORMATS[precision].tolerance
     found = StepOutcome(result.losses[0], result.gradients, result.parameters)
     errors = found.errors_against(reference.step(model, batch))
     verdict = Verdict(errors, dict.fromkeys(errors, tolerance), reference.words)
-    if verdict.agrees or precision == "float64":
+    if verdict.agrees or precision == TRUTH:
         return verdict
-    truth = reference.step(model, batch, "float64")
+    truth = reference.step(model, batch, TRUTH)
     own = reference.step(model, batch, precision).errors_against(truth)
     errors = found.errors_against(truth)
     allowed = {name: max(tolerance, ROUNDING * own.get(name, 0.0)) for name in errors}
@@ -123,6 +121,7 @@ def judge(
 def _precision(model: nn.Module, plan: Plan) -> str:
     """The lowest precision that the plan computes in."""
     training = plan.training
-    below = {training.precision, training.gradient_precision or training.precision} - {"float32"}
+    if not is_full(training.formats.lowest):
+        return training.formats.lowest
     kept = {str(each.dtype).removeprefix("torch.") for each in model.parameters()}
-    return max(below or (kept & TOLERANCES.keys()), key=TOLERANCES.__getitem__)
+    return max(kept & FORMATS.keys(), key=lambda name: FORMATS[name].tolerance)

@@ -23,8 +23,10 @@ from torch.utils import _pytree as pytree
 
 from stratagem.executor.results.verdict import BUFFER, LOSS_NAME
 from stratagem.executor.running.execute import execute
+from stratagem.executor.running.rounded_products import rounded_products
 from stratagem.executor.state.batch_norm_counters import COUNTER
 from stratagem.executor.state.parameter_parts import model_state
+from stratagem.simulator.base.precision import FORMATS, FULL, Precision
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, splits_of
 from stratagem.simulator.graph.substitutions import rewrite
@@ -42,7 +44,10 @@ NEGLIGIBLE = 1e-5
 """Share of the largest gradient below which a gradient counts as rounding error of 0."""
 
 LOSS_SCALE = 4096.0
-"""What torch's loss in float16 is multiplied by, so that small gradients are not lost."""
+"""What torch's loss in a narrow format is multiplied by, so that small gradients are not lost."""
+
+TRUTH = "float64"
+"""The format of a step that all others are compared with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +88,14 @@ class Step(Protocol):
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Tensor], precision: str = ""
     ) -> StepOutcome:
-        """The outcome; `precision` is the model's own where it is empty."""
+        """The outcome.
+
+        Args:
+            model: of which a copy makes it.
+            batch: that it is given.
+            precision: the format of all floats, or of the operands of products alone where no
+                tensor is held in it; those of the model where it is empty.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +157,11 @@ class _Torch:
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Tensor], precision: str = ""
     ) -> StepOutcome:
-        model, batch = _copied(model, batch, precision)
+        held, products = _held(precision)
+        model, batch = _copied(model, batch, held)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if self.parts * self.devices > 1:
-            with statistics_apart(self.parts, self.devices) as seen:
+            with statistics_apart(self.parts, self.devices) as seen, rounded_products(products):
                 loss = first_scalar(model(**batch))
             if len(seen) != self.num_norms:
                 raise ValueError(
@@ -157,8 +170,9 @@ class _Torch:
                     "of them, so that they can be compared by microbatches"
                 )
         else:
-            loss = first_scalar(model(**batch))
-        scale = LOSS_SCALE if precision == "float16" else 1.0
+            with rounded_products(products):
+                loss = first_scalar(model(**batch))
+        scale = LOSS_SCALE if precision and FORMATS[precision].narrow else 1.0
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             if parameter.grad is not None and scale != 1.0:
@@ -264,13 +278,13 @@ class _OneDevice:
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Tensor], precision: str = ""
     ) -> StepOutcome:
-        below = "" if precision == "float64" else precision
+        below = "" if precision == TRUTH else precision
         model, batch = _copied(model, batch, precision if not below else "")
         graph = capture(model, (), batch, name=self.plan.model)
         if self.plan.substitutions:
             graph = rewrite(graph, self.plan.substitutions).graph
         state = model_state(model)
-        plan = self._alone(graph, below or "float32")
+        plan = self._alone(graph, below)
         result = execute(plan, graph, state, batch, gradients=True)
         assert result.gradients is not None
         buffers = {
@@ -282,12 +296,17 @@ class _OneDevice:
 
     def _alone(self, graph: OperatorGraph, precision: str) -> Plan:
         plan = self.plan
+        held, products = _held(precision)
         mesh = DeviceMesh((MeshAxis("device", 1),), plan.stages[0].mesh.devices[:1])
         choices = {name: Choice((REPLICATE,)) for name in graph.names}
         return replace(
             plan,
             fingerprint=graph.fingerprint,
-            training=replace(plan.training, precision=precision, gradient_precision=""),
+            training=replace(
+                plan.training,
+                precision=Precision("alone", held or FULL, products),
+                gradient_precision="",
+            ),
             stages=(Stage(tuple(graph.names), mesh, choices),),
             num_microbatches=self.parts,
             schedule="1f1b",
@@ -305,6 +324,13 @@ def _drops_out(operator: Operator) -> bool:
 
 
 # -- both ---------------------------------------------------------------------------------------
+
+
+def _held(precision: str) -> tuple[str, str]:
+    """What all floats are held in and what products are rounded to; either may be empty."""
+    if not precision or FORMATS[precision].stored:
+        return precision, ""
+    return "", precision
 
 
 def _copied(

@@ -1,4 +1,4 @@
-"""SGD and Adam as one kernel a parameter, which also writes the copy in bfloat16.
+"""SGD and Adam as one kernel a parameter, which also writes the copy in a lower precision.
 
 Rate and number of updates lie on the device, so that a captured step can be run again with others.
 """
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stratagem.executor.cuda.cuda_sources import TYPE_CODES
 from stratagem.executor.cuda.cupy_kernels import start
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import Training
@@ -42,7 +43,7 @@ class FusedSGD:
         start(
             "sgd",
             parameter.numel(),
-            *(worked, gradient, _is_bfloat16(gradient), _written(copy)),
+            *(worked, gradient, _code(gradient), *_written(copy)),
             *(self._rate.on(parameter.device), self._decay, np.int64(parameter.numel())),
         )
         _finish(worked, parameter, copy)
@@ -92,7 +93,7 @@ class FusedAdam(FusedSGD):
         start(
             "adam",
             parameter.numel(),
-            *(worked, gradient, _is_bfloat16(gradient), *self._states[name], _written(copy)),
+            *(worked, gradient, _code(gradient), *self._states[name], *_written(copy)),
             *(self._rate.on(parameter.device), count, *self._numbers),
             np.int64(parameter.numel()),
         )
@@ -135,24 +136,35 @@ def _workable(tensor: Tensor) -> Tensor:
 
 
 def _readable(gradient: Tensor) -> Tensor:
-    """A gradient as kernels read it: in one piece, in float32 or bfloat16."""
-    if gradient.dtype != torch.bfloat16:
+    """A gradient as kernels read it: in one piece, in float32 if they do not know its format."""
+    if not _is_known(gradient):
         gradient = gradient.float()
     return gradient.contiguous()
 
 
-def _is_bfloat16(tensor: Tensor) -> np.int32:
-    return np.int32(tensor.dtype == torch.bfloat16)
+def _format(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def _written(copy: Tensor | None) -> Tensor | None:
-    """The copy, where the kernel writes it itself."""
-    return copy if copy is not None and copy.dtype == torch.bfloat16 else None
+def _is_known(tensor: Tensor) -> bool:
+    """Whether kernels read and write its format."""
+    return _format(tensor) in TYPE_CODES
+
+
+def _code(tensor: Tensor) -> np.int32:
+    return np.int32(TYPE_CODES[_format(tensor)])
+
+
+def _written(copy: Tensor | None) -> tuple[Tensor | None, np.int32]:
+    """The copy and its format, where the kernel writes it itself."""
+    if copy is None or not _is_known(copy):
+        return None, np.int32(0)
+    return copy, _code(copy)
 
 
 def _finish(worked: Tensor, parameter: Tensor, copy: Tensor | None) -> None:
     """Write what the kernel does not: a parameter that it cannot change, and other copies."""
     if worked is not parameter:
         parameter.copy_(worked)
-    if copy is not None and copy.dtype != torch.bfloat16:
+    if copy is not None and not _is_known(copy):
         copy.copy_(worked)

@@ -420,7 +420,7 @@ def _result(
         step_times=times,
         timeline=timeline(program, spans),
         whole_parameters=parameters,
-        provenance=provenance_of(comm, program.plan.training.precision),
+        provenance=provenance_of(comm, program.plan.training.formats.kernels),
         gradients=interpreter.whole_gradients() if gradients else None,
         first_step=start,
     )

@@ -218,7 +218,7 @@ def update_key(num_parameters: int, training: Training, environment: Environment
     dims = (Dim("parameter", num_parameters, DimKind.PARAMETER),)
     kind = {"optimizer": training.optimizer}
     operator = Operator("update", UPDATE_KIND, dims, (), (), (), kind)
-    return TimingKey(environment, operator, training.precision, Direction.FORWARD)
+    return TimingKey(environment, operator, training.formats.kernels, Direction.FORWARD)
 
 
 def summarise(seconds: Sequence[float]) -> Measurement:

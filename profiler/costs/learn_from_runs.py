@@ -78,7 +78,7 @@ def learn(
                 runs = took.get(f"{name} {direction.value}", [])
                 slices = _slices_in_order(plan, s, direction)
                 for local, seconds in _by_operator(name, choice, stage, parts, runs, slices):
-                    key = TimingKey(environment, local, plan.training.precision, direction)
+                    key = TimingKey(environment, local, plan.training.formats.kernels, direction)
                     kept += cache.offer(key, _measurement(seconds, cache, environment, direction))
     return kept
 

@@ -163,7 +163,7 @@ class MeasuredCosts(SavedValue):
         if environment is None:
             return self._fallback.operator_cost(operator, sizes, direction, training, device)
         local = local_operator(operator, sizes)
-        key = TimingKey(environment, local, training.precision, direction)
+        key = TimingKey(environment, local, training.formats.kernels, direction)
         measured = self._measured.get(key.digest)
         if measured is not None:
             cost = _measured_cost(measured)
@@ -204,13 +204,17 @@ class MeasuredCosts(SavedValue):
         rows: list[tuple[Value, ...]] = []
         for group in sorted(self._groups, key=lambda group: (*group[1:3], group[3].value)):
             where, kind, variant, direction, precision = group
-            if (where, precision) != (environment, training.precision) or not _is_timed(kind):
+            if (where, precision) != (environment, training.formats.kernels) or not _is_timed(
+                kind
+            ):
                 continue
             learned = self._correction(group, training, device)
             found = (learned.num_samples, learned.model, learned.error, learned.plain_error)
             rows.append((f"{kind} {variant}".rstrip(), direction.value, *found))
         table = Table(
-            title=f"operators of {device.name} in {training.precision} that were not measured",
+            title=(
+                f"operators of {device.name} in {training.formats.kernels} that were not measured"
+            ),
             columns={
                 "operators": Unit.TEXT,
                 "direction": Unit.TEXT,

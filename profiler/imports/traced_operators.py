@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.profiler.imports.trace_events import TraceCall
+from stratagem.simulator.base.precision import STORED
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
     DraftTensor,
@@ -26,7 +27,6 @@ from stratagem.simulator.graph.building.operator_drafts import (
     reshape,
     select,
 )
-from stratagem.simulator.kernel_times.training import PRECISIONS
 from stratagem.simulator.operators.operator import Operator
 
 _NAME = "call"
@@ -109,7 +109,7 @@ class _Arguments:
         """The one precision of all floating tensors."""
         found = {_DTYPES[kind] for kind in self._types if kind in _DTYPES}
         floats = sorted(kind for kind in found if kind.startswith(("float", "bfloat")))
-        if len(floats) != 1 or floats[0] not in PRECISIONS:
+        if len(floats) != 1 or floats[0] not in STORED:
             raise UnreadableError(f"floating types {', '.join(floats) or 'unknown'}")
         return floats[0]
 

@@ -136,7 +136,7 @@ class Trial:
         self.device = device
         self.operands: Operands = random_operands(operator, training, device)
         self.leaves = self.operands.leaves
-        self._shards = whole(operator)
+        self._shards = whole(operator, training.formats.rounded_to)
         self.output_gradients = [torch.randn_like(made) for made in self._gradient_outputs()]
 
     @property

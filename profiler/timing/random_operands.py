@@ -45,7 +45,7 @@ def random_operands(operator: Operator, training: Training, device: torch.device
     is bool; other numbers are normally distributed (zeros would run faster than real data).
     """
     generator = torch.Generator(device).manual_seed(0)
-    draw = _Draw(operator, getattr(torch, training.precision), device, generator)
+    draw = _Draw(operator, getattr(torch, training.formats.storage), device, generator)
     buffers = kind_of(operator).buffers
     return Operands(
         inputs=tuple(draw.input(i) for i in range(len(operator.inputs))),

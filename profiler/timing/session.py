@@ -194,7 +194,9 @@ class Session:
         if timing.backward is not None:
             passes.insert(0, (Direction.BACKWARD, timing.backward))
         for direction, measured in passes:
-            key = TimingKey(setting.environment, operator, setting.training.precision, direction)
+            key = TimingKey(
+                setting.environment, operator, setting.training.formats.kernels, direction
+            )
             before = setting.cache.own(key)
             if before is None or (not measured.error and measured.median_s < before.median_s):
                 setting.cache.offer(key, measured)
@@ -266,7 +268,7 @@ def run_session(
 
 def _is_cached(operator: Operator, setting: Setting) -> bool:
     """Whether every pass was measured here: a run may have shown one only, an import anything."""
-    where, precision = setting.environment, setting.training.precision
+    where, precision = setting.environment, setting.training.formats.kernels
     keys = [TimingKey(where, operator, precision, each) for each in passes_of(operator)]
     return all(setting.cache.own(key) is not None for key in keys)
 

@@ -311,7 +311,7 @@ def _made(result: SearchResult, version: str) -> list[list[str]]:
          f"{result.graph.batch}; fingerprint {plan.fingerprint[:12]}"],
         ["cluster", f"{plan.cluster.name}, {plan.cluster.num_nodes} × "
          f"{plan.cluster.devices_per_node} devices"],
-        ["training", f"{plan.training.precision}, {plan.training.optimizer}"],
+        ["training", f"{plan.training.precision_name}, {plan.training.optimizer}"],
         ["search", f"{result.evaluations:,} plans in {format_duration(result.seconds)}, seed "
          f"{plan.seed}; {result.stop_reason.value}"],
         ["program", f"stratagem {version}"],

@@ -69,11 +69,10 @@ def plan_picture(plan: Plan) -> str:
 def _headline(plan: Plan) -> str:
     parts = plan.num_microbatches
     pieces = f"{parts} microbatches" if parts > 1 else "the batch in one piece"
+    pieces += f", {plan.training.precision_name}"
     if len(plan.stages) == 1:
-        return f"no pipeline, {pieces}, {plan.training.precision}"
-    return (
-        f"{len(plan.stages)} stages, schedule {plan.schedule}, {pieces}, {plan.training.precision}"
-    )
+        return f"no pipeline, {pieces}"
+    return f"{len(plan.stages)} stages, schedule {plan.schedule}, {pieces}"
 
 
 def _draw_devices(drawing: Drawing, plan: Plan, top: float) -> float:

@@ -19,7 +19,7 @@ DEVICE_FOLDER = "devices"
 
 @dataclass(frozen=True)
 class ProductConstants:
-    """How matrix products of one precision run on a device: what `product_seconds` reads.
+    """How matrix products of operands in one format run on a device: what `product_seconds` reads.
 
     `efficiency` is the share of the peak that an endless product in endless tiles reaches;
     `reuse` how much loading operands slows down a tile of r × c, by reuse · (1/r + 1/c);
@@ -152,7 +152,7 @@ class DeviceType:
 
     `matmul_tflops` and `vector_tflops` are peaks by dtype; `num_units` is how many tiles of a
     matrix product run at once (streaming multiprocessors), `launch_us` what the host takes to
-    launch a kernel. `products` (by precision), `memory` and `attention` are fitted constants.
+    launch a kernel. `products` (by format), `memory` and `attention` are fitted constants.
     Where there are none a roofline answers: `matmul_efficiency` is the share of the peak that
     large matrix products reach, `memory_efficiency` the same for `memory_bandwidth_gb_s`, `tile`
     the edge of an output tile. `reserved_gib` of the memory is taken by the driver, the runtime
@@ -221,17 +221,17 @@ class DeviceType:
         """Bytes that a plan may use."""
         return int((self.memory_gib - self.reserved_gib) * GIB)
 
-    def peak_flops(self, precision: str) -> float:
-        """Peak FLOP/s of matrix products.
+    def peak_flops(self, products: str) -> float:
+        """Peak FLOP/s of matrix products whose operands are in a format.
 
         Raises:
-            ValueError: when the device has no figure for `precision`.
+            ValueError: when the device has no figure for it.
         """
-        peak = self.matmul_tflops.get(precision)
+        peak = self.matmul_tflops.get(products)
         if peak is None:
             known = ", ".join(self.matmul_tflops)
             raise ValueError(
-                f"device {self.name!r} has no matmul_tflops for {precision!r}, "
+                f"device {self.name!r} has no matmul_tflops for {products!r}, "
                 f"only for {known}; add it to the cluster file"
             )
         return peak * 1e12

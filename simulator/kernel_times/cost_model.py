@@ -13,6 +13,7 @@ from typing import Protocol
 
 from stratagem.simulator.graph.image_splits import with_halos
 from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.memory_traffic import rounding_moved
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout, Operator, shape_of
@@ -124,6 +125,9 @@ class RooflineCosts:
         moved = tensor_bytes(operator, sizes, training) * kind.traffic.passes * kernels
         if backward:
             moved, kernels = 2.0 * moved, 2 * kernels
+        else:
+            rounding = rounding_moved(operator, sizes, training)
+            moved, kernels = moved + rounding.nbytes, kernels + rounding.kernels
         memory = moved / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
         compute = flops / self._flop_rate(operator, sizes, training, device)
         seconds = max(compute, memory) + kernels * device.launch_us * 1e-6
@@ -143,7 +147,7 @@ class RooflineCosts:
             return device.vector_tflops * 1e12
         rows, columns, batch = product.shape(operator, sizes)
         filled = tile_efficiency(rows, columns, batch, device)
-        return device.peak_flops(training.precision) * device.matmul_efficiency * filled
+        return device.peak_flops(training.formats.products) * device.matmul_efficiency * filled
 
 
 def tile_efficiency(rows: int, columns: int, batch: int, device: DeviceType) -> float:

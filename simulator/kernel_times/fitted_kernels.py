@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
+from stratagem.simulator.base.precision import FORMATS
 from stratagem.simulator.hardware.device_type import (
     AttentionConstants,
     DeviceType,
@@ -27,6 +29,7 @@ from stratagem.simulator.kernel_times.memory_traffic import (
     backward_moved,
     bias_gradient_bytes,
     forward_moved,
+    rounding_moved,
 )
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, product_of
@@ -81,10 +84,12 @@ class KernelModelCosts:
                 return self._roofline.operator_cost(*given)
             return _traffic_cost(*given, device.memory)
         if product.fused and device.attention is not None:
-            return _attention_cost(*given, device.attention)
-        if not product.fused and training.precision in device.products:
-            return _product_cost(*given)
-        return self._roofline.operator_cost(*given)
+            cost = _attention_cost(*given, device.attention)
+        elif not product.fused and training.formats.products in device.products:
+            cost = _product_cost(*given)
+        else:
+            return self._roofline.operator_cost(*given)
+        return cost if direction is Direction.BACKWARD else _rounded_first(cost, *given)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel` and `Training.update_bytes`."""
@@ -130,6 +135,22 @@ def _traffic_cost(
     return _memory_cost(moved, family, device, memory)
 
 
+def _rounded_first(
+    cost: Cost,
+    operator: Operator,
+    sizes: Mapping[str, int],
+    direction: Direction,
+    training: Training,
+    device: DeviceType,
+) -> Cost:
+    """The cost of a forward pass whose operands are rounded before, where they are."""
+    moved = rounding_moved(operator, sizes, training)
+    if not moved.kernels or device.memory is None:
+        return cost
+    added = _memory_cost(moved, "elementwise", device, device.memory)
+    return replace(cost, seconds=cost.seconds + added.seconds)
+
+
 def _product_cost(
     operator: Operator,
     sizes: Mapping[str, int],
@@ -137,8 +158,9 @@ def _product_cost(
     training: Training,
     device: DeviceType,
 ) -> Cost:
-    constants = device.products[training.precision]
-    multiplier = Multiplier(device, training.precision, training.parameter_bytes, constants)
+    multiplied = training.formats.products
+    constants = device.products[multiplied]
+    multiplier = Multiplier(device, multiplied, FORMATS[multiplied].nbytes, constants)
     products = product_of(operator).count(operator)
     made = training.parameter_bytes * math.prod(shape_of(operator.outputs[0].layout, sizes))
     if direction is Direction.FORWARD:
@@ -185,7 +207,7 @@ def _attention_cost(
         flops *= (max(query, keys) + ATTENTION_TILE) / max(query, keys)
     flops *= FLASH_BACKWARD_FLOPS if backward else 1.0
     busy = _busy(operator, query, sizes, device)
-    seconds = flops / (device.peak_flops(training.precision) * share * busy)
+    seconds = flops / (device.peak_flops(training.formats.products) * share * busy)
     moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
     if device.memory is not None:
         share = device.memory.share("elementwise")

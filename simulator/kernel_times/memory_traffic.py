@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from stratagem.simulator.base.precision import FORMATS
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
-from stratagem.simulator.operators.kinds.traffic import Moved, output_size
-from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.kinds.traffic import Moved, num_elements, output_size
+from stratagem.simulator.operators.operator import Layout, Operator
 
 Sizes = Mapping[str, int]
 
@@ -45,9 +46,40 @@ def num_kernels(operator: Operator, training: Training, *, backward: bool = Fals
     product = kind_of(operator).product
     if product is not None and not product.fused:
         count = product.count(operator)
-        return 2 * count + product.has_bias(operator) if backward else 2 * count - 1
+        if backward:
+            return 2 * count + product.has_bias(operator)
+        return 2 * count - 1 + rounding_moved(operator, operator.sizes, training).kernels
     moved = (backward_moved if backward else forward_moved)(operator, operator.sizes, training)
     return max(1, moved.kernels)
+
+
+def rounding_moved(operator: Operator, sizes: Sizes, training: Training) -> Moved:
+    """What rounding the operands of an operator's products moves, before its forward pass."""
+    formats = training.formats
+    if not formats.rounds_products:
+        return Moved(0.0, 0)
+    operands = _operands(operator)
+    scalars = sum(num_elements(layout, sizes) for layout in operands)
+    each = FORMATS[formats.storage].nbytes + FORMATS[formats.products].nbytes
+    return Moved(float(scalars * each), len(operands))
+
+
+def rounded_bytes(operator: Operator, sizes: Sizes, training: Training) -> int:
+    """Bytes of the rounded operands that backward reads, held as the operands are stored."""
+    if not training.formats.rounds_products:
+        return 0
+    scalars = sum(num_elements(layout, sizes) for layout in _operands(operator))
+    return scalars * FORMATS[training.formats.storage].nbytes
+
+
+def _operands(operator: Operator) -> list[Layout]:
+    """The layouts of what an operator's products multiply; none of other operators."""
+    kind = kind_of(operator)
+    if kind.product is None:
+        return []
+    weights = operator.weights[: kind.product.count(operator)]
+    read = [each.layout for i, each in enumerate(operator.inputs) if kind.multiplies_input(i)]
+    return read + [each.layout for each in weights]
 
 
 def bias_gradient_bytes(operator: Operator, sizes: Sizes, training: Training) -> float:

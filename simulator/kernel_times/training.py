@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
-from stratagem.simulator.base.dtypes import DTYPE_BYTES
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.precision import (
+    DTYPE_BYTES,
+    STORED,
+    Precision,
+    is_full,
+    precision_named,
+)
 
-PRECISIONS = ("float32", "bfloat16", "float16")
 FLASH_VERSIONS = (1, 2, 3)
 OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
 
@@ -17,7 +23,8 @@ class Training:
     """Precision and optimizer of a training run.
 
     Attributes:
-        precision: of parameters and activations.
+        precision: in which formats numbers are held: the name of a preset (`PRECISIONS`), or a
+            `Precision`.
         optimizer: ``sgd`` or ``adam``.
         learning_rate: of the optimizer, where no schedule of a run scales it.
         betas: decay of Adam's means of the gradient and of its square.
@@ -27,8 +34,9 @@ class Training:
             al. 2013); 0 for never. It is executed, and priced only where the update is not fused
             (`fused_update`), without the sum of one number over ranks. In float16 the same sum
             tells whether a gradient of any rank is not finite.
-        gradient_precision: in which gradients are added up and reduced; empty: as `precision`.
-            Megatron-LM adds bfloat16 gradients up in float32.
+        gradient_precision: in which gradients are added up and reduced, instead of what
+            `precision` says; empty: as that says. Megatron-LM adds bfloat16 gradients up in
+            float32.
         flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
             or 3 (Shah et al. 2024, on Hopper).
         fused_loss: whether the cross-entropy is one kernel that leaves the gradient where the
@@ -61,7 +69,7 @@ class Training:
             weight decay or a norm below 0.
     """
 
-    precision: str = "float32"
+    precision: str | Precision = "float32"
     optimizer: str = "adam"
     learning_rate: float = 1e-3
     gradient_precision: str = ""
@@ -82,17 +90,18 @@ class Training:
             >>> Training("bfloat16").unlike(Training())
             "precision is 'bfloat16', not 'float32'"
         """
+        same = replace(self.formats, name="x") == replace(other.formats, name="x")
         for each in fields(self):
             mine, its = getattr(self, each.name), getattr(other, each.name)
-            if mine != its:
+            if mine != its and not (same and each.name.endswith("precision")):
                 return f"{each.name} is {mine!r}, not {its!r}"
         return ""
 
     def __post_init__(self) -> None:
+        precision_named(self.precision)
         for what, value, known in (
-            ("precision", self.precision, PRECISIONS),
-            ("gradient_precision", self.gradient_precision or self.precision, PRECISIONS),
-            ("optimizer", self.optimizer, OPTIMIZER_STATES),
+            ("gradient_precision", self.gradient_precision or STORED[0], STORED),
+            ("optimizer", self.optimizer, tuple(OPTIMIZER_STATES)),
         ):
             if value not in known:
                 raise unknown(what, value, known)
@@ -105,19 +114,54 @@ class Training:
             if number < 0:
                 raise ValueError(f"{name} is {number}; it must be 0 or more")
 
+    @cached_property
+    def formats(self) -> Precision:
+        """The formats of all numbers, by their role.
+
+        Example:
+            >>> Training("bfloat16", gradient_precision="float32").formats.gradients
+            'float32'
+        """
+        return precision_named(self.precision).adding_in(self.gradient_precision)
+
+    def multiplying_as_stored(self) -> Training:
+        """The same, whose products multiply what is stored: all that other programs can be told.
+
+        Example:
+            >>> own = Precision("own", products="bfloat16")
+            >>> Training(own).multiplying_as_stored() == Training()
+            True
+        """
+        formats = self.formats
+        if not formats.rounds_products:
+            return self
+        added = "" if formats.gradients == formats.storage else formats.gradients
+        return replace(self, precision=formats.storage, gradient_precision=added)
+
+    @property
+    def precision_name(self) -> str:
+        """What the precision is called."""
+        return precision_named(self.precision).name
+
     def bytes_of(self, dtype: str) -> int:
-        """Bytes of one scalar: floating tensors take the training precision."""
-        return DTYPE_BYTES[self.precision if dtype.startswith(("float", "bfloat")) else dtype]
+        """Bytes of one scalar of an activation: floating ones are held as they are stored."""
+        is_floating = dtype.startswith(("float", "bfloat"))
+        return DTYPE_BYTES[self.formats.storage if is_floating else dtype]
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of one parameter."""
-        return DTYPE_BYTES[self.precision]
+        return DTYPE_BYTES[self.formats.storage]
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradient of one parameter."""
-        return DTYPE_BYTES[self.gradient_precision or self.precision]
+        return DTYPE_BYTES[self.formats.gradients]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the copy of one parameter that the optimizer updates; 0 where it needs none."""
+        return DTYPE_BYTES[self.formats.master] if self.formats.master else 0
 
     @property
     def scales_loss(self) -> bool:
@@ -129,7 +173,7 @@ class Training:
             >>> Training(precision="bfloat16").scales_loss
             False
         """
-        return "float16" in (self.precision, self.gradient_precision)
+        return self.formats.scales_loss
 
     @property
     def holds_buckets(self) -> bool:
@@ -138,9 +182,9 @@ class Training:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state per parameter: float32 states and, if needed, a master copy."""
-        master = 4 if self.parameter_bytes < 4 else 0
-        return master + 4 * OPTIMIZER_STATES[self.optimizer]
+        """Bytes of optimizer state per parameter: its means and, if needed, a master copy."""
+        state = DTYPE_BYTES[self.formats.states]
+        return self.master_bytes + state * OPTIMIZER_STATES[self.optimizer]
 
     @property
     def update_bytes(self) -> int:
@@ -159,7 +203,7 @@ class Training:
         fused = 2 * self.optimizer_bytes + 3 * self.parameter_bytes
         if self.fused_update:
             return fused
-        copied = 8 if self.gradient_bytes < 4 else 0  # Read, written, and read by the update.
-        masters = 4 if self.parameter_bytes < 4 else 0
+        copied = 0 if is_full(self.formats.gradients) else 8  # Read, written, read by the update.
+        masters = self.master_bytes
         clipped = 12 if self.clip_norm else 0
         return fused + copied + masters + clipped + (8 if self.scales_loss else 0)

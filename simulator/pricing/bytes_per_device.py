@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.simulator.graph.placement import Placements, local_elements, weight_placements
+from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.kind_record import Role
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
@@ -63,6 +64,7 @@ def operator_footprint(
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]
     tensors, masks = saved_inside(operator, fused=training.fused_elementwise)
     own = (tensors * itemsize[0] + masks) * elements[0]
+    own += rounded_bytes(operator, sizes, training)
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
     made = read * training.bytes_of("float32")
     if role_of(operator) is Role.LOSS:

@@ -37,6 +37,7 @@ _HOMES = {
     "MeshAxis": "stratagem.simulator.hardware.device_mesh",
     "OperatorGraph": "stratagem.simulator.graph.operator_graph",
     "Plan": "stratagem.simulator.plan.plan",
+    "Precision": "stratagem.simulator.base.precision",
     "RooflineCosts": "stratagem.simulator.kernel_times.cost_model",
     "RunForecast": "stratagem.simulator.forecast.run_forecast",
     "Rule": "stratagem.searcher.space.constraints",

@@ -13,6 +13,7 @@ from benchmarks.gpu.worlds import kernels, seconds_of
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.executor.state.optimizers import EPSILON
+from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
 
@@ -62,7 +63,7 @@ def _update(setting: Setting, optimizer: str, dtype: str) -> Figures:
     with kernels(setting):
         update = _ours(optimizer)
         ours, theirs = (torch.linspace(-1, 1, size, device=setting.device) for _ in range(2))
-        copy = None if dtype == "float32" else torch.empty_like(ours, dtype=DTYPES[dtype])
+        copy = None if is_full(dtype) else torch.empty_like(ours, dtype=DTYPES[dtype])
         by_torch = _theirs(optimizer, theirs.requires_grad_())
         for step in range(STEPS):
             update.rate = by_torch.param_groups[0]["lr"] = RATE * (step + 1)
@@ -80,7 +81,7 @@ def _update_speed(setting: Setting, optimizer: str, dtype: str) -> Figures:
     with kernels(setting):
         update = _ours(optimizer)
         ours, theirs = (torch.zeros(size, device=setting.device) for _ in range(2))
-        copy = None if dtype == "float32" else torch.empty_like(ours, dtype=DTYPES[dtype])
+        copy = None if is_full(dtype) else torch.empty_like(ours, dtype=DTYPES[dtype])
         by_torch = _theirs(optimizer, theirs.requires_grad_())
         gradient = torch.randn(size, device=setting.device, dtype=DTYPES[dtype])
         theirs.grad = gradient.float()

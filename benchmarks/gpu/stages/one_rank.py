@@ -20,7 +20,8 @@ from stratagem.executor.running.torch_reference import relative_error
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, first_step, train
 from stratagem.executor.watching.rank_place import Place
-from stratagem.simulator.kernel_times.training import PRECISIONS, Training
+from stratagem.simulator.base.precision import PRECISIONS
+from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 
 STEPS = 8
@@ -103,7 +104,7 @@ def _step_by_step(setting: Setting, model: Model, plan: Plan) -> Figures:
         "error": verdict.max_error,
         "losses": losses,
         "losses_off": off,
-        "agrees": verdict.agrees and off <= LOSSES_OFF[plan.training.precision],
+        "agrees": verdict.agrees and off <= LOSSES_OFF[plan.training.formats.storage],
     }
 
 
@@ -128,7 +129,8 @@ def _graphed(setting: Setting, model: Model, plan: Plan) -> Figures:
         "losses": graphed.losses,
         "losses_off": off,
         "error": worst,
-        "agrees": not graphed.no_graph and max(worst, off) <= LOSSES_OFF[plan.training.precision],
+        "agrees": not graphed.no_graph
+        and max(worst, off) <= LOSSES_OFF[plan.training.formats.storage],
     }
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from stratagem.simulator.base.dtypes import DTYPE_BYTES
+from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.building.drafts_to_graph import (
     finish_operators,
     live_drafts,

@@ -190,6 +190,10 @@ class OperatorKind:
     buffers: tuple[int, ...] = ()
     as_source: Callable[[Program, Remade], Reference] | None = None
 
+    def multiplies_input(self, slot: int) -> bool:
+        """Whether an input is an operand of its products."""
+        return self.product is not None and slot not in self.values
+
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a kind of operator has no name: give it one that no other has")

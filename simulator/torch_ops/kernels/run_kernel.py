@@ -5,16 +5,21 @@ does in eager torch. What sharding adds is little: a bias is added on one of the
 sum, ids and targets outside a rank's part of the vocabulary give nothing, a causal mask starts
 where the rank's queries do, and windows fetch rows from the ranks that have them. Kinds and
 conventions are those of `operators.kinds.operator_kinds`.
+
+A product in a format that its operands are not stored in is emulated: they are rounded to it, and
+multiplied as they are stored. Gradients pass through the rounding as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout, Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels.attention import attention, prefix, rotary
 from stratagem.simulator.torch_ops.kernels.experts import (
@@ -56,7 +61,56 @@ def run_kernel(
             f"operator {operator.name!r} has kind {operator.kind!r}, which has no kernel; there "
             f"are {known} (sources run by run_source)"
         )
+    if shards.products:
+        inputs, weights = rounded_operands(operator, inputs, weights, shards.products)
     return (KERNELS[operator.kind](operator, shards, inputs, weights),)
+
+
+def rounded(tensor: Tensor, products: str) -> Tensor:
+    """A tensor rounded to a format; what is beyond its largest number becomes that.
+
+    Example:
+        >>> rounded(torch.tensor([1.0, 1.001]), "bfloat16")
+        tensor([1., 1.])
+    """
+    made: Tensor = _Rounded.apply(tensor, getattr(torch, products))  # type: ignore[no-untyped-call]
+    return made
+
+
+def rounded_operands(
+    operator: Operator, inputs: Sequence[Tensor], weights: Sequence[Tensor], products: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The inputs and weights of an operator, those rounded that its products multiply.
+
+    Args:
+        operator: of any kind; without products nothing is rounded.
+        inputs: of its kernel.
+        weights: of its kernel.
+        products: the format.
+    """
+    kind = kind_of(operator)
+    multiplied = 0 if kind.product is None else kind.product.count(operator)
+    return (
+        [
+            rounded(each, products) if kind.multiplies_input(slot) else each
+            for slot, each in enumerate(inputs)
+        ],
+        [
+            rounded(each, products) if slot < multiplied else each
+            for slot, each in enumerate(weights)
+        ],
+    )
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        most = torch.finfo(dtype).max
+        return tensor.clamp(-most, most).to(dtype).to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 def _linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

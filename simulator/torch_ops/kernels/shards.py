@@ -42,7 +42,8 @@ class Shards:
 
     `bounds` are the start and stop of every dim on this rank; `random` says which random numbers
     are drawn, the same stream on all ranks. `places` has, for the dims of a token slice that count
-    positions, the first one and how many there are (see `TokenSlice.places`).
+    positions, the first one and how many there are (see `TokenSlice.places`). `products` is what
+    operands of matrix products are rounded to; empty where they are multiplied as they are.
     """
 
     bounds: Mapping[str, tuple[int, int]]
@@ -50,6 +51,7 @@ class Shards:
     random: RandomStream = field(default_factory=RandomStream)
     fetch: Fetch = _nothing_missing
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    products: str = ""
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -65,8 +67,8 @@ class Shards:
         return any(self.bounds[name] != (0, operator.sizes[name]) for name in dims)
 
 
-def whole(operator: Operator) -> Shards:
-    """The one part of an operator that is not sharded.
+def whole(operator: Operator, products: str = "") -> Shards:
+    """The one part of an operator that is not sharded; see `Shards` for `products`.
 
     Example:
         >>> from stratagem.simulator.operators.operator import Dim, DimKind
@@ -74,7 +76,8 @@ def whole(operator: Operator) -> Shards:
         >>> whole(Operator("x", "source", dims, (), (), ())).bounds
         {'sample': (0, 8)}
     """
-    return Shards({dim.name: (0, dim.size) for dim in operator.dims}, _alone)
+    bounds = {dim.name: (0, dim.size) for dim in operator.dims}
+    return Shards(bounds, _alone, products=products)
 
 
 def _alone(tensor: Tensor, dims: tuple[str, ...], op: Literal["sum", "max"]) -> Tensor:

@@ -49,7 +49,7 @@ def executor_update(
     Below float32 it is that of a float32 parameter, which a copy in the precision follows.
     """
     parameter = torch.randn(num_parameters, device=device)
-    copy = parameter.to(getattr(torch, training.precision))
+    copy = parameter.to(getattr(torch, training.formats.storage))
     gradient = torch.randn_like(copy)
     update = make_optimizer(training, device)
     followed = None if copy is parameter else copy

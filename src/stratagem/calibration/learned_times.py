@@ -43,10 +43,10 @@ def _checked(result: ExecutionResult, plan: Plan) -> Provenance:
             f"{what} is of backend 'local', whose ranks are threads of one process and take other "
             "times than processes: run it by gloo or nccl"
         )
-    if where.precision != plan.training.precision:
+    if where.precision != plan.training.formats.kernels:
         raise ValueError(
             f"{what} was run in {where.precision}, but the plan trains in "
-            f"{plan.training.precision}; give the plan that ran"
+            f"{plan.training.formats.kernels}; give the plan that ran"
         )
     if len(set(where.devices)) > 1:
         raise ValueError(

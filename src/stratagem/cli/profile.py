@@ -20,7 +20,7 @@ from stratagem.cli.shared.options import (
     Model,
     Nodes,
     Optimizer,
-    Precision,
+    PrecisionName,
     among,
     print_json,
     speaker,
@@ -55,7 +55,7 @@ def profile(
             "--plan", help="time what this plan runs, on its cluster, not a search's space"
         ),
     ] = None,
-    precision: Precision = None,
+    precision: PrecisionName = None,
     optimizer: Optimizer = None,
     limit: Annotated[
         int, typer.Option(help="operators to time at most, the most valuable first")

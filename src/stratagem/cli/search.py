@@ -23,7 +23,7 @@ from stratagem.cli.shared.options import (
     Nodes,
     Optimizer,
     Plot,
-    Precision,
+    PrecisionName,
     Recompute,
     Trace,
     among,
@@ -50,7 +50,7 @@ def search(
     out: Annotated[Path, typer.Option("--out", "-o", help="plan file to write")],
     nodes: Nodes = None,
     devices: Devices = None,
-    precision: Precision = None,
+    precision: PrecisionName = None,
     optimizer: Optimizer = None,
     schedule: Annotated[
         str | None,

@@ -78,7 +78,8 @@ def export(
         raise unknown("export", target, FORMATS)
     prices, memory = costs or default_costs(), RowMemory()
     simulated = simulate_plan(plan, graph, prices, memory=memory)
-    draft = FORMATS[target](plan, graph)
+    sayable = replace(plan, training=plan.training.multiplying_as_stored())
+    draft = FORMATS[target](sayable, graph)
     nearest = replace(draft.nearest, name=f"{plan.name}, as {target} says it")
     again = simulate_plan(nearest, graph, prices, memory=memory)
     made = Export(

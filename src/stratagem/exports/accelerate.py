@@ -126,7 +126,7 @@ def _common(found: Uniform, kind: str) -> dict[str, Any]:
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
-        "mixed_precision": names.get(plan.training.precision, "no"),
+        "mixed_precision": names.get(plan.training.formats.storage, "no"),
         "num_machines": len({plan.cluster.node_of(device) for device in devices}),
         "num_processes": plan.num_devices,
     }

@@ -71,12 +71,10 @@ def _config(found: Uniform, graph: OperatorGraph) -> dict[str, Any]:
             "params": {"lr": training.learning_rate},
         },
         "zero_optimization": _zero(found),
-        "data_types": {
-            "grad_accum_dtype": DTYPES[training.gradient_precision or training.precision]
-        },
+        "data_types": {"grad_accum_dtype": DTYPES[training.formats.gradients]},
     }
-    if training.precision != "float32":
-        config[DTYPES[training.precision]] = {"enabled": True}
+    if training.formats.master:
+        config[DTYPES[training.formats.storage]] = {"enabled": True}
     if setup.tensor > 1:
         config["tensor_parallel"] = {
             "autotp_size": setup.tensor,

@@ -128,10 +128,10 @@ def _unit_stages(plan: Plan, graph: OperatorGraph, units: tuple[str, ...]) -> di
 def _text(stages: dict[str, int], ranks: int, training: Training) -> str:
     listed = ", ".join(f"{python_text(unit)}: {zero}" for unit, zero in stages.items())
     policy = "MixedPrecisionPolicy()"
-    if training.precision != "float32":
-        reduced = training.gradient_precision or training.precision
+    formats = training.formats
+    if formats.master:
         policy = (
-            f"MixedPrecisionPolicy(param_dtype=torch.{training.precision}, "
-            f"reduce_dtype=torch.{reduced})"
+            f"MixedPrecisionPolicy(param_dtype=torch.{formats.storage}, "
+            f"reduce_dtype=torch.{formats.gradients})"
         )
     return f"{HEAD}NUM_RANKS = {ranks}\nUNITS = {{{listed}}}\nMP_POLICY = {policy}\n{TAIL}"

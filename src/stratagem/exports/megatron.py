@@ -9,6 +9,7 @@ from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
 from stratagem.exports.reading.transformer_sizes import TransformerSizes, transformer_sizes
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
+from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 
@@ -133,12 +134,14 @@ def _memory(found: Uniform) -> Iterator[str]:
 def _precision(plan: Plan) -> Iterator[str]:
     training = plan.training
     names = {"bfloat16": "--bf16", "float16": "--fp16"}
-    if training.precision in names:
-        yield names[training.precision]
-        if training.gradient_precision == "float32":
+    reduced = {"bfloat16": "--grad-reduce-in-bf16"}
+    formats = training.formats
+    if formats.storage in names:
+        yield names[formats.storage]
+        if is_full(formats.gradients):
             yield "--accumulate-allreduce-grads-in-fp32"
-        elif training.precision == "bfloat16":
-            yield "--grad-reduce-in-bf16"
+        elif formats.gradients in reduced:
+            yield reduced[formats.gradients]
     if training.fused_loss:
         yield "--cross-entropy-loss-fusion"
     yield f"--optimizer {training.optimizer}"

@@ -9,6 +9,7 @@ from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.fsdp_units import unit_gradient_bytes
 from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
 from stratagem.exports.reading.transformer_sizes import transformer_sizes
+from stratagem.simulator.base.precision import FULL
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 
@@ -28,6 +29,9 @@ LIMITS = SetupLimits(
     experts=True,
 )
 
+PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+"""By how a plan stores its parameters, how torchtitan can."""
+
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 """What torch.distributed.pipelining calls a schedule."""
 
@@ -46,10 +50,9 @@ def torchtitan(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """
     found = nearest_uniform(plan, graph, LIMITS)
     training = found.plan.training
-    if training.precision == "float16":
-        training = replace(training, precision="bfloat16")
-    if training.precision != "float32":
-        training = replace(training, gradient_precision="float32")
+    training = replace(
+        training, precision=PRECISION[training.formats.storage], gradient_precision=FULL
+    )
     nearest = replace(
         found.plan, training=training, bucket_bytes=unit_gradient_bytes(graph, training)
     )
@@ -91,7 +94,7 @@ def _parallel(found: Uniform) -> Iterator[str]:
 
 
 def _training(found: Uniform, graph: OperatorGraph) -> Iterator[str]:
-    setup, precision = found.setup, found.plan.training.precision
+    setup, precision = found.setup, found.plan.training.formats.storage
     piped = found.plan.num_microbatches if setup.pipeline > 1 else 1
     yield f"--training.local_batch_size {setup.microbatch * piped}"
     yield f"--training.global_batch_size {graph.batch}"

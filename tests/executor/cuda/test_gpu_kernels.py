@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE
+from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE, TYPE_CODES
 from stratagem.executor.cuda.cupy_kernels import has_cupy
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
@@ -32,39 +32,49 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
+def code(dtype: torch.dtype) -> ctypes.c_int:
+    return ctypes.c_int(TYPE_CODES[str(dtype).removeprefix("torch.")])
+
+
 def numbers(seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+@pytest.mark.parametrize("copied", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_updates_are_those_of_torch(
-    compiled: ctypes.CDLL, optimizer: str, decay: float, dtype: torch.dtype
+    compiled: ctypes.CDLL,
+    optimizer: str,
+    decay: float,
+    dtype: torch.dtype,
+    copied: torch.dtype,
 ) -> None:
     training = Training(optimizer=optimizer, learning_rate=3e-3, weight_decay=decay)
     update = make_optimizer(training)
     ours, theirs = numbers(0), numbers(0)
-    copies = [torch.empty(SIZE, dtype=torch.bfloat16) for _ in range(2)]
+    copies = [torch.empty(SIZE, dtype=copied) for _ in range(2)]
     mean, square = torch.zeros(SIZE), torch.zeros(SIZE)
     rate, count = torch.tensor(training.learning_rate), torch.zeros((), dtype=torch.int32)
     for step in range(5):
         gradient = numbers(step + 1, 10.0**-step).to(dtype)
         update("p", theirs, gradient, copies[1])
         count += 1
-        given = address(ours), address(gradient), ctypes.c_int(dtype == torch.bfloat16)
+        given = address(ours), address(gradient), code(dtype)
         real, length = ctypes.c_double, ctypes.c_longlong(SIZE)
         if optimizer == "adam":
             betas = [real(beta) for beta in training.betas]
-            states = address(mean), address(square), address(copies[0])
+            states = address(mean), address(square), address(copies[0]), code(copied)
             compiled.adam(
                 *(*given, *states, address(rate), address(count), *betas),
                 *(real(decay), real(EPSILON), length),
             )
         else:
-            compiled.sgd(*given, address(copies[0]), address(rate), real(decay), length)
+            copy = address(copies[0]), code(copied)
+            compiled.sgd(*given, *copy, address(rate), real(decay), length)
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
-        torch.testing.assert_close(copies[0], ours.bfloat16(), rtol=0, atol=0)
+        torch.testing.assert_close(copies[0], ours.to(copied), rtol=0, atol=0)
     if optimizer == "adam":
         state = update.state("p")
         torch.testing.assert_close(mean, state["mean"], rtol=1e-5, atol=1e-8)
@@ -130,7 +140,13 @@ def test_without_a_copy_nothing_else_is_written(compiled: ctypes.CDLL) -> None:
     expected = parameter - 0.5 * gradient
     rate, zero = torch.tensor(0.5), ctypes.c_double(0)
     compiled.sgd(
-        *(address(parameter), address(gradient), ctypes.c_int(0), address(None)),
+        *(
+            address(parameter),
+            address(gradient),
+            code(torch.float32),
+            address(None),
+            ctypes.c_int(0),
+        ),
         *(address(rate), zero, ctypes.c_longlong(SIZE - 1)),
     )
     assert torch.equal(parameter[:-1], expected[:-1])
@@ -145,7 +161,13 @@ def test_rounding_to_bfloat16_is_that_of_torch(compiled: ctypes.CDLL) -> None:
     rate, zero = torch.tensor(0.0), ctypes.c_double(0)
     gradient = torch.zeros_like(values)
     compiled.sgd(
-        *(address(values), address(gradient), ctypes.c_int(0), address(copy)),
+        *(
+            address(values),
+            address(gradient),
+            code(torch.float32),
+            address(copy),
+            code(copy.dtype),
+        ),
         *(address(rate), zero, ctypes.c_longlong(len(values))),
     )
     expected = values.bfloat16()

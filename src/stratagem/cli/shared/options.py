@@ -19,10 +19,11 @@ from rich.console import Console
 from stratagem.cli.shared.rich_tables import result_table
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.simulator.base.files import write_text
+from stratagem.simulator.base.precision import PRECISIONS
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.hardware.cluster import preset_names
-from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, PRECISIONS, Training
+from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, Training
 from stratagem.simulator.plan.plan import Plan
 
 ANSWER_IS_NO = 1
@@ -64,11 +65,11 @@ ClusterName = Annotated[
 ]
 Nodes = Annotated[int | None, typer.Option("--nodes", help="number of nodes")]
 Devices = Annotated[int | None, typer.Option("--devices", help="devices per node")]
-Precision = Annotated[
+PrecisionName = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16 or float16; left out, that of a plan given, else float32",
-        autocompletion=among(PRECISIONS),
+        help=f"{', '.join(PRECISIONS)}; left out, that of a plan given, else float32",
+        autocompletion=among(tuple(PRECISIONS)),
     ),
 ]
 Optimizer = Annotated[

@@ -143,7 +143,7 @@ def _whole_plan(plan: Plan, nearest: Plan) -> Iterator[str]:
             num_slices(plan.token_slices),
             num_slices(nearest.token_slices),
         ),
-        ("trains in {}", plan.training.precision, nearest.training.precision),
+        ("trains in {}", plan.training.formats.kernels, nearest.training.formats.kernels),
         ("adds gradients up in {}", _gradients(plan), _gradients(nearest)),
     ):
         if theirs != ours:
@@ -167,7 +167,7 @@ def _whole_plan(plan: Plan, nearest: Plan) -> Iterator[str]:
 
 
 def _gradients(plan: Plan) -> str:
-    return plan.training.gradient_precision or plan.training.precision
+    return plan.training.formats.gradients
 
 
 def _bucket(nbytes: int) -> str:
