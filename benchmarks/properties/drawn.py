@@ -68,7 +68,7 @@ def draw_plan(rng: random.Random, shape: Shape) -> tuple[Plan, OperatorGraph]:
     layers = [i for i, each in enumerate(graph.operators) if not each.is_source]
     cuts = sorted(rng.sample(range(1, len(layers)), shape.num_stages - 1))
     stage_of = {i: sum(place >= cut for cut in cuts) for place, i in enumerate(layers)}
-    zero = 0 if shape.schedule.startswith("pipedream") else rng.choice([0, 1])
+    zero = 0 if shape.schedule.startswith("pipedream") else rng.choice([0, 1, 2, 3])
     choices = data_parallel(graph, (shape.ways,), zero=zero)
     stages = [
         Stage(

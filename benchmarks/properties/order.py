@@ -5,7 +5,8 @@ the predicted timeline. The n-th row of a name is the n-th instruction of that t
 
     blocks and updates    in one order
     gradient syncs        each behind the pass that makes it, and no later than its block ends and
-                          the syncs before it; stage by stage as in the program
+                          the syncs before it, and what blocks gathered since; stage by stage as
+                          in the program
     transfers             no later than the block ends in which the program has them, and what the
                           link carried before
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from stratagem.executor.lowering.lower import lower
@@ -40,6 +41,7 @@ Moment = tuple[str, int]
 
 BOTH = " sync of both homes"
 """What also waits for another rank, so that it may begin later than this one lets it."""
+GATHER = " gather"
 PASSES = ("forward", "backward", "weight gradient")
 
 
@@ -68,6 +70,10 @@ def disorder(plan: Plan, graph: OperatorGraph, costs: CostModel) -> list[str]:
 def _is_sync(each: Bundle | Convert) -> bool:
     """Whether it brings gradients together, and not values or what passes return."""
     return isinstance(each, Bundle) or each.adds or each.task.endswith(BOTH)
+
+
+def _is_gather(moment: Moment) -> bool:
+    return moment[0].endswith(GATHER)
 
 
 def _first_of_each_crew(plan: Plan, program: Program) -> list[RankProgram]:
@@ -110,9 +116,11 @@ class _Order:
     def _tasks(self) -> Iterator[str]:
         """The tasks of a program, in order.
 
-        Of several sends of a transfer the last, of the syncs of an operator's weights the first.
+        Of several sends of a transfer the last, of the syncs and gathers of an operator's weights
+        the first.
         """
         instructions, begun = self.program.instructions, set[tuple[str, int]]()
+        gathered = "", -1
         last = {each.task: n for n, each in enumerate(instructions) if isinstance(each, Send)}
         for number, each in enumerate(instructions):
             match each:
@@ -126,6 +134,10 @@ class _Order:
                     yield f"{each.operator} update"
                 case Send() if last[each.task] == number:
                     yield each.task
+                case Convert(later=True) if each.task.endswith(GATHER):
+                    if gathered != (each.task, number - 1):
+                        yield each.task
+                    gathered = each.task, number
                 case Bundle() | Convert(later=True) if _is_sync(each):
                     parts = each.parts if isinstance(each, Bundle) else (each,)
                     for sync in dict.fromkeys((part.task, part.microbatch) for part in parts):
@@ -167,10 +179,12 @@ class _Order:
 
     def _communication(self, there: Sequence[Moment]) -> Iterator[str]:
         over, made = self._ends(there), dict[str, int]()
-        begun: dict[object, list[Span]] = defaultdict(list)
+        begun: dict[object, list[tuple[Span, int]]] = defaultdict(list)
+        gathered = self._gathered(there)
         for moment in there:
-            if not self._block(moment):
-                begun[self._queue(moment)].append(self.spans[moment])
+            if not self._block(moment) and not _is_gather(moment):
+                found = self.spans[moment], gathered[moment][1]
+                begun[self._queue(moment)].append(found)
         for moment in there:
             span, (name, _) = self.spans[moment], moment
             operator = name.partition(" ")[0]
@@ -178,10 +192,20 @@ class _Order:
                 if not name.endswith(" update"):
                     made[operator] = span.end
                 continue
+            if _is_gather(moment):
+                continue
             if span.start < made.get(operator, 0):
                 yield f"{name} begins {made[operator] - span.start} ns before its gradient is made"
-            queue = begun[self._queue(moment)]
-            before = max((each.end for each in queue if each.start < span.start), default=0)
+            begin, total = gathered[moment]
+            queue, shares = begun[self._queue(moment)], self._queue(moment) == "sync"
+            before = max(
+                (
+                    each.end + shares * max(0, total - min(behind, begin))
+                    for each, behind in queue
+                    if each.start < span.start
+                ),
+                default=0,
+            )
             latest = max(over[moment], before)
             if span.start > latest and not name.endswith(BOTH):
                 yield f"{name} begins {span.start - latest} ns after it may"
@@ -200,6 +224,38 @@ class _Order:
         if stages[0] != stages[1]:
             yield f"gradients are summed in the order of stages {stages[1]}, not {stages[0]}"
 
+    def _in_blocks(self, there: Sequence[Moment]) -> list[list[Moment]]:
+        """The same, block by block: one is over when another pass begins, or its own again.
+
+        What prefixes slices of tokens is of no stage, and not in all blocks. What is gathered
+        ahead of the first pass of a block is of that block.
+        """
+        found: list[list[Moment]] = [[]]
+        current, passed = ("", -1), set[str]()
+        for moment in there:
+            block = self._block(moment)
+            if block and block[1] >= 0 and (block[:2] != current or moment[0] in passed):
+                current, passed = block[:2], set()
+                ahead = list(takewhile(_is_gather, reversed(found[-1])))[::-1]
+                found[-1] = found[-1][: len(found[-1]) - len(ahead)]
+                found.append(ahead)
+            passed.add(moment[0])
+            found[-1].append(moment)
+        return found
+
+    def _gathered(self, there: Sequence[Moment]) -> dict[Moment, tuple[int, int]]:
+        """By moment, how long its rank has gathered parameters when its block begins and ends.
+
+        Gathers use the links of syncs.
+        """
+        found: dict[Moment, tuple[int, int]] = {}
+        total = 0
+        for inside in self._in_blocks(there):
+            gathers = (self.spans[moment] for moment in inside if _is_gather(moment))
+            before, total = total, total + sum(each.end - each.start for each in gathers)
+            found.update(dict.fromkeys(inside, (before, total)))
+        return found
+
     def _queue(self, moment: Moment) -> object:
         """Communications of one queue may have to wait for one another: they share links."""
         name = moment[0]
@@ -212,16 +268,11 @@ class _Order:
     def _ends(self, there: Sequence[Moment]) -> dict[Moment, int]:
         """By sync and transfer, when the block ends in whose course the program has it."""
         found: dict[Moment, int] = {}
-        current, waiting, end = None, list[Moment](), 0
-        for moment in there:
-            block = self._block(moment)
-            if block is None:
-                waiting.append(moment)
-                continue
-            if block != current:
-                found.update(dict.fromkeys(waiting, end))
-                current, waiting = block, []
-            if block[0] != "update":
-                end = max(end, self.spans[moment].end)
-        found.update(dict.fromkeys(waiting, end))
+        end = 0
+        for inside in self._in_blocks(there):
+            blocks = {moment: self._block(moment) for moment in inside}
+            ends = (self.spans[m].end for m, block in blocks.items() if block)
+            if not any(block and block[0] == "update" for block in blocks.values()):
+                end = max([end, *ends])
+            found.update((moment, end) for moment, block in blocks.items() if not block)
         return found

@@ -16,6 +16,7 @@ from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.searcher.problem.scoring import arguments_of, peaks_of
 from stratagem.searcher.processes.worker_processes import usable_cores
 from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.schedules.work_kinds import SEND
 
 WIDE_EVALUATIONS = 50_000
 """Each of the first two phases of a chain lasts at most so long, and at most half of it."""
@@ -112,7 +113,7 @@ class AnnealingChain:
     def score(self) -> float:
         """The score of the present choices, from scratch."""
         p = self.problem
-        block_ns = np.zeros((_score_kernels.SEND, p.num_stages), dtype=np.int64)
+        block_ns = np.zeros((SEND, p.num_stages), dtype=np.int64)
         profiles = np.zeros((p.num_stages, 6), dtype=np.int64)
         dirty = np.full(p.num_stages, _score_kernels.REPLAY, dtype=np.int64)
         arguments = arguments_of(p)

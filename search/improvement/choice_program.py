@@ -75,9 +75,10 @@ class IntraProgram:
         What several readers may share they pay for in equal parts.
         """
         macro = self.problem.macro_graph
-        rests = macro.less >= 0
+        works = ~macro.repeats
+        rests = works & (macro.less >= 0)
         times = np.zeros((NUM_KINDS, self.problem.table.shape[1]))
-        np.add.at(times, (macro.kind, macro.item), 1.0)
+        np.add.at(times, (macro.kind[works], macro.item[works]), 1.0)
         np.add.at(times, (macro.less[rests], macro.item[rests]), -1.0)
         rows = self.problem.crossings
         return [

@@ -14,10 +14,9 @@ from typing import Any
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.compiling import kernel, uncounted
 from stratagem.simulator.engine._event_queue import simulate_tasks
+from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.stage._shut_gates import is_shut
 
-SEND = 11
-"""The first row of the duration table (see `schedules.macro_graph`) of what joins blocks."""
 REPLAY, MEASURE = 1, 2
 """What is to be done for a stage: play its blocks and measure its memory, or measure only."""
 OVER_MEMORY = 4.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.searcher.problem._exhaustive_kernels import try_plans
-from stratagem.searcher.problem._score_kernels import MEASURE, REPLAY, SEND
+from stratagem.searcher.problem._score_kernels import MEASURE, REPLAY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import arguments_of
 from stratagem.searcher.problem.tensors_touched import stages_touched
@@ -24,6 +24,7 @@ from stratagem.searcher.space.skeletons import (
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.work_kinds import SEND
 
 BATCH = 1 << 15
 """Plans between two looks at the keyboard."""

@@ -200,6 +200,7 @@ def make_problem(
         inputs_first=options.inputs_first,
         slowdown=slowdown_of(cluster),
         apart=schedule.parts_updates,
+        accumulates=schedule.accumulates,
     )
     blocks = [shapes.blocks(table) for table in tables]
     edges = [(edge, _price(edge, small, stage_of, builders, choices, cluster)) for edge in crossed]
@@ -228,6 +229,7 @@ def make_problem(
         tuple(_stages(stage_of, small, i, j) for i, j, _ in ties),
         tuple(blocks_compute(meshes[a], meshes[b], cluster) for a, b in pairs),
         blocking_syncs=tuple(syncs_compute(mesh, cluster) for mesh in meshes),
+        reducing=tuple(stage.sums_each for stage in blocks),
     )
     graph_arrays = macro.graph.arrays()
     capacities, ranks = _flat_situations(schedule, skeleton, cluster)

@@ -26,6 +26,7 @@ from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.plan.plan import CUSTOM, Plan
+from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.stage.shared_conversions import Sharing
 from stratagem.simulator.stage.stage_blocks import Block
@@ -91,7 +92,7 @@ class WhatIf:
             for direction, block in enumerate(stage.all)
         }
         stages = self._problem.num_stages
-        self._block_ns = np.zeros((_score_kernels.SEND, stages), dtype=np.int64)
+        self._block_ns = np.zeros((SEND, stages), dtype=np.int64)
         self._profiles = np.zeros((stages, 6), dtype=np.int64)
         self._engines = [DeltaEngine(self._task_graph(k)) for k in range(self._num_plays)]
         self.now = self._outcome(np.full(stages, _score_kernels.REPLAY))

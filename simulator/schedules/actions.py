@@ -158,6 +158,11 @@ class Schedule:
         several = (len({action.stage for action in order}) > 1 for order in self.orders)
         return self.update_every is None and any(several)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a stage makes gradients more than once before its update."""
+        return self.update_every is None and self.num_microbatches * self.num_slices > 1
+
     @cached_property
     def rank_of(self) -> dict[Action, int]:
         """The rank that runs each action."""

@@ -14,13 +14,7 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.event_engine import Times, simulate
 from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule, validate
-from stratagem.simulator.schedules.macro_graph import (
-    SYNCED_BACKWARD,
-    SYNCED_WEIGHT_GRADIENT,
-    UPDATE,
-    MacroGraph,
-    macro_graph,
-)
+from stratagem.simulator.schedules.macro_graph import MacroGraph, macro_graph
 from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
     FORWARD,
@@ -32,6 +26,9 @@ from stratagem.simulator.schedules.work_kinds import (
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
+    UPDATE,
     WEIGHT_GRADIENT,
 )
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name

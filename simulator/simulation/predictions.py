@@ -13,11 +13,8 @@ from stratagem.simulator.engine.event_engine import Times
 from stratagem.simulator.hardware.resources import COMPUTE, NUM_RESOURCES, RESOURCE_NAMES
 from stratagem.simulator.pricing.communicated_bytes import crossing_bytes, stage_bytes
 from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.schedules.macro_draft import ALL
 from stratagem.simulator.schedules.macro_graph import (
-    ALL,
-    SYNC,
-    SYNCED_BACKWARD,
-    SYNCED_WEIGHT_GRADIENT,
     are_blocks,
     transfer_name,
 )
@@ -25,10 +22,19 @@ from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
+    LAST_LINKS,
+    LAST_LINKS_WEIGHT_GRADIENT,
+    LINKS_BACKWARD,
+    LINKS_WEIGHT_GRADIENT,
+    REDUCED_BACKWARD,
+    REDUCED_WEIGHT_GRADIENT,
     REPLICA_SYNC,
     REPLICA_UPDATE,
     RESHARD_BACK,
     SEND_BACK,
+    SYNC,
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
     TIE,
     WEIGHT_GRADIENT,
 )
@@ -48,11 +54,23 @@ from stratagem.simulator.simulation.token_slice_memory import (
     with_waiting,
 )
 from stratagem.simulator.stage.stage_blocks import Role
-from stratagem.simulator.stage.tails_of_backwards import SYNCS
+from stratagem.simulator.stage.tails_of_backwards import SYNCS, UPDATES
 from stratagem.simulator.timeline.step_critical_path import Played, StepPath, step_path
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
 
 _ROLES = frozenset(Role)
+_BESIDE = (
+    SYNCED_BACKWARD,
+    SYNCED_WEIGHT_GRADIENT,
+    SYNC,
+    REDUCED_BACKWARD,
+    REDUCED_WEIGHT_GRADIENT,
+    LINKS_BACKWARD,
+    LINKS_WEIGHT_GRADIENT,
+    LAST_LINKS,
+    LAST_LINKS_WEIGHT_GRADIENT,
+)
+"""Blocks whose syncs go on beside others."""
 COMPUTE_STREAM = COMPUTE.bit_length() - 1
 """The number of what computes among the resources of a cell."""
 BETWEEN_HOMES = "to the other home"
@@ -65,10 +83,14 @@ def step_timeline(model: PlanModel, macro: Times) -> Timeline:
     lanes = {s: _lanes(model, s) for s in range(len(model.stages))}
     for task in model.macro.blocks:
         kind, item = model.macro.block_kind(task), int(model.macro.item[task])
-        leaves_out = SYNCS if task in model.macro.syncs else frozenset[Role]()
-        start = int(macro.start[task])
-        rows += _block_rows(model, item, kind, lanes[item], start, roles=_ROLES - leaves_out)
-        rows += _sync_rows(model, macro, task)
+        start, roles = int(macro.start[task]), _ROLES
+        if task in model.macro.syncs:
+            roles -= SYNCS
+            rows += _sync_rows(model, macro, task)
+        elif _is_late(model, macro, task):
+            roles -= SYNCS | UPDATES
+            rows += _late_rows(model, macro, task, lanes[item])
+        rows += _block_rows(model, item, kind, lanes[item], start, roles=roles)
     for task in np.flatnonzero(~are_blocks(model.macro.kind)).tolist():
         if macro.end[task] > macro.start[task]:
             start, end = int(macro.start[task]), int(macro.end[task])
@@ -96,15 +118,49 @@ def _sync_lanes(model: PlanModel, s: int) -> list[str]:
     return _lanes(model, s, of=f"gradients of stage {number}, ")
 
 
-def _sync_rows(model: PlanModel, macro: Times, task: int) -> Iterator[Row]:
-    """The gradient sync beside which the rank of a last block goes on, if it does."""
-    if task not in model.macro.syncs:
-        return
+def _sync_rows(model: PlanModel, macro: Times, task: int) -> list[Row]:
+    """The gradient sync beside which the rank of a block goes on.
+
+    As in the block, but for what is later because links served others.
+    """
     (rest, *behind), item = model.macro.syncs[task], int(model.macro.item[task])
     kind, begin = int(model.macro.kind[rest]), int(macro.start[task])
-    if behind and macro.end[behind[0]] > macro.end[rest]:
-        kind, begin = SYNC, int(macro.start[behind[0]])
-    yield from _block_rows(model, item, kind, _sync_lanes(model, item), begin, roles=SYNCS)
+    lanes = _sync_lanes(model, item)
+    rows = list(_block_rows(model, item, kind, lanes, begin, roles=SYNCS))
+    spent = Counter[str]()
+    for row in rows:
+        spent[row.lane] += row.end - row.start
+    latest = macro.end[behind[0]] if behind else begin
+    free = dict.fromkeys(lanes, int(latest) - max(spent.values(), default=0))
+    return list(_served(rows, free))
+
+
+def _served(rows: Sequence[Row], free: dict[str, int]) -> Iterator[Row]:
+    """Rows one after the other on their lanes, from when these are free on; one task at once."""
+    together: dict[tuple[int, int, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.start, row.end)):
+        together.setdefault((row.start, row.end, row.name), []).append(row)
+    for (start, end, _), task in together.items():
+        begin = max(start, *(free[row.lane] for row in task))
+        for row in task:
+            free[row.lane] = begin + end - start
+            yield row._replace(start=begin, end=begin + end - start)
+
+
+def _is_late(model: PlanModel, macro: Times, task: int) -> bool:
+    """Whether links are through with the last block of a rank later than that ends."""
+    links = model.macro.linked.get(task, task)
+    return bool(macro.end[links] > macro.end[model.macro.end(task)])
+
+
+def _late_rows(model: PlanModel, macro: Times, task: int, lanes: Sequence[str]) -> Iterator[Row]:
+    """The gradient sync of such a block, and its updates."""
+    links, item = model.macro.linked[task], int(model.macro.item[task])
+    does, begin = int(model.macro.kind[links]), int(macro.start[links])
+    yield from _block_rows(model, item, does, _sync_lanes(model, item), begin, roles=SYNCS)
+    kind = model.macro.block_kind(task)
+    begin = int(macro.end[links]) - model.block_times[item][kind].makespan
+    yield from _block_rows(model, item, kind, lanes, begin, roles=UPDATES)
 
 
 def _block_rows(
@@ -229,7 +285,7 @@ def critical_path(model: PlanModel, macro: Times) -> StepPath:
 
 def _played_block(model: PlanModel, s: int, kind: int) -> Played:
     block, lanes, beside = model.stages[s].cell_blocks[kind], _lanes(model, s), list[str]()
-    if kind in (SYNCED_BACKWARD, SYNCED_WEIGHT_GRADIENT, SYNC):
+    if kind in _BESIDE:
         beside = _sync_lanes(model, s)
     graph = block.graph
 

@@ -203,6 +203,7 @@ def plan_model(
         slowdown=slowdown_of(plan.cluster),
         stashes=schedule.stashes_weights,
         apart=schedule.parts_updates,
+        accumulates=schedule.accumulates,
     )
     prices = _Prices(costs, memory or RowMemory(), shapes)
     sliced, graphs = pass_graphs(plan, graph)
@@ -255,6 +256,7 @@ def _part(plan: Plan, small: OperatorGraph, prices: _Prices) -> PlanModel:
         tuple(blocks_compute(meshes[a], meshes[b], plan.cluster) for a, b in pairs),
         stashing_actions(schedule) if schedule.stashes_weights else None,
         blocking_syncs=tuple(syncs_compute(mesh, plan.cluster) for mesh in meshes),
+        reducing=tuple(stage.blocks.sums_each for stage in stages),
     )
     return PlanModel(small, plan, tuple(stages), boundaries, ties, macro)
 
@@ -288,6 +290,7 @@ def _mirrored_model(
         blocking_copies=tuple(
             homes_block(meshes[s], meshes[s + count], plan.cluster) for s in range(count)
         ),
+        reducing=tuple(stage.blocks.sums_each for stage in stages),
     )
     return replace(
         down,

@@ -26,6 +26,7 @@ from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
     FORWARD,
     LAST_BACKWARD,
+    REDUCED_BACKWARD,
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
@@ -126,7 +127,7 @@ def _whole_times(model: PlanModel) -> StageTimes:
     def column(kind: int) -> list[int]:
         return [int(durations[kind, s]) for s in stages]
 
-    backward = column(BACKWARD)
+    backward = list(map(max, column(BACKWARD), column(REDUCED_BACKWARD)))
     pair = {stages: item for item, stages in enumerate(model.macro.pairs)}
     transfer = [
         max(int(durations[kind, pair[a, b]]) for kind in (SEND, SEND_BACK))

@@ -15,7 +15,11 @@ from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.stage_blocks import StageBlocks
-from stratagem.simulator.stage.tails_of_backwards import with_bare_backward, with_parts_apart
+from stratagem.simulator.stage.tails_of_backwards import (
+    with_bare_backward,
+    with_parts_apart,
+    with_sums_apart,
+)
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, stage_lifetimes
 
 
@@ -24,7 +28,8 @@ class StageShapes:
     """Builds blocks and lifetimes, each shape once.
 
     `split`, `bucket_bytes`, `slowdown`, `inputs_first` and `stashes` are those of `stage_blocks`;
-    `apart` says whether sync and update are there apart too (see `tails_of_backwards`).
+    `apart` says whether sync and update are there apart too, `accumulates` whether there are
+    microbatches before the last, whose gradients may be summed (see `tails_of_backwards`).
     """
 
     split: bool = False
@@ -33,6 +38,7 @@ class StageShapes:
     inputs_first: bool = False
     stashes: bool = False
     apart: bool = False
+    accumulates: bool = False
     _shapes: dict[int, tuple[CostTable, Any]] = field(default_factory=dict)
     _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
     _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
@@ -51,6 +57,8 @@ class StageShapes:
             )
             if self.stashes:
                 made = with_bare_backward(made)
+            else:
+                made = with_sums_apart(made, accumulates=self.accumulates)
             self._blocks[key] = table, with_parts_apart(made) if self.apart else made
         first, blocks = self._blocks[key]
         return blocks.moved(table.operators[0] - first.operators[0])

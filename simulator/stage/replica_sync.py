@@ -25,7 +25,7 @@ from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.pricing.cost_rows import PricedTime, timed
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import syncs_compute
-from stratagem.simulator.schedules.macro_graph import ALL, CopyTask
+from stratagem.simulator.schedules.macro_draft import ALL, CopyTask
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum, joint_mesh
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,

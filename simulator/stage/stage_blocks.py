@@ -37,6 +37,7 @@ from stratagem.simulator.schedules.work_kinds import (
     INPUT_GRADIENT,
     LAST_BACKWARD,
     LAST_WEIGHT_GRADIENT,
+    LINKS,
     WEIGHT_GRADIENT,
 )
 from stratagem.simulator.stage.shared_conversions import OPEN, Sharing
@@ -177,8 +178,8 @@ class StageBlocks:
     Computing and communication slow each other down by `slowdown` per mille.
 
     `input_backward` and `weight_backward` are `backward` in two parts, for schedules that run the
-    gradients of parameters later; None where the schedule does not. `apart` are backward blocks in
-    the parts that ranks with several stages run apart, by kind (see `tails_of_backwards`).
+    gradients of parameters later; None where the schedule does not. `apart` are blocks in the
+    parts that are run, or have to be known, apart, by kind (see `tails_of_backwards`).
     """
 
     forward: Block
@@ -205,6 +206,11 @@ class StageBlocks:
         parts = (INPUT_GRADIENT, WEIGHT_GRADIENT, LAST_WEIGHT_GRADIENT)
         both = whole if self.input_backward is None else whole + parts
         return both + tuple(self.apart)
+
+    @property
+    def sums_each(self) -> bool:
+        """Whether microbatches before the last may sum their gradients, beside other blocks."""
+        return LINKS in self.apart
 
     def of_kind(self, kind: int) -> tuple[Block, bool]:
         """The block of a kind of macro task, and whether it is of the last microbatch of a step.

@@ -202,7 +202,8 @@ def composed_times(model: PlanModel, flat: FlatGraph) -> tuple[list[int], list[i
     macro = simulate(model.macro.with_durations(macro_durations(model)))
     start, end = [], []
     begun: set[int] = set()
-    rests, beside = model.macro.rests, {t for found in model.macro.syncs.values() for t in found}
+    rests = model.macro.rests
+    beside = set(range(model.macro.graph.num_tasks)) - {*model.macro.blocks, *rests.values()}
     for task, within in zip(flat.macro_task.tolist(), flat.block_task.tolist(), strict=True):
         stage = int(model.macro.item[task])
         if within >= 0:

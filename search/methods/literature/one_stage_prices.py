@@ -22,7 +22,12 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.hardware.resources import slowdown_of
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, LAST_BACKWARD
+from stratagem.simulator.schedules.work_kinds import (
+    BACKWARD,
+    FORWARD,
+    LAST_BACKWARD,
+    REDUCED_BACKWARD,
+)
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import StageTensors
 from stratagem.simulator.stage.equal_stages import StageShapes
@@ -98,7 +103,7 @@ class StagePrices:
         )
         listed = {i: tuple(numbers) for i, numbers in enumerate(self._number)}
         table = builder.build(range(len(graph.operators)), listed)
-        shapes = StageShapes(slowdown=slowdown_of(situation.cluster))
+        shapes = StageShapes(slowdown=slowdown_of(situation.cluster), accumulates=True)
         self._blocks = shapes.blocks(table)
         self._lifetimes = shapes.lifetimes(table, {})
         self._capacity = mesh.memory_bytes(situation.cluster)
@@ -118,7 +123,8 @@ class StagePrices:
         )
         seconds = self._play(number, FORWARD) * self._parts + self._play(number, LAST_BACKWARD)
         if self._parts > 1:
-            seconds += self._play(number, BACKWARD) * (self._parts - 1)
+            each = REDUCED_BACKWARD if self._blocks.sums_each else BACKWARD
+            seconds += self._play(number, each) * (self._parts - 1)
         nbytes = self._lifetimes.bytes_under(number)
         tensors = StageTensors(0, self._lifetimes, nbytes, self._graph.names)
         peak = tensors.state + max(tensors.peak(0), tensors.peak(1))

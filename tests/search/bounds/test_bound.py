@@ -33,7 +33,7 @@ from stratagem.simulator.schedules.work_kinds import SEND, SEND_BACK
 def best_by_enumeration(problem: Problem) -> float:
     """Least step of all plans that fit; infinite if none does."""
     best = np.inf
-    block_ns = np.zeros((6, problem.num_stages), dtype=np.int64)
+    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     dirty = np.full(problem.num_stages, _score_kernels.REPLAY, dtype=np.int64)
     for choice in itertools.product(*(range(len(c)) for c in problem.choices)):

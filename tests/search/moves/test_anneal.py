@@ -67,9 +67,10 @@ class Case:
     skeleton: Skeleton
     cluster: Cluster = CLUSTER
     options: Options = Options()  # noqa: RUF009 (frozen)
+    zero_stages: tuple[int, ...] = (0, 2, 3)
 
     def problem(self) -> Problem:
-        parts = self.graph, self.skeleton, self.cluster, Training(), COSTS, (0, 2, 3)
+        parts = self.graph, self.skeleton, self.cluster, Training(), COSTS, self.zero_stages
         return make_problem(*parts, options=self.options)
 
     def simulate(self, p: Problem, choice: Ints) -> Simulation:
@@ -87,6 +88,7 @@ STALLED = replace(
 )
 CASES = {
     "one stage": Case(GPT, staged(GPT, 1, "1f1b")),
+    "gradients summed once": Case(GPT, staged(GPT, 1, "1f1b"), zero_stages=(0, 1)),
     "1f1b, a parameter tied across": Case(GPT, staged(GPT, 2, "1f1b")),
     "gpipe, little memory": Case(GPT, staged(GPT, 2, "gpipe"), tight(CLUSTER, 0.0026)),
     "zb-h1, recompute": Case(GPT, staged(GPT, 2, "zb-h1", "full")),
@@ -190,7 +192,8 @@ def test_a_pipeline_is_played_in_order_where_its_order_is_known() -> None:
     hows = {
         name: int(shared_arrays(case.problem()).pipeline.how[0]) for name, case in CASES.items()
     }
-    assert hows["one stage"] == _pipeline_play.CLOSED
+    assert hows["gradients summed once"] == _pipeline_play.CLOSED
+    assert hows["one stage"] == _pipeline_play.ORDERED, "links go on beside its blocks"
     assert hows["four stages on one rank"] == _pipeline_play.QUEUED, (
         "it syncs beside its next blocks"
     )

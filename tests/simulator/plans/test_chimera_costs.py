@@ -18,7 +18,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.plan.plan import Plan, Stage
-from stratagem.simulator.schedules.macro_graph import ALL, SYNCED_BACKWARD
+from stratagem.simulator.schedules.macro_draft import ALL
 from stratagem.simulator.schedules.named_schedules import chimera
 from stratagem.simulator.schedules.schedule_player import StageTimes, play_schedule
 from stratagem.simulator.schedules.work_kinds import (
@@ -28,6 +28,7 @@ from stratagem.simulator.schedules.work_kinds import (
     REPLICA_UPDATE,
     SEND,
     SEND_BACK,
+    SYNCED_BACKWARD,
     TIE,
 )
 from stratagem.simulator.simulation.flat_graph import flat_graph
