@@ -1,7 +1,8 @@
 """Step times of pipelines in closed form, and how many microbatches their stages hold.
 
-f, b and w are a stage's forward, backward and the part of backward for weights, e what the last
-microbatch adds to it (gradient sync, update), s what is sent on and back; t = f + b.
+f, b and w are a stage's forward, backward (where every microbatch sums gradients, no less than its
+links are busy) and the part of backward for weights, e what the last microbatch adds to it
+(gradient sync, update), s what is sent on and back; t = f + b.
 
 ====================  ===========================================  ==========================
 schedule              step time                                    held by stage i of S

@@ -185,6 +185,9 @@ def range_costs(
         chain     B₃ ─▶ B₂ ─▶ B₁ ─▶ updates
         link         S₃ ─▶ ┄ S₂ ─▶ S₁      finish = max(passes + updates, link + last update)
 
+    Backward blocks before the last go on without their syncs, but no microbatch takes less than
+    the link is busy with it.
+
     The running microbatch needs max over i of (held by a … i) + working(i) bytes.
 
     Args:
@@ -209,7 +212,7 @@ def range_costs(
     gathers = bool(columns[:, GATHER].any())
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
-        launch, weight, update, busy = 0, 0, 0, 0
+        launch, weight, update, busy, carried = 0, 0, 0, 0, 0
         state, held, peak = 0, 0, 0
         inner = final = (0, 0, 0, 0, 0, 0, 0, 0, 0)
         for a in range(end - 1, -1, -1):
@@ -218,9 +221,10 @@ def range_costs(
                 if ends[e] < end:
                     convert += back[e]
             each, once = columns[a, EACH_SYNC], columns[a, SYNC]
-            inner = _backward(columns, each, a, convert, shares_link, gathers, inner)
+            inner = _backward(columns, 0, a, convert, shares_link, gathers, inner)
             final = _backward(columns, once, a, convert, shares_link, gathers, final)
             launch += columns[a, LAUNCH_BACK]
+            carried += each + 2 * columns[a, GATHER]
             weight += columns[a, WEIGHT]
             busy += columns[a, BACKWARD]
             update += columns[a, UPDATE]
@@ -233,7 +237,7 @@ def range_costs(
                 continue
             if costs[STAGE_FORWARD, first, last] < 0:
                 break
-            backward = max(inner[0], _link_end(inner), launch)
+            backward = max(inner[0], launch, carried - costs[STAGE_FORWARD, first, last])
             end_of_last = max(final[0], _link_end(final)) + columns[a, UPDATE]
             finish = max(busy + update, end_of_last, backward)
             tied, sent = 0, 0
