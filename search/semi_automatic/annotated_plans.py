@@ -249,7 +249,7 @@ def _dims_of_tensors(graph: OperatorGraph) -> dict[str, tuple[str, ...]]:
     """The dims of every operator's first result, and of every parameter in its first user."""
     found: dict[str, tuple[str, ...]] = {}
     for operator in graph.operators:
-        if operator.kind != "source":
+        if not operator.is_source:
             found[operator.name] = factors(operator.outputs[0].layout)
     for operator in graph.operators:
         for weight in operator.weights:

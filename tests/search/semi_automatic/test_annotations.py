@@ -126,7 +126,7 @@ def test_a_search_keeps_parameters_and_what_must_stay_whole(
 @given(st.data())
 @settings(max_examples=30)
 def test_a_completed_plan_never_breaks_its_own_constraints(data: st.DataObject) -> None:
-    names = [op for op in GRAPH.operators if op.kind != "source"]
+    names = [op for op in GRAPH.operators if not op.is_source]
     annotations: dict[str, dict[str, str | None]] = {}
     for operator in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3)):
         dims = [d.name for d in operator.dims if not d.whole and d.size >= 8]
