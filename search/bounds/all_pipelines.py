@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
-from stratagem.searcher.space.skeletons import Options, axes_of, stage_sizes
+from stratagem.searcher.space.schedule_traits import traits_of
+from stratagem.searcher.space.skeletons import Options, Skeleton, all_stage_sizes, axes_of
 from stratagem.simulator.graph.placement import Shard, local_sizes
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.operators.operator import Operator
@@ -33,7 +34,7 @@ class PipelineWork:
         M · Tᵣ + Σ_{q < r} T_q ≤ z,   hence   Tᵣ ≤ z/M · (1 − 1/M)ʳ   at the largest Σ nᵣ Tᵣ
 
     and z ≥ M · W / Σ nᵣ (1 − 1/M)ʳ, where the first rank has all devices but one for each other.
-    Without the second part, z ≥ M · W / devices.
+    Without the second part, z ≥ M · W / devices. A plan that leaves devices idle has fewer.
 
     Args:
         models: of the situation, at each number of microbatches.
@@ -59,11 +60,26 @@ class PipelineWork:
                 once, so that those behind the first wait.
         """
         parts, devices = num_microbatches, self._models.situation.cluster.num_devices
-        shares = float(devices)
-        if fills:
-            later = [(1.0 - 1.0 / parts) ** r for r in range(1, num_ranks)]
-            shares = devices - num_ranks + 1 + sum(later)
-        return parts * self._work(parts, devices - num_ranks + 1) / shares
+        work = self._work(parts, devices - num_ranks + 1)
+        return parts * work / _shares(devices, num_ranks, parts if fills else None)
+
+    def seconds_on(self, skeleton: Skeleton) -> float:
+        """The same for the plans of one skeleton: no quick bound is quicker, and most are above.
+
+        Of its stages it knows their number alone.
+        """
+        fills = traits_of(skeleton.schedule).fills
+        return self.seconds_on_part(
+            skeleton.num_devices, skeleton.num_microbatches, skeleton.num_ranks, fills=fills
+        )
+
+    def seconds_on_part(
+        self, num_devices: int, num_microbatches: int, num_ranks: int = 1, *, fills: bool = False
+    ) -> float:
+        """No plan on so few devices of the cluster takes less, pipeline or not."""
+        parts, most = num_microbatches, self._models.situation.cluster.num_devices
+        work = self._work(parts, most)
+        return parts * work / _shares(num_devices, num_ranks, parts if fills else None)
 
     def _work(self, parts: int, most: int) -> float:
         """Seconds of a microbatch on all devices together, `most` of them on a stage (W)."""
@@ -93,7 +109,7 @@ class PipelineWork:
         """Into how many shards an operator may be cut, and the sizes of the largest of them."""
         cluster = self._models.situation.cluster
         lengths = {dim.name: dim.size for dim in operator.dims if not dim.whole and dim.size > 1}
-        sizes = tuple(size for size in stage_sizes(cluster) if size <= most)
+        sizes = tuple(size for size in all_stage_sizes(cluster) if size <= most)
         for cut in _cuts(tuple(lengths.items()), sizes, axes_of(cluster)):
             config, shape = tuple(Shard(name) for name, _ in cut), tuple(ways for _, ways in cut)
             yield math.prod(shape), local_sizes(operator, config, shape)
@@ -144,6 +160,17 @@ class PipelineWork:
         for device in range(cluster.num_devices):
             first.setdefault(cluster.device_type(device).name, device)
         return tuple(first.values())
+
+
+def _shares(num_devices: int, num_ranks: int, fills: int | None) -> float:
+    """By how much the work of a microbatch is divided, at most: Σ nᵣ (1 − 1/M)ʳ.
+
+    `fills` is M where ranks wait at both ends of a step; without, it is the number of devices.
+    """
+    if fills is None:
+        return float(num_devices)
+    later = [(1.0 - 1.0 / fills) ** r for r in range(1, num_ranks)]
+    return num_devices - num_ranks + 1 + sum(later)
 
 
 Cut = tuple[tuple[str, int], ...]

@@ -23,6 +23,8 @@ REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
 """Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
 KINDS, KINDS_OPERATORS = 32, 600
 """Kinds of pipelines of which the best is refined at last: so many, or fewer of a larger model."""
+STARTS_OF_KIND = 2
+"""Plans of a kind, of different cuts, that are refined: single changes may end before the best."""
 KIND_SLACK = 1.5
 """Kinds whose best plan takes more than so many times the best of all are left alone."""
 MOST_WALKED, WALKED_OPERATORS = 16, 6_000
@@ -97,7 +99,7 @@ class Improver:
         return found
 
     def descend(self, stop: Callable[[], bool]) -> list[SkeletonEntry]:
-        """Refine the best plan of all, and the best pipeline of each kind that is not far from it.
+        """Refine the best plan of all, and the best pipelines of kinds that are not far from it.
 
         Kinds differ in their schedule, their numbers of stages and microbatches, or in the devices
         of a stage. What a search of fewer kinds would begin with is refined here, too, whatever
@@ -128,21 +130,29 @@ class Improver:
         return sorted(found.values(), key=lambda entry: entry.rank)
 
     def _kinds(self) -> list[tuple[Skeleton, Simulation]]:
-        """Where `descend` begins: the best plan of all, and the best of each kind of pipelines."""
+        """Where `descend` begins: the best plan of all, and the best of each kind of pipelines.
+
+        Then follow the second best of each kind that are cut otherwise.
+        """
         best = self._incumbent.best
         if best is None or not best.fits:
             return []
         known = [(e.skeleton, e.simulation) for e in self._space.entries if e.simulation]
         if not not_chosen_for(best.plan, self._space.situation.graph.fingerprint):
             known.append((self._space.skeleton_of(best.plan), best))
-        first: dict[object, tuple[Skeleton, Simulation]] = {}
+        first: dict[object, dict[object, tuple[Skeleton, Simulation]]] = {}
         for skeleton, simulation in sorted(known, key=lambda each: rank(each[1])):
             if not simulation.fits or simulation.step_time > KIND_SLACK * best.step_time:
                 break
             if len(skeleton.stages) > 1:
-                first.setdefault(kind_of(skeleton), (skeleton, simulation))
+                alike = first.setdefault(kind_of(skeleton), {})
+                if len(alike) < STARTS_OF_KIND:
+                    alike.setdefault(skeleton.stages, (skeleton, simulation))
         most = affordable(KINDS, KINDS_OPERATORS, self._num_operators, least=REFINED)
-        return list(first.values())[:most]
+        starts = [list(alike.values()) for alike in first.values()]
+        return [alike[k] for k in range(STARTS_OF_KIND) for alike in starts if k < len(alike)][
+            :most
+        ]
 
     def _take_refined(self, before: Skeleton, refined: Refined) -> SkeletonEntry:
         self._notes[f"refined {before}"] = "; ".join(refined.changes)

@@ -10,26 +10,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.searcher.annealing.chains import AnnealingChain, chain_seed, run_chains
+from stratagem.searcher.bounds.quick_bounds import Look
+from stratagem.searcher.driver.fewer_devices import FewerDevices, plan_stages
 from stratagem.searcher.driver.improver import Improver, affordable
 from stratagem.searcher.driver.incumbent import Incumbent, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason
-from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
+from stratagem.searcher.driver.skeleton_entries import (
+    SkeletonEntry,
+    Space,
+    first_policies,
+    in_turn,
+)
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
-from stratagem.searcher.driver.starting_plans import entry_of
+from stratagem.searcher.driver.starting_plans import entry_of, propose
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
 from stratagem.searcher.improvement.windows import improve_by_windows
-from stratagem.searcher.methods.registry import METHODS
-from stratagem.searcher.methods.simple_strategies import baseline, baseline_names
+from stratagem.searcher.methods.simple_strategies import baseline_names
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart, worker_count
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.skeletons import Skeleton
-from stratagem.searcher.stage_dp.candidates import candidates
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
-from stratagem.searcher.stage_dp.tables.variants import standard_layouts
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
@@ -138,7 +142,7 @@ class SearchCourse:
         if self.budget.seconds is None:
             return
         for name in baseline_names(self.space.situation, schedule, methods):
-            plan = _propose(self._sharpener, name, schedule, methods)
+            plan = propose(self._sharpener, name, schedule, methods)
             if plan is not None:
                 self.baselines[name] = self.space.situation.simulate(plan)
                 self.incumbent.offer(self.baselines[name])
@@ -156,14 +160,12 @@ class SearchCourse:
         num_bounded: int | None,
     ) -> StopReason:
         space = self.space
+        space.unlisted_bound = 0.0
         with self._simulated_baselines(schedules[0], baselines):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
-            looks = [
-                self._workers.part(Sharpener.look, [entry.skeleton for entry in group])
-                for group in groups
-            ]
-            stages = self._plan_stages(schedules, num_skeletons)
+            looks = self._looks(groups)
+            stages = self._plan_stages(num_skeletons)
             self.report("bounding skeletons", 0.1)
             space.look_at(groups, [part.result() for part in looks])
             space.bound_pipelines()
@@ -173,14 +175,7 @@ class SearchCourse:
         improver.begin_refining(
             first_policies(sorted(planned, key=lambda e: e.rank))[:num_skeletons]
         )
-        operators = len(space.situation.graph.operators)
-        most = affordable(MOST_RANKED, RANKED_OPERATORS, operators)
-        ranked = space.rank(
-            self.incumbent.offer,
-            lambda: self.incumbent.time,
-            most,
-            lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
-        )
+        ranked = self._rank(space.entries)
         best_ranked = first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
         self.report("refining pipelines", 0.25)
         refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
@@ -191,10 +186,12 @@ class SearchCourse:
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
+        idle = improver.refine(self._leave_idle(num_skeletons), num_skeletons, self._time_is_up)
+        left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._time_is_up)
         left -= self._bound_found(found, left)
-        best_ranked = first_policies(sorted([*found, *refined], key=lambda e: e.rank))
+        best_ranked = first_policies(sorted([*found, *refined, *idle], key=lambda e: e.rank))
         best_ranked = best_ranked[:num_skeletons]
         promising = self._promising(best_ranked)[:num_skeletons]
         walked = improver.walk(
@@ -240,7 +237,7 @@ class SearchCourse:
         self.report("simulating baselines", 0.0)
         names = baseline_names(self.space.situation, schedule, methods)
         parts = {
-            name: self._workers.part(_propose, name, schedule, tuple(methods)) for name in names
+            name: self._workers.part(propose, name, schedule, tuple(methods)) for name in names
         }
         if self._workers.is_alone:
             self._take_baselines(parts)
@@ -258,18 +255,11 @@ class SearchCourse:
                 self.baselines[name] = self.space.situation.simulate(plan, always=True)
                 self.incumbent.offer(self.baselines[name])
 
-    def _plan_stages(self, schedules: Sequence[str], most: int) -> Sequence[Candidate]:
+    def _plan_stages(self, most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.05)
-        operators = len(self.space.situation.graph.operators)
         try:
-            found = candidates(
-                self.space.situation,
-                schedules=schedules,
-                limit=affordable(MOST_DRAFTED, DRAFTED_OPERATORS, operators, least=2 * most),
-                limits=self.space.limits,
-                layouts=standard_layouts(regather=self.space.options.regather),
-            )
+            found = plan_stages(self.space, self._num_drafted(most))
         except ValueError as error:
             self.notes["inter-operator program"] = str(error)
             return []
@@ -278,6 +268,37 @@ class SearchCourse:
         if found.shortage is not None:
             self.notes[NOTHING_FITS_NOTE] = str(found.shortage)
         return found.plans
+
+    def _num_drafted(self, most: int) -> int:
+        operators = len(self.space.situation.graph.operators)
+        return affordable(MOST_DRAFTED, DRAFTED_OPERATORS, operators, least=2 * most)
+
+    def _leave_idle(self, most: int) -> list[SkeletonEntry]:
+        """Skeletons that leave devices idle, where that may be better; the best first."""
+        space, fewer = self.space, FewerDevices(self.space, lambda: self.incumbent.time)
+        groups = space.listed(fewer.skeletons())
+        space.look_at(groups, [part.result() for part in self._looks(groups)])
+        space.unlisted_bound = np.inf
+        ranked = self._rank(in_turn(entry for group in groups for entry in group))
+        planned = self._take_stages(list(fewer.planned(self._num_drafted(most), ranked)))
+        self.notes.update(fewer.notes)
+        return first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
+
+    def _rank(self, listed: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
+        operators = len(self.space.situation.graph.operators)
+        most = affordable(MOST_RANKED, RANKED_OPERATORS, operators)
+        return self.space.rank(
+            listed,
+            self.incumbent.offer,
+            lambda: self.incumbent.time,
+            most,
+            lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
+        )
+
+    def _looks(self, groups: Sequence[Sequence[SkeletonEntry]]) -> list[WorkPart[list[Look]]]:
+        """Quick looks at groups of skeletons, as parts that others may do."""
+        listed = [[entry.skeleton for entry in group] for group in groups]
+        return [self._workers.part(Sharpener.look, skeletons) for skeletons in listed]
 
     def _take_stages(self, plans: Sequence[Candidate]) -> list[SkeletonEntry]:
         """Those of these that the constraints allow, simulated."""
@@ -495,7 +516,7 @@ class SearchCourse:
             ]
             if not weak:
                 return 0
-            weak.sort(key=lambda e: (_num_axes(e), e.bound))
+            weak.sort(key=lambda e: (e.num_axes, e.bound))
             listed = first_policies(weak)[: min(ROUND, left)]
             self.report("sharpening bounds", 0.35 - 0.1 * left / most)
             done = self._bound_entries(listed, stop)
@@ -570,22 +591,8 @@ class SearchCourse:
         return problem
 
 
-def _propose(
-    sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]
-) -> Plan | None:
-    """The best plan of a baseline."""
-    listed = {method: METHODS[method] for method in methods}
-    found = baseline(sharpener.situation, name, schedule, listed)
-    return found.plan if found is not None else None
-
-
 def _begun_by(
     own: Sequence[SkeletonEntry], others: Sequence[SkeletonEntry]
 ) -> list[SkeletonEntry]:
     """First one's own, then the others that are none of these."""
     return [*own, *(entry for entry in others if entry not in own)]
-
-
-def _num_axes(entry: SkeletonEntry) -> int:
-    """How many axes of more than one device the widest mesh of a skeleton has."""
-    return max(sum(ways > 1 for ways in mesh.shape) for mesh in entry.skeleton.meshes)

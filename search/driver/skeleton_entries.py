@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -63,6 +64,11 @@ class SkeletonEntry:
         return rank(self.simulation) if self.simulation is not None else (float("inf"), 0.0)
 
     @property
+    def num_axes(self) -> int:
+        """How many axes of more than one device its widest mesh has."""
+        return max(sum(ways > 1 for ways in mesh.shape) for mesh in self.skeleton.meshes)
+
+    @property
     def promise(self) -> float:
         """Bound and best plan known together, in seconds: where the least is, one may hope most.
 
@@ -115,6 +121,7 @@ class Space:
         self.quick = QuickBounds(situation, options, constraints.constraints.headroom)
         self.is_looked_at = False
         self.pipelines_bound: float | None = None
+        self.unlisted_bound = float("inf")
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     @property
@@ -198,12 +205,13 @@ class Space:
 
     def rank(
         self,
+        listed: Sequence[SkeletonEntry],
         offer: Callable[[Simulation], bool],
         best: Callable[[], float],
         most: int,
         tick: Callable[[int], None],
     ) -> list[SkeletonEntry]:
-        """Simulate known strategies on skeletons, least bound first; the best skeleton first.
+        """Simulate known strategies on skeletons, the first listed first; the best comes first.
 
         A policy that recomputes more is tried where those before it leave nothing that fits, with
         the two strategies that came closest to fitting and the one that needs the least memory.
@@ -211,6 +219,7 @@ class Space:
         least first.
 
         Args:
+            listed: skeletons of the space, those of the least bounds first.
             offer: takes every simulation; whether the constraints allow it.
             best: seconds of the best plan until now.
             most: how many skeletons to simulate.
@@ -218,7 +227,7 @@ class Space:
         """
         fitting: set[Skeleton] = set()
         ranked: list[SkeletonEntry] = []
-        for entry in self.entries:
+        for entry in listed:
             base = replace(entry.skeleton, recompute=self.policies[0])
             if entry.fate not in (Fate.OPEN, Fate.FULL) or base in fitting:
                 continue
@@ -281,7 +290,7 @@ class Space:
     def listed_bound(self, best: float) -> float:
         """What no plan on a skeleton of the list is under; what that excludes by now is pruned.
 
-        It is 0 before all were looked at.
+        It is 0 before all were looked at. What is still to be listed is under `unlisted_bound`.
         """
         if not self.is_looked_at:
             return 0.0
@@ -289,7 +298,7 @@ class Space:
             if entry.fate is Fate.OPEN and entry.bound >= best:
                 entry.fate = Fate.PRUNED
         open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
-        return min([best, *open_ones])
+        return min([best, self.unlisted_bound, *open_ones])
 
     def bound_pipelines(self) -> None:
         """Find what no pipeline is under that the constraints allow, wherever it is cut.
@@ -301,6 +310,11 @@ class Space:
         if self.situation.cluster.num_devices <= SMALL_CLUSTER:
             self.pipelines_bound = self._least_pipeline()
 
+    @cached_property
+    def work(self) -> PipelineWork:
+        """What bounds any plan by the work there is."""
+        return PipelineWork(self.quick.models, self.options, self.policies)
+
     def _least_pipeline(self) -> float:
         c, graph = self.constraints.constraints, self.situation.graph
         least = c.pipeline or 2
@@ -308,12 +322,26 @@ class Space:
         most = min(self.situation.cluster.num_devices, layers, c.max_pipeline or layers)
         if not 2 <= least <= most:
             return float("inf")
-        work = PipelineWork(self.quick.models, self.options, self.policies)
         fills = all(traits_of(name).fills for name in self.schedules)
         return min(
-            work.seconds(parts, least, fills=fills)
+            self.work.seconds(parts, least, fills=fills)
             for parts in c.microbatches or graph.microbatch_counts
         )
+
+
+def in_turn(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
+    """By their bounds: the first on each set of devices, then the second on each, and so on.
+
+    What pipelines there are takes turns with plans of one stage.
+    """
+    seen: Counter[object] = Counter()
+    places: list[int] = []
+    listed = sorted(entries, key=lambda entry: entry.bound)
+    for entry in listed:
+        kind = entry.skeleton.devices, len(entry.skeleton.stages) > 1
+        places.append(seen[kind])
+        seen[kind] += 1
+    return [listed[k] for k in sorted(range(len(listed)), key=lambda k: (places[k], k))]
 
 
 def first_policies(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:

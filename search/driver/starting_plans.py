@@ -1,11 +1,15 @@
-"""The plan that somebody has a search start from, as a skeleton of its space."""
+"""What a search starts from: known strategies, and the plan that somebody has it start from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
+from stratagem.searcher.driver.skeleton_work import Sharpener
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.methods.simple_strategies import baseline
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.skeletons import skeleton_of
@@ -70,3 +74,10 @@ def _as_options_say(plan: Plan, space: Space) -> Plan:
     if not space.options.regather:
         choices = {name: replace(choice, regather=False) for name, choice in choices.items()}
     return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=space.options)
+
+
+def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]) -> Plan | None:
+    """The best plan of a baseline."""
+    listed = {method: METHODS[method] for method in methods}
+    found = baseline(sharpener.situation, name, schedule, listed)
+    return found.plan if found is not None else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from stratagem.searcher.space.schedule_traits import can_run, rounds_of, same_alone, traits_of
 from stratagem.searcher.space.stage_cuts import StageCutter
+from stratagem.simulator.base.units import format_numbers
 from stratagem.simulator.graph.checkpoint_segments import (
     RECOMPUTE_POLICIES,
     check_policy,
@@ -141,6 +142,16 @@ class Skeleton:
         return self.recompute
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices that some stage runs on."""
+        return len(self.devices)
+
+    @property
+    def devices(self) -> frozenset[int]:
+        """The devices that some stage runs on."""
+        return frozenset(device for mesh in self.meshes for device in mesh.devices)
+
+    @property
     def num_ranks(self) -> int:
         """Number of different sets of devices that stages run on."""
         return len(self.ranks)
@@ -163,6 +174,8 @@ class Skeleton:
     def __str__(self) -> str:
         shapes = dict.fromkeys("×".join(str(n) for n in mesh.shape) for mesh in self.meshes)
         shape = " and ".join(shapes)
+        if self.num_devices <= max(self.devices):  # some are idle before others
+            shape += f" of devices {format_numbers(self.devices)}"
         parts = self.num_microbatches
         cut = f"{parts} microbatches" if parts > 1 else "whole batch"
         policies = dict.fromkeys(policy for policy in self.policies if policy != "none")
@@ -346,6 +359,18 @@ def stage_sizes(cluster: Cluster) -> tuple[int, ...]:
     equal = [n for n in range(1, total + 1) if total % n == 0]
     each = total // stage_units(cluster)
     return tuple(sorted({*equal, *(each * n for n in unequal_sizes(cluster))}))
+
+
+def all_stage_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """How many devices a stage may have where some may be idle, as on up to `SMALL_CLUSTER`.
+
+    Example:
+        >>> all_stage_sizes(Cluster.preset("dgx-a100", num_nodes=1))
+        (1, 2, 3, 4, 5, 6, 7, 8)
+    """
+    if cluster.num_devices > SMALL_CLUSTER:
+        return stage_sizes(cluster)
+    return tuple(range(1, cluster.num_devices + 1))
 
 
 def _is_handy(number: int) -> bool:

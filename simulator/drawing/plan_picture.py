@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stratagem.simulator.base.units import format_numbers
 from stratagem.simulator.drawing.svg import COLOURS, GREY, Drawing, shortened, text_width
 from stratagem.simulator.graph.placement import Pin, Placement, Shard
 from stratagem.simulator.plan.plan import Plan, Stage
@@ -109,7 +110,7 @@ def _draw_device(
         for axis, index in zip(mesh.axes, mesh.coordinates(device), strict=True)
         if axis.size > 1
     )
-    named = _ranges(stages)
+    named = format_numbers(stages)
     colour = COLOURS[rank % len(COLOURS)]
     tip = f"device {device}: stage {named}" + (f"; {place}" if place else "")
     drawing.box(x, y, CELL_WIDTH, CELL_HEIGHT, colour=colour, fill=0.35, tip=tip)
@@ -117,13 +118,6 @@ def _draw_device(
     drawing.text(
         x + CELL_WIDTH / 2, y + 16, shortened(label, 6), size=10, anchor="middle", tip=tip
     )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0–3`` of consecutive numbers, else ``0, 4``."""
-    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]}–{numbers[-1]}"
-    return ", ".join(map(str, numbers))
 
 
 def _panels(plan: Plan) -> list[_Panel]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.base.units import format_bytes, format_duration
+from stratagem.simulator.base.units import format_bytes, format_duration, format_numbers
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Pin, Shard
 from stratagem.simulator.graph.token_slices import num_slices
@@ -218,7 +218,7 @@ def _devices_phrase(plan: Plan, stage: Stage) -> str:
     if len(axes) > 1:
         sizes = " × ".join(str(axis.size) for axis in axes)
         arranged = f", arranged as {sizes} ({' × '.join(axis.name for axis in axes)})"
-    return f"{len(devices)} × {kinds} (devices {min(devices)}–{max(devices)}){arranged}"
+    return f"{len(devices)} × {kinds} (devices {format_numbers(devices)}){arranged}"
 
 
 def operator_seconds(timeline: Timeline, group: str) -> dict[str, float]:

@@ -14,9 +14,9 @@ from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import (
     Options,
     Skeleton,
+    all_stage_sizes,
     operator_choices,
     stage_meshes,
-    stage_sizes,
 )
 from stratagem.searcher.space.stage_cuts import cut_stages
 from stratagem.simulator.graph.models import gpt, mlp
@@ -40,8 +40,9 @@ def situation_of(rng: random.Random) -> Situation:
 
 
 def random_pipeline(here: Situation, schedule: str, rng: random.Random) -> Skeleton:
-    """Stages of any cuts, on any sizes of meshes that stages may have."""
-    sizes, total = stage_sizes(here.cluster), here.cluster.num_devices
+    """Stages of any cuts, on any sizes of meshes that stages may have; devices may be idle."""
+    sizes, total = all_stage_sizes(here.cluster), here.cluster.num_devices
+    total -= rng.choice([0, 0, rng.randrange(total - 1)])
     shares: list[int] = []
     while sum(shares) < total:
         left = total - sum(shares)

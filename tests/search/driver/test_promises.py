@@ -225,6 +225,7 @@ def test_no_skeleton_is_listed_twice(nodes: int, per_node: int) -> None:
         schedule = skeleton.schedule if ranks > 1 else ""
         return (
             skeleton.stages, shapes, skeleton.num_microbatches, schedule, skeleton.policies,
+            skeleton.devices,
         )  # fmt: skip
 
     kinds = [alike(record) for record in result.space]

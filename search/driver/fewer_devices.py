@@ -1,0 +1,136 @@
+"""Skeletons on a part of the cluster: more devices must never give a worse plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
+from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Skeleton, all_skeletons
+from stratagem.searcher.stage_dp.candidates import SLACK, Candidates, candidates
+from stratagem.searcher.stage_dp.plan_drafts import Candidate
+from stratagem.searcher.stage_dp.tables.variants import standard_layouts
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.cluster_parts import ClusterPart, cluster_parts
+
+
+@dataclass(eq=False)
+class FewerDevices:
+    """What a search may do that leaves some devices idle, on up to `SMALL_CLUSTER`.
+
+    On every part of the cluster (see `cluster_parts`) there are the skeletons of a cluster of that
+    size. What computing excludes, whatever the shards, is not even listed (see
+    `PipelineWork.seconds_on_part`): half the devices take twice as long at least.
+
+    Attributes:
+        space: of the search.
+        best: seconds of the best plan known, whenever it is asked for.
+        excluded: how many parts and skeletons were left out, by reason.
+    """
+
+    space: Space
+    best: Callable[[], float]
+    excluded: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """What a search says of that."""
+        return {f"idle devices: {why}": str(count) for why, count in self.excluded.items()}
+
+    def skeletons(self) -> Iterator[Skeleton]:
+        """All on parts of the cluster that may take less than the best plan."""
+        here, best = self.space.situation, self.best()
+        for part in self._parts:
+            if not self._counts(part):
+                self._exclude("parts of the cluster whose computing alone takes longer")
+                continue
+            for skeleton in all_skeletons(
+                here.graph, part.cluster, self.space.schedules, here.costs, here.training
+            ):
+                if self.space.work.seconds_on(skeleton) < best:
+                    yield on_part(skeleton, part)
+                else:
+                    self._exclude("skeletons whose computing alone takes longer")
+
+    def planned(self, limit: int, ranked: Iterable[SkeletonEntry]) -> Iterator[Candidate]:
+        """Pipelines of the program over stages.
+
+        Args:
+            limit: how many on a part.
+            ranked: skeletons with known plans; stages are planned on parts of which a pipeline is
+                among these that takes at most `SLACK` times the best.
+        """
+        near = {
+            entry.skeleton.devices
+            for entry in ranked
+            if len(entry.skeleton.stages) > 1 and entry.best_time <= SLACK * self.best()
+        }
+        for part in self._parts:
+            counts = self._counts(part)
+            if counts and frozenset(part.devices) in near:
+                yield from self._planned_on(part, counts, limit)
+            elif counts:
+                self._exclude("parts of the cluster on which pipelines are far from the best")
+
+    def _planned_on(
+        self, part: ClusterPart, counts: tuple[int, ...], limit: int
+    ) -> Iterator[Candidate]:
+        try:
+            found = plan_stages(self.space, limit, cluster=part.cluster, microbatches=counts)
+        except ValueError:
+            self._exclude("parts of the cluster on which the constraints allow no stages")
+            return
+        for candidate in found.plans:
+            yield replace(candidate, skeleton=on_part(candidate.skeleton, part))
+
+    @cached_property
+    def _parts(self) -> list[ClusterPart]:
+        cluster = self.space.situation.cluster
+        return list(cluster_parts(cluster)) if cluster.num_devices <= SMALL_CLUSTER else []
+
+    def _counts(self, part: ClusterPart) -> tuple[int, ...]:
+        """Numbers of microbatches with which a plan on a part may take less than the best."""
+        devices, best = part.cluster.num_devices, self.best()
+        wishes = self.space.constraints.constraints
+        return tuple(
+            count
+            for count in wishes.microbatches or self.space.situation.graph.microbatch_counts
+            if self.space.work.seconds_on_part(devices, count) < best
+        )
+
+    def _exclude(self, why: str) -> None:
+        self.excluded[why] = self.excluded.get(why, 0) + 1
+
+
+def on_part(skeleton: Skeleton, part: ClusterPart) -> Skeleton:
+    """A skeleton of a part as one of the whole cluster."""
+    return replace(skeleton, meshes=tuple(part.mesh(mesh) for mesh in skeleton.meshes))
+
+
+def plan_stages(
+    space: Space,
+    limit: int,
+    *,
+    cluster: Cluster | None = None,
+    microbatches: tuple[int, ...] | None = None,
+) -> Candidates:
+    """What the program over stages finds for a search, on its own cluster or on another.
+
+    Args:
+        space: of the search.
+        limit: how many plans.
+        cluster: that of the search if left out.
+        microbatches: numbers of them; those that the constraints allow if left out.
+
+    Raises:
+        ValueError: as `candidates`.
+    """
+    limits = space.limits
+    return candidates(
+        replace(space.situation, cluster=cluster or space.situation.cluster),
+        schedules=space.schedules,
+        limit=limit,
+        limits=limits if microbatches is None else replace(limits, microbatches=microbatches),
+        layouts=standard_layouts(regather=space.options.regather),
+    )
