@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
@@ -28,6 +30,15 @@ class SearchClock:
     """
 
     until: float = inf
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let what is done inside take as long as it does."""
+        until, self.until = self.until, inf
+        try:
+            yield
+        finally:
+            self.until = until
 
     def check(self) -> None:
         """Raise `OutOfTimeError` where no time is left."""

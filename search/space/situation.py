@@ -21,7 +21,7 @@ from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 class Situation:
     """What a plan is made for; `memory` keeps the prices of all that was simulated in it.
 
-    `clock` says whether there is time to go on.
+    `clock` says whether there is time to go on; who fills `memory` asks it, too.
     """
 
     graph: OperatorGraph
@@ -33,6 +33,9 @@ class Situation:
     _recent: dict[int, Simulation] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        self.memory.watch = self.clock.check
 
     def plan(
         self,
@@ -61,8 +64,10 @@ class Situation:
 
         The last few are remembered: methods simulate what they propose before they do.
         """
-        if not always:
-            self.clock.check()
+        if always:
+            with self.clock.stopped():
+                return self.simulate(plan)
+        self.clock.check()
         known = self._recent.get(id(plan))
         if known is not None and known.plan is plan:
             return known

@@ -10,7 +10,7 @@ baselines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -163,6 +163,10 @@ class CostTable:
         return max((edge.consumer - edge.producer for edge in edges), default=0)
 
 
+def _nobody() -> None:
+    """Watches nothing."""
+
+
 @dataclass(eq=False)
 class RowMemory:
     """Rows already priced, by what a mesh looks like: stages and strategies share them.
@@ -170,11 +174,13 @@ class RowMemory:
     `passes` are costs of single passes by local sizes, which meshes of several shapes share.
 
     Use one for one cost model, cluster and training; others would be given the wrong prices.
+    Before a row is priced `watch` is called: what it raises ends a table that takes too long.
     """
 
     operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
     edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
     passes: dict[Any, tuple[float, float, str]] = field(default_factory=dict)
+    watch: Callable[[], None] = field(default=_nobody)
     _numbers: dict[Any, int] = field(default_factory=dict)
     _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
@@ -310,6 +316,7 @@ class TableBuilder:
         flows = makes_input_gradients(self.graph, i)
         key = (number(operator.signature), number(choices), uses, needed, flows, runs_again)
         if key not in self._rows:
+            self._memory.watch()
             self._rows[key] = self._pricer.row(i, choices, uses, runs_again=runs_again)
         return key, self._rows[key]
 
@@ -337,6 +344,7 @@ class TableBuilder:
         weight: Weight,
         choices: Mapping[int, Sequence[Choice]],
     ) -> TieRow:
+        self._memory.watch()
         sizes = factor_sizes(weight.layout, self.graph.operators[user].sizes)
         ends = (own, choices[owner]), (weight, choices[user])
         convert = partial(self._conversions, sizes)
@@ -357,6 +365,7 @@ class TableBuilder:
         there = (number(consumer.signature), edge.slot, number(theirs))
         key = (*ends, *there, flows, runs_back, runs_again)
         if key not in self._edge_rows:
+            self._memory.watch()
             self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows, runs_again)
         return key, self._edge_rows[key]
 
