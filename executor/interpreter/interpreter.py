@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from stratagem.executor.communication.endings import Ending
 from stratagem.executor.cuda.dropout_words import words_on
 from stratagem.executor.interpreter import operator_actions, prefix_actions, transfer_actions
 from stratagem.executor.interpreter.named_values import NamedValues
+from stratagem.executor.interpreter.operator_parts import OperatorParts
 from stratagem.executor.interpreter.transfer_actions import Ports
+from stratagem.executor.interpreter.untimed_actions import untimed
 from stratagem.executor.program.instructions import (
     Backward,
     Bundle,
@@ -25,17 +27,15 @@ from stratagem.executor.program.instructions import (
     Instruction,
     Join,
     Norm,
-    Piece,
     Receive,
     Send,
     Source,
     Stash,
     Update,
 )
-from stratagem.executor.program.numbered_meshes import all_meshes, numbers_of
+from stratagem.executor.program.numbered_meshes import all_meshes
 from stratagem.executor.program.programs import LOSS, Program, Stored, part_shape
-from stratagem.executor.resharding.operator_shards import operator_shards
-from stratagem.executor.resharding.seats import Seat, mesh_groups
+from stratagem.executor.resharding.seats import mesh_groups
 from stratagem.executor.state.batch_norm_counters import counters_of
 from stratagem.executor.state.gradient_lists import (
     GradientChange,
@@ -47,16 +47,12 @@ from stratagem.executor.state.loss_scale import LossScale
 from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
-from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.kinds.kind_record import Role
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
-from stratagem.simulator.operators.operator import Operator, factor_sizes
-from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.operators.step_programs import inputs_of
 from stratagem.simulator.sharding.tensor_parts import TensorPart
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
-from stratagem.simulator.torch_ops.kernels.shards import Shards
 from stratagem.simulator.torch_ops.kernels.step_programs import run_source, torch_dtype
 
 Action = Callable[[], None]
@@ -109,23 +105,20 @@ class Interpreter:
         self.mine = program.ranks[comm.rank]
         self.gradients: dict[str, Tensor] | None = None
         self.at = -1
-        self._seats = {
-            number: Seat(program.mesh(number, self.mine.device), self.mine.device, program.rank_of)
-            for number in numbers_of(program.plan, self.mine.stages)
-        }
+        plan = program.plan
+        self.random = RandomStream(
+            plan.seed, num_microbatches=plan.num_microbatches, draw=words_on(comm.device)
+        )
+        self._parts = OperatorParts(program, comm, self.random)
         for mesh in all_meshes(program.plan):
             comm.prepare(mesh_groups(mesh, program.rank_of))
         self.counters = counters_of(program, state)
         whole = to_rewritten(program.maps, state)
         self._start = {
-            each.value: local_part(each, whole[each.parameter], self._seats[each.stage])
+            each.value: local_part(each, whole[each.parameter], self._parts.seats[each.stage])
             for each in self.mine.stored
         }
         self._memory = NamedValues()
-        plan = program.plan
-        self.random = RandomStream(
-            plan.seed, num_microbatches=plan.num_microbatches, draw=words_on(comm.device)
-        )
         self._masters: dict[str, Tensor] = {}
         self._overflowed = False
         self._trained = {home.stored for home in program.homes if home.trained}
@@ -133,12 +126,15 @@ class Interpreter:
         self.reset()
         self._batch: Mapping[str, Tensor] = {}
         self.reads = _inputs_of(program, self.mine.instructions)
-        self._shards: dict[tuple[str, int], Shards] = {}
-        self._flows = _flows(program.graph)
         actions = [self._action(each) for each in self.mine.instructions]
         posting = transfer_actions.posters(program, self._ports)
-        self._actions = transfer_actions.posted(actions, posting)
-        self._issued = transfer_actions.posted(self._together(actions), posting)
+        self._actions = [*transfer_actions.posted(dict(enumerate(actions)), posting).values()]
+        made = untimed(
+            *(actions, self._parts, self.mine.instructions, self._memory, self._update),
+            stops=set(posting),
+        )
+        issued = transfer_actions.posted(made, posting)
+        self._issued, self._numbers = [*issued.values()], [*issued]
 
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
@@ -184,7 +180,7 @@ class Interpreter:
     def restore(self, read: Callable[[Stored, TensorPart], Tensor]) -> None:
         """Replace every parameter and buffer by what `read` gives of it, which is the part."""
         for stored in self.mine.stored:
-            part = stored_part(stored, self._seats[stored.stage])
+            part = stored_part(stored, self._parts.seats[stored.stage])
             self._keep(stored, read(stored, part).reshape(part_shape(stored.layout, part)))
 
     def step(
@@ -236,7 +232,7 @@ class Interpreter:
         self._begin(batch)
         self.gradients = None
         with torch.no_grad(), self.comm.clock.untimed():
-            for number, action in enumerate(self._issued):
+            for number, action in zip(self._numbers, self._issued, strict=True):
                 self.at = number
                 action()
             self._memory.everything()
@@ -286,20 +282,20 @@ class Interpreter:
                 return self._forward(instruction)
             case Backward():
                 operator = self.program.operator(instruction.operator, instruction.microbatch)
-                shards = self._shards_of(operator, instruction.microbatch, instruction.piece)
+                shards = self._parts.shards_of(operator, instruction.microbatch, instruction.piece)
                 if role_of(operator) is Role.PREFIX:
                     slices = self.program.slices
                     return prefix_actions.backward(instruction, operator, shards, slices, memory)
-                seat = self._seat_of(operator.name)
+                seat = self._parts.seat_of(operator.name)
                 return operator_actions.backward(instruction, operator, shards, seat, memory)
             case Convert():
                 return transfer_actions.convert(
-                    instruction, self._seats[instruction.stage], comm, memory
+                    instruction, self._parts.seats[instruction.stage], comm, memory
                 )
             case Join():
                 return transfer_actions.join(instruction, memory)
             case Bundle():
-                seat = self._seats[instruction.parts[0].stage]
+                seat = self._parts.seats[instruction.parts[0].stage]
                 return transfer_actions.bundle(instruction, seat, comm, memory)
             case Send():
                 return transfer_actions.send(instruction, self._ports, memory)
@@ -313,53 +309,6 @@ class Interpreter:
                 return self._update([instruction])
             case Free():
                 return lambda: memory.free(instruction.values)
-
-    def _together(self, actions: Sequence[Action]) -> list[Action]:
-        """The actions with updates of several operators in the place of the first of them.
-
-        What stands between updates lets go of gradients, or brings new values to their users.
-        """
-        made, run = list(actions), list[int]()
-        instructions = self.mine.instructions
-        for number, each in enumerate([*instructions, None]):
-            if isinstance(each, Update):
-                run.append(number)
-            elif not (isinstance(each, Free) or _publishes(each)) and run:
-                updates = [instructions[n] for n in run]
-                made[run[0]] = self._update([u for u in updates if isinstance(u, Update)])
-                for n in run[1:]:
-                    made[n] = _nothing
-                run = []
-        return made
-
-    def _shards_of(self, operator: Operator, microbatch: int, piece: Piece | None) -> Shards:
-        """This rank's shards of an operator, or of a piece of it."""
-        shards = self._part(operator, microbatch)
-        if piece is None:
-            return shards
-        start, stop = shards.bounds[piece.dim]
-        first, last = shard_bounds(stop - start, [piece.count], [piece.number])
-        mine = start + first, start + last
-        return replace(shards, bounds={**shards.bounds, piece.dim: mine})
-
-    def _part(self, operator: Operator, microbatch: int) -> Shards:
-        part = self.program.slice_of(microbatch)
-        key = operator.name, 0 if part is None else part.number
-        if key not in self._shards:
-            made = operator_shards(
-                operator,
-                self.program.plan.choice(operator.name).config,
-                self._seat_of(operator.name),
-                self.comm,
-                self.random,
-            )
-            places = {} if part is None else part.places(operator.name)
-            products = self.program.plan.training.formats.rounded_to
-            self._shards[key] = replace(made, places=places, products=products)
-        return self._shards[key]
-
-    def _seat_of(self, operator: str) -> Seat:
-        return self._seats[self.program.plan.stage_of[operator]]
 
     def _source(self, instruction: Source) -> Action:
         operator = self.program.whole.operator(instruction.operator)
@@ -376,19 +325,16 @@ class Interpreter:
     def _forward(self, instruction: Forward) -> Action:
         microbatch, program = instruction.microbatch, self.program
         operator = program.operator(instruction.operator, microbatch)
-        seat = self._seat_of(operator.name)
+        seat = self._parts.seat_of(operator.name)
         if role_of(operator) is Role.PREFIX:
-            parts = [
-                self._part(part.graph.operator(operator.name), part.number)
-                for part in program.slices[: len(instruction.inputs)]
-            ]
+            parts = self._parts.before(operator, len(instruction.inputs))
             return prefix_actions.forward(instruction, operator, parts, seat, self._memory)
-        shards = self._shards_of(operator, microbatch, instruction.piece)
-        flows = self._flows[operator.name]
+        shards = self._parts.shards_of(operator, microbatch, instruction.piece)
+        flows, enter = self._parts.flows[operator.name], self._parts.entering(microbatch)
         run = operator_actions.forward(instruction, operator, shards, flows, seat, self._memory)
 
         def at_its_microbatch() -> None:
-            self.random.microbatch = microbatch // max(1, len(program.slices))
+            enter()
             run()
 
         return at_its_microbatch
@@ -399,7 +345,7 @@ class Interpreter:
         counted = [
             value
             for value, stage, placements in instruction.gradients
-            if self._seats[stage].is_first(placements)
+            if self._parts.seats[stage].is_first(placements)
         ]
 
         def run() -> None:
@@ -472,29 +418,3 @@ def _on(device: torch.device, tensor: Tensor) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def _nothing() -> None:
-    """What is done already."""
-
-
-def _publishes(instruction: Instruction | None) -> bool:
-    """Whether it brings the new value of a parameter to its users in this stage."""
-    return (
-        isinstance(instruction, Convert)
-        and instruction.kind is TaskKind.GRADIENT_SYNC
-        and not instruction.adds
-    )
-
-
-def _flows(graph: OperatorGraph) -> dict[str, list[bool]]:
-    """Per operator, for its inputs and then its weights, whether a gradient is wanted."""
-    flows: dict[str, list[bool]] = {operator.name: [] for operator in graph.operators}
-    for edge in graph.edges:
-        name = graph.operators[edge.consumer].name
-        flows[name].append(graph.edge_needs_gradient(edge))
-    for operator in graph.operators:
-        flows[operator.name] += [
-            graph.parameter_index[weight.parameter].trainable for weight in operator.weights
-        ]
-    return flows

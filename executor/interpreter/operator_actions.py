@@ -9,7 +9,7 @@ come back in the factors of the source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,16 +87,12 @@ def forward(
     ]
     slots = list(zip(names, readers, flows, strict=False))
     weights = list(zip(instruction.weights, flows[len(names) :], strict=True))
-    makers = _factor_shapes(operator, shards)
-    run = _kernel(instruction, operator, shards)
+    shapes = factor_shapes(operator, shards)
+    run = kernel_of(instruction, operator, shards)
     kernel = _forgetting(instruction, run) or (
         lambda inputs, parameters, tape: run(inputs, parameters)
     )
-    tape_name = instruction.tape or ""
-
-    def constant(value: Tensor) -> Tensor:
-        """Running statistics count a microbatch once, however often it runs."""
-        return value.clone() if instruction.again else value
+    tape_name, again = instruction.tape or "", instruction.again
 
     def run_taped() -> None:
         tape = Tape()
@@ -107,7 +103,8 @@ def forward(
                 inputs.append(enter(value, read, tape) if flow else read.view(read.part(value)))
             parameters: list[Tensor] = []
             for name, flow in weights:
-                parameters.append(tape.leaf(values[name]) if flow else constant(values[name]))
+                value = values[name]
+                parameters.append(tape.leaf(value) if flow else constant(value, again))
             outputs = kernel(inputs, parameters, tape)
             tape.edges = tuple(
                 get_gradient_edge(output) if output.requires_grad else None for output in outputs
@@ -118,15 +115,20 @@ def forward(
 
     def run_plain() -> None:
         inputs = [read.view(read.part(values[name])) for name, read, _ in slots]
-        parameters = [constant(values[name]) for name, _ in weights]
+        parameters = [constant(values[name], again) for name, _ in weights]
         _store(run(inputs, parameters))
 
     def _store(outputs: tuple[Tensor, ...]) -> None:
-        for name, output, shape in zip(instruction.outputs, outputs, makers, strict=True):
+        for name, output, shape in zip(instruction.outputs, outputs, shapes, strict=True):
             made = output.detach()
             values[name] = made if shape is None else made.reshape(shape)
 
     return run_taped if tape_name else run_plain
+
+
+def constant(value: Tensor, again: bool) -> Tensor:
+    """A weight without a gradient: running statistics count a microbatch once, not `again`."""
+    return value.clone() if again else value
 
 
 def enter(tensor: Tensor, read: Reader, tape: Tape) -> Tensor:
@@ -143,7 +145,7 @@ def enter(tensor: Tensor, read: Reader, tape: Tape) -> Tensor:
     return seen
 
 
-def _factor_shapes(operator: Operator, shards: Shards) -> list[tuple[int, ...] | None]:
+def factor_shapes(operator: Operator, shards: Shards) -> list[tuple[int, ...] | None]:
     """Per output the shape of its factors; None where it has that shape already."""
     return [
         None
@@ -157,7 +159,7 @@ Kernel = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, ...]]
 TapedKernel = Callable[[list[Tensor], list[Tensor], Tape], tuple[Tensor, ...]]
 
 
-def _kernel(instruction: Forward, operator: Operator, shards: Shards) -> Kernel:
+def kernel_of(instruction: Forward, operator: Operator, shards: Shards) -> Kernel:
     """The kernel, with outputs in the dtypes that the plan runs in."""
     dtypes = [torch_dtype(dtype) for dtype in instruction.dtypes]
 
@@ -240,24 +242,21 @@ def backward(
     """The action of a backward instruction."""
     values = memory.values
     reached = [n for n, names in enumerate(instruction.gradients) if names or instruction.seed]
-    sums = [_total(instruction, operator, shards, n, memory) for n in reached]
-    returns = _returns(instruction, operator)
+    sums = [
+        total_of(instruction, operator, shards, n, memory, lambda: values[instruction.tape])
+        for n in reached
+    ]
+    returns = returns_of(
+        [
+            (name, select_of(read))
+            for name, read in zip(instruction.inputs, operator.inputs, strict=True)
+            if name is not None
+        ]
+    )
+    added = frozenset(instruction.added)
     names = [name for name in instruction.weights if name is not None]
     weights = list(zip(names, map(torch_dtype, instruction.dtypes), strict=True))
     anew = _anew(instruction, operator, shards, seat, memory)
-
-    def give_back(tape: Tape, found: Sequence[Tensor]) -> None:
-        for name, numbers, selects in returns:
-            parts = [found[number] for number in numbers]
-            made = joined(parts, selects, tape.sources[numbers[0]])
-            if name in instruction.added:
-                memory.add(name, made)
-            else:
-                values[name] = made
-
-    def add(found: Sequence[Tensor]) -> None:
-        for (name, dtype), gradient in zip(weights, found, strict=True):
-            memory.add(name, gradient.to(dtype))
 
     def run_all() -> None:
         tape: Tape = values[instruction.tape]
@@ -265,8 +264,8 @@ def backward(
         totals = [total() for total in sums]
         found = gradients_of(tape, reached, totals, slice(None))
         tape.leaves.clear()
-        give_back(tape, found)
-        add(found[len(tape.sources) :])
+        give_back(returns, added, tape, found, memory)
+        add_weights(weights, found[len(tape.sources) :], memory)
 
     def run_inputs() -> None:
         tape: Tape = values[instruction.tape]
@@ -274,7 +273,8 @@ def backward(
         totals = [total() for total in sums]
         values.update(zip(instruction.totals, totals, strict=True))
         wanted = slice(len(tape.sources))
-        give_back(tape, gradients_of(tape, reached, totals, wanted, again=True))
+        found = gradients_of(tape, reached, totals, wanted, again=True)
+        give_back(returns, added, tape, found, memory)
         tape.anew = []
 
     def run_weights() -> None:
@@ -284,7 +284,7 @@ def backward(
         wanted = slice(len(tape.sources), None)
         found = gradients_of(tape, reached, totals, wanted)
         tape.leaves.clear()
-        add(found)
+        add_weights(weights, found, memory)
 
     return {
         BackwardPart.ALL: run_all,
@@ -312,21 +312,39 @@ def _anew(
     return brought
 
 
-def _returns(
-    instruction: Backward, operator: Operator
-) -> list[tuple[str, list[int], list[Select]]]:
-    """Per input gradient the leaves it is made of, and what each selects of the source."""
-    named = [
-        (name, select_of(read))
-        for name, read in zip(instruction.inputs, operator.inputs, strict=True)
-        if name is not None
-    ]
+Returns = list[tuple[str, list[int], list[Select]]]
+"""Per gradient of an input the leaves it is made of, and what each selects of the source."""
+
+
+def returns_of(named: Sequence[tuple[str, Select]]) -> Returns:
+    """What is returned for inputs, by the name of each one's gradient and what it selects."""
     found: dict[str, tuple[list[int], list[Select]]] = {}
     for number, (name, select) in enumerate(named):
         numbers, selects = found.setdefault(name, ([], []))
         numbers.append(number)
         selects.append(select)
     return [(name, numbers, selects) for name, (numbers, selects) in found.items()]
+
+
+def give_back(
+    returns: Returns, added: Set[str], tape: Tape, found: Sequence[Tensor], memory: NamedValues
+) -> None:
+    """Keep the gradients of inputs, of which some are `added` to what is there."""
+    for name, numbers, selects in returns:
+        parts = [found[number] for number in numbers]
+        made = joined(parts, selects, tape.sources[numbers[0]])
+        if name in added:
+            memory.add(name, made)
+        else:
+            memory.values[name] = made
+
+
+def add_weights(
+    weights: Sequence[tuple[str, torch.dtype]], found: Sequence[Tensor], memory: NamedValues
+) -> None:
+    """Add the gradients of weights to what is there, in the dtype in which that is."""
+    for (name, dtype), gradient in zip(weights, found, strict=True):
+        memory.add(name, gradient.to(dtype))
 
 
 def gradients_of(
@@ -345,14 +363,26 @@ def gradients_of(
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if leaves and edges:
         found = torch.autograd.grad(edges, leaves, given, retain_graph=again, allow_unused=True)
+    return found_or_zeros(leaves, shapes, found)
+
+
+def found_or_zeros(
+    leaves: Sequence[Tensor], shapes: Sequence[torch.Size], found: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Gradients of leaves, zeros for those that were not used."""
     return [
         leaf.new_zeros(shape) if gradient is None else gradient
         for leaf, shape, gradient in zip(leaves, shapes, found, strict=True)
     ]
 
 
-def _total(
-    instruction: Backward, operator: Operator, shards: Shards, output: int, memory: NamedValues
+def total_of(
+    instruction: Backward,
+    operator: Operator,
+    shards: Shards,
+    output: int,
+    memory: NamedValues,
+    tape_of: Callable[[], Tape],
 ) -> Callable[[], Tensor]:
     """The sum of the gradients that have come back to an output."""
     names = instruction.gradients[output]
@@ -371,8 +401,7 @@ def _total(
         return result.reshape(shape)
 
     def seeded() -> Tensor:
-        tape: Tape = values[instruction.tape]
-        size, dtype, device = tape.kinds[output]
+        size, dtype, device = tape_of().kinds[output]
         seed = instruction.seed * memory.seed
         one = torch.full(size, seed, dtype=dtype, device=device)
         return one if not names else one + total()

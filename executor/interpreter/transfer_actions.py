@@ -189,12 +189,16 @@ def posters(program: Program, ports: Ports) -> dict[int, list[Action]]:
     return found
 
 
-def posted(actions: Sequence[Action], posting: Mapping[int, Sequence[Action]]) -> list[Action]:
-    """The actions of a rank's instructions, with what posts receives in front of them."""
-    return [
-        _in_turn([*posting[number], action]) if number in posting else action
-        for number, action in enumerate(actions)
-    ]
+def posted(
+    actions: Mapping[int, Action], posting: Mapping[int, Sequence[Action]]
+) -> dict[int, Action]:
+    """Actions by the number of their instruction, with what posts receives in front of them."""
+    found = {number: [*posting.get(number, ())] for number in sorted({*actions, *posting})}
+    for number, action in actions.items():
+        found[number].append(action)
+    return {
+        number: each[0] if len(each) == 1 else _in_turn(each) for number, each in found.items()
+    }
 
 
 def _poster(program: Program, ports: Ports, posting: Posting) -> Action:

@@ -1,0 +1,252 @@
+"""Operators whose passes follow one another share a tape in steps that are not timed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.models import SmallGPT, SmallResNet
+from stratagem.executor import lower, model_state
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.program.instructions import Backward, Free
+from stratagem.executor.program.segments import Segment, segments
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from tests.support.peak_memory import PeakMemory
+from tests.support.plans import (
+    Case,
+    Chooser,
+    drawing,
+    make_case,
+    make_plan,
+    megatron,
+    random_plan,
+    seeds,
+    sharding,
+    whole,
+)
+from tests.support.small_models import SmallInception, SmallLlama, SmallLSTM
+
+torch.set_num_threads(1)
+
+MIXED = Training("bfloat16", optimizer="adam", learning_rate=0.01, clip_norm=0.1)
+WIDE = Training("bfloat16", gradient_precision="float32", optimizer="adam", learning_rate=0.01)
+
+
+def language(model: nn.Module, sequence: int) -> Case:
+    ids = torch.randint(0, 30, (4, sequence))
+    return make_case(model, input_ids=ids, labels=ids.roll(-1, 1))
+
+
+def images(model: nn.Module, size: int) -> Case:
+    return make_case(model, images=torch.randn(4, 3, size, size), labels=torch.randint(0, 6, (4,)))
+
+
+class Dropping(nn.Module):
+    """Dropout in front of layers and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.drop(layer(self.drop(x)))
+        return nn.functional.cross_entropy(x, target)
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "gpt": lambda: language(
+        SmallGPT(num_layers=2, hidden=16, num_heads=4, vocabulary=30, sequence=9), 9
+    ),
+    "dropout": lambda: make_case(
+        Dropping(), x=torch.randn(4, 12), target=torch.randint(0, 12, (4,))
+    ),
+    "llama": lambda: language(SmallLlama(num_layers=1, hidden=16, vocabulary=30), 7),
+    "resnet": lambda: images(SmallResNet(channels=(4, 6), classes=6), 8),
+    "inception": lambda: images(SmallInception(), 13),
+    "lstm": lambda: language(SmallLSTM(num_layers=2, hidden=10, vocabulary=30), 3),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Case:
+    torch.manual_seed(0)
+    return MODELS[request.param]()
+
+
+def sometimes(seed: int, share: float, recompute: float) -> Chooser:
+    """Few operators are sharded, so that many follow one another on each rank."""
+    rng, choose = random.Random(seed), drawing(seed)
+
+    def chosen(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        made = (choose if rng.random() < share else whole)(operator, shape)
+        return replace(made, recompute=rng.random() < recompute)
+
+    return chosen
+
+
+Trained = tuple[list[float | None], dict[str, Tensor], set[str]]
+
+
+def trained(case: Case, plan: Plan, *, timed: bool, steps: int = 3) -> list[Trained]:
+    """On every rank the losses, the values, and what is left in memory beside what lasts."""
+    program, state = lower(plan, case.graph), model_state(case.model)
+
+    def rank(comm: Communicator) -> Trained:
+        interpreter = Interpreter(program, comm, state)
+        losses: list[float | None] = []
+        for step in range(steps):
+            interpreter.random.step = step
+            run = (lambda b: interpreter.step(b).loss) if timed else interpreter.issue
+            loss = run(case.batch)
+            losses.append(None if loss is None else float(loss))
+        kept = {stored.value for stored in interpreter.mine.stored}
+        values = dict(interpreter.settled())
+        left = {*values} - kept - {"loss"}
+        return losses, {name: values[name].clone() for name in kept}, left
+
+    return run_local(program.world_size, rank)
+
+
+def assert_trains_alike(case: Case, plan: Plan) -> None:
+    """To rounding: where more than two gradients meet, they may be added in another order."""
+    wide = plan.training.precision == "float32"
+    steps, tolerance = (3, 1e-5) if wide else (2, 0.02)
+    one, other = (trained(case, plan, timed=timed, steps=steps) for timed in (True, False))
+    for (losses, values, _), (found, there, left) in zip(one, other, strict=True):
+        for loss, expected in zip(found, losses, strict=True):
+            assert loss == (expected and pytest.approx(expected, rel=tolerance))
+        assert not left
+        for name, value in values.items():
+            torch.testing.assert_close(there[name], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("training", [Training(), MIXED, WIDE], ids=["plain", "mixed", "wide"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_one_rank_trains_alike(model: Case, training: Training, num_microbatches: int) -> None:
+    for choose in (whole, sometimes(3, 0.0, 0.4)):
+        plan = make_plan(model, choose, (1,), training=training, num_microbatches=num_microbatches)
+        assert_trains_alike(model, plan)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_data_parallel_ranks_train_alike(model: Case, zero: int) -> None:
+    plan = make_plan(model, sharding("sample", zero=zero), (2,), num_microbatches=2)
+    assert_trains_alike(model, plan)
+    assert_trains_alike(model, replace(plan, bucket_bytes=500))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_pipelines_train_alike(model: Case, schedule: str) -> None:
+    plan = make_plan(
+        model, sometimes(5, 0.1, 0.3), (2,), (1,), num_microbatches=2, schedule=schedule
+    )
+    assert_trains_alike(model, plan)
+
+
+def test_tensor_parallel_ranks_train_alike(gpt: Case) -> None:
+    assert_trains_alike(gpt, make_plan(gpt, megatron, (2,), num_microbatches=2))
+    assert_trains_alike(gpt, replace(make_plan(gpt, megatron, (2,)), inputs_first=True))
+
+
+def test_weights_of_their_own_for_each_microbatch_train_alike(mlp: Case) -> None:
+    plan = make_plan(mlp, whole, (1,), (1,), num_microbatches=2, schedule="pipedream")
+    assert_trains_alike(mlp, plan)
+
+
+@pytest.mark.parametrize("seed", seeds(range(20), 4))
+def test_random_plans_train_alike(model: Case, seed: int) -> None:
+    assert_trains_alike(model, random_plan(model, seed, MIXED if seed % 2 else None))
+
+
+# -- which there are ----------------------------------------------------------------------------
+
+
+def found(case: Case, plan: Plan, limit: int = 1) -> tuple[tuple[Segment, ...], Sequence[Any]]:
+    instructions = lower(plan, case.graph).ranks[0].instructions
+    return segments(instructions, lambda *passes: 0, limit), instructions
+
+
+def test_one_rank_has_one_segment_a_microbatch(gpt: Case) -> None:
+    made, instructions = found(gpt, make_plan(gpt, whole, (1,), num_microbatches=2))
+    backwards = [n for n, each in enumerate(instructions) if isinstance(each, Backward)]
+    assert len(made) == 2
+    assert sorted(n for each in made for n in each.backwards) == backwards
+
+
+@pytest.mark.parametrize("choose", [megatron, sharding("sample"), sharding("sample", zero=1)])
+def test_nothing_is_communicated_amid_a_segment(gpt: Case, choose: Chooser) -> None:
+    """What is sent behind one backward pass is not kept back for those of others."""
+    made, instructions = found(gpt, make_plan(gpt, choose, (2,), num_microbatches=2))
+    for each in made:
+        first, last = each.backwards[0], each.backwards[-1]
+        between = set(range(first, last + 1)) - set(each.backwards)
+        assert all(isinstance(instructions[n], Free) for n in between)
+    assert max(len(each.backwards) for each in made) > 1
+
+
+def test_gradients_that_are_added_to_others_end_a_segment(gpt: Case) -> None:
+    """All of a segment are in memory at its end, so they are a limited number of bytes."""
+    instructions = lower(make_plan(gpt, whole, (1,)), gpt.graph).ranks[0].instructions
+
+    def held(forward: Any, backward: Any) -> int:
+        return 10 * len(backward.weights)
+
+    for each in segments(instructions, held, 50):
+        weights = [instructions[n].weights for n in each.backwards]  # type: ignore[union-attr]
+        assert len(each.backwards) == 1 or 10 * sum(map(len, weights)) <= 50
+
+
+def test_one_backward_is_begun_for_all(gpt: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = lower(make_plan(gpt, whole, (1,)), gpt.graph)
+    begun: list[int] = []
+    begin = torch.autograd.grad
+
+    def watched(outputs: Any, leaves: Any, *given: Any, **options: Any) -> Any:
+        begun.append(len(leaves))
+        return begin(outputs, leaves, *given, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+
+    def rank(comm: Communicator) -> None:
+        Interpreter(program, comm, model_state(gpt.model)).issue(gpt.batch)
+
+    run_local(1, rank)
+    assert begun == [sum(len(each.weights) for each in gpt.graph.operators)]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("training", [Training(), WIDE], ids=["plain", "wide"])
+def test_no_more_memory_is_taken(training: Training, num_microbatches: int) -> None:
+    """A graph of several operators keeps what graphs of one keep, and lets it go as early."""
+    ids = torch.randint(0, 30, (8, 24))
+    model = SmallGPT(num_layers=3, hidden=48, num_heads=4, vocabulary=30, sequence=24)
+    case = make_case(model, input_ids=ids, labels=ids)
+    for choose in (whole, sometimes(1, 0.0, 0.5)):
+        plan = make_plan(case, choose, (1,), training=training, num_microbatches=num_microbatches)
+        program = lower(plan, case.graph)
+
+        def rank(comm: Communicator, program: Any = program) -> list[int]:
+            interpreter, peaks = Interpreter(program, comm, model_state(model)), []
+            with torch.autograd.set_multithreading_enabled(False):
+                for run in (interpreter.step, interpreter.issue):
+                    run(case.batch)
+                    with PeakMemory() as memory:
+                        run(case.batch)
+                    peaks.append(memory.most)
+            return peaks
+
+        one_by_one, joined = run_local(1, rank)[0]
+        assert 0 < joined <= one_by_one
