@@ -18,7 +18,7 @@ from stratagem.cli.shared.options import (
     Model,
     Nodes,
     Optimizer,
-    Precision,
+    PrecisionName,
     print_json,
     print_tables,
     say_written,
@@ -41,7 +41,7 @@ def annotate(
     out: Annotated[Path, typer.Option("--out", "-o", help="plan file to write")],
     nodes: Nodes = None,
     devices: Devices = None,
-    precision: Precision = None,
+    precision: PrecisionName = None,
     optimizer: Optimizer = None,
     search: Annotated[
         bool, typer.Option("--search", help="better what the annotations leave open")
