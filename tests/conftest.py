@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import gc
+import signal
+
+
+def pytest_configure() -> None:
+    """Under nohup processes are born deaf to a hang-up, and so would those be that tests start."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

@@ -84,7 +84,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    wait_for(lambda: not of_run(tmp_path), END_SECONDS)
+    try:
+        wait_for(lambda: not of_run(tmp_path), END_SECONDS)
+    finally:
+        for pid in of_run(tmp_path):
+            os.kill(pid, signal.SIGKILL)
 
 
 def of_run(place: Path) -> dict[int, str]:
