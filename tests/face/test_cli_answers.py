@@ -269,8 +269,10 @@ class TestHints:
 
     def test_a_handler_of_the_users_is_heeded(self, place, monkeypatch):
         """What the error proposes works."""
+        from stratagem.simulator.torch_ops.aten.arguments import reads
         from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 
+        @reads("self", "dim")
         def first(call):
             """Every argument must be read, or it would be dropped in silence."""
             assert call.given("dim") == 1

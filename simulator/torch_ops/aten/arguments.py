@@ -1,15 +1,16 @@
 """The arguments of an aten call, and which of them nobody asked for.
 
-What a handler does not ask for it cannot have taken into account. So every argument that is not at
-the default of its operator's schema must be asked for, or be one of those below: they change
-nothing that is computed, or say what the shape or dtype of the result says, which is checked
-(`checks`).
+A handler declares which arguments it reads, and is given no others. So every argument that is not
+at the default of its operator's schema must be declared, and asked for, or be one of those below:
+they change nothing that is computed, or say what the shape or dtype of the result says, which is
+checked (`checks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,6 +34,8 @@ SHAPE_SAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ones", "zeros", "full"), ("size",)),
     **dict.fromkeys(("new_ones", "new_zeros", "new_full"), ("self", "size")),
     "reshape": ("shape",),
+    "split": ("split_size",),
+    "chunk": ("chunks",),
     "flatten": ("start_dim", "end_dim"),
     "unflatten": ("dim", "sizes"),
     "adaptive_avg_pool2d": ("output_size",),
@@ -50,6 +53,29 @@ DTYPE_SAYS: dict[str, tuple[str, ...]] = {
 """aten name → arguments that the dtype of the result says as well, which is checked."""
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
+
+
+@dataclass(frozen=True)
+class Reading(Generic[F_co]):
+    """A function of an aten call, and the arguments of the call that it reads."""
+
+    make: F_co
+    names: frozenset[str]
+
+
+def reads(*names: str) -> Callable[[F], Reading[F]]:
+    """Declare which arguments a function of an aten call reads, by the names of the schema.
+
+    Example:
+        >>> handler = reads("self", "dim")(lambda call: call.given("dim"))
+        >>> sorted(handler.names)
+        ['dim', 'self']
+    """
+    return lambda make: Reading(make, frozenset(names))
+
+
 class Given(Mapping[str, Any]):
     """The arguments of one call by schema name; looking one up is asking for it.
 
@@ -57,6 +83,9 @@ class Given(Mapping[str, Any]):
         >>> given = Given({"x": 3, "sparse": True, "scale": 1.0}, {"sparse": False, "scale": 1.0})
         >>> given["x"], given.ignored("embedding")
         (3, {'sparse': True})
+        >>> given.declare(frozenset({"x", "scale"}))
+        >>> given.undeclared("embedding")
+        {'sparse': True}
 
     Args:
         values: of every argument.
@@ -67,10 +96,22 @@ class Given(Mapping[str, Any]):
         self._values = values
         self._defaults = defaults
         self._asked: set[str] = set()
+        self._declared: frozenset[str] | None = None
+
+    def declare(self, names: frozenset[str]) -> None:
+        """Give no other arguments than these from now on."""
+        self._declared = names
 
     def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        if self._declared is not None and name not in self._declared:
+            declared = ", ".join(sorted(self._declared)) or "none"
+            raise TypeError(
+                f"a handler reads the argument {name!r} and declares {declared}: name all that it "
+                "reads in `reads`"
+            )
         self._asked.add(name)
-        return self._values[name]
+        return value
 
     def __contains__(self, name: object) -> bool:
         return name in self._values
@@ -85,10 +126,17 @@ class Given(Mapping[str, Any]):
         """All values, without asking for one."""
         return list(self._values.values())
 
+    def undeclared(self, operator: str) -> dict[str, Any]:
+        """What differs from its default, may not be left alone, and the handler does not read."""
+        return self._left_out(operator, self._declared or frozenset())
+
     def ignored(self, operator: str) -> dict[str, Any]:
         """What differs from its default, may not be left alone, and nobody asked for."""
+        return self._left_out(operator, self._asked)
+
+    def _left_out(self, operator: str, read: Collection[str]) -> dict[str, Any]:
         said = (*SHAPE_SAYS.get(operator, ()), *DTYPE_SAYS.get(operator, ()))
-        allowed = {*self._asked, *HARMLESS, *said}
+        allowed = {*read, *HARMLESS, *said}
         return {
             name: value
             for name, value in self._values.items()

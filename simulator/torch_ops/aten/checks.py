@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,13 +77,26 @@ def check_kind(made: Kind, truth: Kind) -> None:
             )
 
 
+def check_declared(operator: str, given: Given) -> None:
+    """Refuse arguments that the handler does not declare to read.
+
+    Raises:
+        ValueError: there are some; names the first and its value.
+    """
+    _refuse(operator, given.undeclared(operator))
+
+
 def check_arguments(operator: str, given: Given) -> None:
     """Refuse arguments that nothing took into account.
 
     Raises:
         ValueError: there are some; names the first and its value.
     """
-    for name, value in given.ignored(operator).items():
+    _refuse(operator, given.ignored(operator))
+
+
+def _refuse(operator: str, left_out: Mapping[str, Any]) -> None:
+    for name, value in left_out.items():
         raise ValueError(
             f"aten.{operator} with {name}={value!r} is not supported, as no kind of operator has "
             "it; leave it at its default, or compute what it does outside of the model"

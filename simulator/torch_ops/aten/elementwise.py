@@ -8,6 +8,7 @@ from typing import Any
 
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor, expand, permute
 from stratagem.simulator.operators.step_programs import Steps
+from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.checks import check_kind, kind_of_steps
 from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant
@@ -74,7 +75,7 @@ def _pointwise(call: AtenCall) -> DraftTensor:
 
     Constants of one element become numbers, unless the result then has another dtype or shape.
     """
-    term, kind = POINTWISE[call.operator](call.arguments), (call.shape, call.dtype)
+    term, kind = POINTWISE[call.operator].make(call.arguments), (call.shape, call.dtype)
     operands, steps = _chain(call, term, numbers=True)
     if kind_of_steps(steps, operands) != kind:
         operands, steps = _chain(call, term, numbers=False)
@@ -123,14 +124,16 @@ def _copy(call: AtenCall) -> Any:
     return call.given("self")
 
 
-ELEMENTWISE_HANDLERS: dict[str, Callable[[AtenCall], Any]] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
-    **dict.fromkeys(("clone", "lift_fresh_copy"), _copy),
-    **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),
-    **dict.fromkeys(("dropout", "feature_dropout"), _dropout),
-    "where": _where,
-    "detach": _detach,
-    "cross_entropy_loss": _cross_entropy,
-    "mse_loss": _mse_loss,
+ELEMENTWISE_HANDLERS: dict[str, Reading[Callable[[AtenCall], Any]]] = {
+    **{name: Reading(_pointwise, term.names) for name, term in POINTWISE.items()},
+    **dict.fromkeys(("clone", "lift_fresh_copy"), reads("self")(_copy)),
+    **dict.fromkeys(("to", "_to_copy", "type_as"), reads("self")(_cast)),
+    **dict.fromkeys(("dropout", "feature_dropout"), reads("input", "p", "train")(_dropout)),
+    "where": reads("condition", "self", "other")(_where),
+    "detach": reads("self")(_detach),
+    "cross_entropy_loss": reads(
+        "self", "target", "weight", "reduction", "ignore_index", "label_smoothing"
+    )(_cross_entropy),
+    "mse_loss": reads("self", "target", "reduction")(_mse_loss),
 }
-"""aten name → handler."""
+"""aten name → handler, and which arguments it reads."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from stratagem.simulator.operators.kinds.kind_record import OperatorKind
 from stratagem.simulator.operators.kinds.operator_kinds import register_kind
-from stratagem.simulator.torch_ops.aten.calls import AtenCall
-from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
+from stratagem.simulator.torch_ops.aten.handlers import HANDLERS, Handler
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS, Kernel
 
 
-def register_operator(
-    kind: OperatorKind, kernel: Kernel, captured: Mapping[str, Callable[[AtenCall], Any]]
-) -> None:
+def register_operator(kind: OperatorKind, kernel: Kernel, captured: Mapping[str, Handler]) -> None:
     """Make a kind of operator known: to capture, to prices and searches, and to runs.
 
     Example:
@@ -22,6 +18,7 @@ def register_operator(
         >>> from stratagem.simulator.operators.kinds.operator_kinds import KINDS
         >>> from stratagem.simulator.operators.kinds.traffic import EachTensorOnce
         >>> from stratagem.simulator.operators.saved_tensors import SavedTensors
+        >>> from stratagem.simulator.torch_ops.aten.arguments import reads
         >>> flip = OperatorKind(
         ...     name="flip",
         ...     role=Role.OTHER,
@@ -33,7 +30,7 @@ def register_operator(
         ...     weight_share=0.0,
         ... )
         >>> flipped = lambda operator, shards, inputs, weights: inputs[0].flip(0)
-        >>> register_operator(flip, flipped, {"flip": lambda call: None})
+        >>> register_operator(flip, flipped, {"flip": reads("self")(lambda call: None)})
         >>> "flip" in KINDS, "flip" in KERNELS, "flip" in HANDLERS
         (True, True, True)
         >>> for table in (KINDS, KERNELS, HANDLERS):
@@ -44,7 +41,8 @@ def register_operator(
     Args:
         kind: what is known of it where there is no torch.
         kernel: the torch function that runs it on local shards, in profiles and in training.
-        captured: by the name of an aten operator, what makes this operator of a call of it.
+        captured: by the name of an aten operator, what makes this operator of a call of it, and
+            which arguments of the call it `reads`; calls with others are refused.
 
     Raises:
         ValueError: the kind is there already, or one of the aten operators is captured as another.

@@ -12,6 +12,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
     permute,
     reshape,
 )
+from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant, mask_meaning
 
@@ -100,13 +101,15 @@ def _rms_norm(call: AtenCall) -> DraftTensor:
     )
 
 
+_STORED_OF_NORMS = ("weight", "bias", "running_mean", "running_var")
+
+
 def _batch_norm(call: AtenCall) -> DraftTensor:
-    stored = ("weight", "bias", "running_mean", "running_var")
-    for name in stored:
+    for name in _STORED_OF_NORMS:
         call.refuse_unless(call.given(name) is not None, f"no {name}")
     return call.builder.batch_norm(
         call.tensor("input"),
-        *(call.stored(name) for name in stored),
+        *(call.stored(name) for name in _STORED_OF_NORMS),
         eps=call.given("eps"),
         momentum=call.given("momentum"),
         training=call.given("training"),
@@ -226,25 +229,30 @@ def _combine(call: AtenCall) -> DraftTensor:
     )
 
 
-OPERATOR_HANDLERS: dict[str, Callable[[AtenCall], Any]] = {
-    "linear": _linear,
-    "addmm": _addmm,
-    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
-    "conv2d": _conv2d,
-    "embedding": _embedding,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "batch_norm": _batch_norm,
-    "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(("softmax", "_softmax"), _softmax),
-    "max_pool2d": _pool("max"),
-    "avg_pool2d": _pool("avg"),
-    "adaptive_avg_pool2d": _adaptive_pool,
-    **dict.fromkeys(("mean", "sum"), _reduce),
-    "cat": _cat,
-    "stack": _stack,
-    "stratagem::moe_dispatch": _dispatch,
-    "stratagem::expert_linear": _expert_linear,
-    "stratagem::moe_combine": _combine,
+_POOLED = ("self", "kernel_size", "stride", "padding", "ceil_mode")
+
+OPERATOR_HANDLERS: dict[str, Reading[Callable[[AtenCall], Any]]] = {
+    "linear": reads("input", "weight", "bias")(_linear),
+    "addmm": reads("self", "mat1", "mat2", "beta", "alpha")(_addmm),
+    "matmul": reads("self", "other")(_matmul),
+    **dict.fromkeys(("mm", "bmm"), reads("self", "mat2")(_matmul)),
+    "conv2d": reads("input", "weight", "bias", "stride", "padding", "dilation", "groups")(_conv2d),
+    "embedding": reads("indices", "weight", "padding_idx")(_embedding),
+    "layer_norm": reads("input", "normalized_shape", "weight", "bias", "eps")(_layer_norm),
+    "rms_norm": reads("input", "normalized_shape", "weight", "eps")(_rms_norm),
+    "batch_norm": reads("input", *_STORED_OF_NORMS, "training", "momentum", "eps")(_batch_norm),
+    "scaled_dot_product_attention": reads(
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
+    )(_attention),
+    **dict.fromkeys(("softmax", "_softmax"), reads("self", "dim")(_softmax)),
+    "max_pool2d": reads(*_POOLED, "dilation")(_pool("max")),
+    "avg_pool2d": reads(*_POOLED, "count_include_pad", "divisor_override")(_pool("avg")),
+    "adaptive_avg_pool2d": reads("self")(_adaptive_pool),
+    **dict.fromkeys(("mean", "sum"), reads("self", "dim", "keepdim")(_reduce)),
+    "cat": reads("tensors", "dim")(_cat),
+    "stack": reads("tensors", "dim")(_stack),
+    "stratagem::moe_dispatch": reads("x", "gates", "top_k", "capacity")(_dispatch),
+    "stratagem::expert_linear": reads("x", "weight", "bias")(_expert_linear),
+    "stratagem::moe_combine": reads("y", "gates", "top_k")(_combine),
 }
-"""aten name, or that of an operator of ours → handler."""
+"""aten name, or that of an operator of ours → handler, and which arguments it reads."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
+
 Arguments = Mapping[str, Any]
 
 
@@ -21,31 +23,48 @@ class Term:
     arguments: tuple[Any, ...]
 
 
-def _unary(function: str) -> Callable[[Arguments], Term]:
-    return lambda a: Term(function, (a["self"],))
+Pointwise = Reading[Callable[[Arguments], Term]]
 
 
-def _binary(function: str) -> Callable[[Arguments], Term]:
-    return lambda a: Term(function, (a["self"], a["exponent" if "exponent" in a else "other"]))
+def _plain(function: str, *names: str) -> Pointwise:
+    return reads(*names)(lambda a: Term(function, tuple(a[name] for name in names)))
+
+
+def _unary(function: str) -> Pointwise:
+    return _plain(function, "self")
+
+
+def _binary(function: str) -> Pointwise:
+    return _plain(function, "self", "other")
 
 
 def _scaled(value: Any, alpha: Any) -> Any:
     return value if alpha == 1 else Term("mul", (value, alpha))
 
 
-def _logical(function: str) -> Callable[[Arguments], Term]:
+def _logical(function: str) -> Pointwise:
     names = ("self", "other") if function != "not" else ("self",)
-    return lambda a: Term(function, tuple(Term("cast", (a[name], "bool")) for name in names))
+    return reads(*names)(
+        lambda a: Term(function, tuple(Term("cast", (a[name], "bool")) for name in names))
+    )
 
 
-def _add(function: str) -> Callable[[Arguments], Term]:
-    return lambda a: Term(function, (a["self"], _scaled(a["other"], a.get("alpha", 1))))
+@reads("self", "other", "alpha")
+def _add(a: Arguments) -> Term:
+    return Term("add", (a["self"], _scaled(a["other"], a.get("alpha", 1))))
 
 
+@reads("self", "other", "alpha")
+def _sub(a: Arguments) -> Term:
+    return Term("sub", (a["self"], _scaled(a["other"], a.get("alpha", 1))))
+
+
+@reads("self", "other", "alpha")
 def _rsub(a: Arguments) -> Term:
     return Term("sub", (a["other"], _scaled(a["self"], a.get("alpha", 1))))
 
 
+@reads("self", "other", "rounding_mode")
 def _div(a: Arguments) -> Term:
     mode = a.get("rounding_mode")
     if mode not in (None, "floor"):
@@ -53,17 +72,15 @@ def _div(a: Arguments) -> Term:
     return Term("floor_divide" if mode else "div", (a["self"], a["other"]))
 
 
-def _masked_fill(a: Arguments) -> Term:
-    return Term("masked_fill", (a["self"], a["mask"], a["value"]))
-
-
+@reads("self", "beta")
 def _softplus(a: Arguments) -> Term:
     if a["beta"] != 1:
         raise ValueError(f"softplus with beta {a['beta']} is not supported, only 1")
     return Term("softplus", (a["self"],))
 
 
-def _extreme(function: str) -> Callable[[Arguments], Term]:
+def _extreme(function: str) -> Pointwise:
+    @reads("self", "other", "dim", "keepdim")
     def make(a: Arguments) -> Term:
         if "other" not in a:
             raise ValueError("an extreme over dims is not supported, only that of two tensors")
@@ -72,6 +89,7 @@ def _extreme(function: str) -> Callable[[Arguments], Term]:
     return make
 
 
+@reads("self", "tensor1", "tensor2", "value")
 def _addcmul(a: Arguments) -> Term:
     product = Term("mul", (a["tensor1"], a["tensor2"]))
     return Term("add", (a["self"], _scaled(product, a["value"])))
@@ -96,10 +114,7 @@ _SAME_NAME = [
     "alias",
 ]
 _BINARY = {
-    **{
-        name: name
-        for name in ["mul", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"]
-    },
+    **{name: name for name in ["mul", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"]},
     "remainder": "remainder",
     "floor_divide": "floor_divide",
     "multiply": "mul",
@@ -111,27 +126,28 @@ _BINARY = {
     "bitwise_xor": "xor",
 }
 
-POINTWISE: dict[str, Callable[[Arguments], Term]] = {
+POINTWISE: dict[str, Pointwise] = {
     **{name: _unary(name) for name in _SAME_NAME},
     **{name: _binary(function) for name, function in _BINARY.items()},
     "bitwise_not": _unary("not"),
     **{f"logical_{function}": _logical(function) for function in ("and", "or", "xor", "not")},
-    "square": lambda a: Term("pow", (a["self"], 2)),
-    "add": _add("add"),
-    "sub": _add("sub"),
+    "pow": _plain("pow", "self", "exponent"),
+    "square": reads("self")(lambda a: Term("pow", (a["self"], 2))),
+    "add": _add,
+    "sub": _sub,
     "rsub": _rsub,
     "div": _div,
-    "true_divide": _div,
-    "gelu": lambda a: Term("gelu", (a["self"], a["approximate"])),
-    "leaky_relu": lambda a: Term("leaky_relu", (a["self"], a["negative_slope"])),
+    "true_divide": _plain("div", "self", "other"),
+    "gelu": _plain("gelu", "self", "approximate"),
+    "leaky_relu": _plain("leaky_relu", "self", "negative_slope"),
     "softplus": _softplus,
-    "clamp": lambda a: Term("clamp", (a["self"], a["min"], a["max"])),
-    "clamp_min": lambda a: Term("clamp", (a["self"], a["min"], None)),
-    "clamp_max": lambda a: Term("clamp", (a["self"], None, a["max"])),
-    "where": lambda a: Term("where", (a["condition"], a["self"], a["other"])),
-    "masked_fill": _masked_fill,
+    "clamp": _plain("clamp", "self", "min", "max"),
+    "clamp_min": reads("self", "min")(lambda a: Term("clamp", (a["self"], a["min"], None))),
+    "clamp_max": reads("self", "max")(lambda a: Term("clamp", (a["self"], None, a["max"]))),
+    "where": _plain("where", "condition", "self", "other"),
+    "masked_fill": _plain("masked_fill", "self", "mask", "value"),
     "addcmul": _addcmul,
     "min": _extreme("minimum"),
     "max": _extreme("maximum"),
 }
-"""aten name → the term of its arguments."""
+"""aten name → the term of its arguments, and which it reads."""

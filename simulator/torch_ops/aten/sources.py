@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from stratagem.simulator.graph.building.base_builder import is_float
+from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
 from stratagem.simulator.torch_ops.aten.expressions import Expression
-from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Arguments, Term
+from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Arguments, Pointwise, Term
 
 Shape = tuple[int, ...]
 
@@ -19,25 +20,33 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+Sourced = Reading[Callable[[Arguments, Shape, str], Term]]
+
+
+@reads("self")
 def _view(a: Arguments, shape: Shape, dtype: str) -> Term:
     return Term("view", (a["self"], shape))
 
 
+@reads("self")
 def _alias(a: Arguments, shape: Shape, dtype: str) -> Term:
     return Term("alias", (a["self"],))
 
 
+@reads("self")
 def _cast(a: Arguments, shape: Shape, dtype: str) -> Term:
     x = a["self"]
     return Term("alias", (x,)) if x.dtype == dtype else Term("cast", (x, dtype))
 
 
+@reads("start", "end", "step")
 def _arange(a: Arguments, shape: Shape, dtype: str) -> Term:
     start, step = a.get("start", 0), a.get("step", 1)
     return Term("arange", (start, a["end"], step, dtype))
 
 
-def _full(value: Any) -> Callable[[Arguments, Shape, str], Term]:
+def _full(value: Any) -> Sourced:
+    @reads(*(["fill_value"] if value is None else []))
     def make(a: Arguments, shape: Shape, dtype: str) -> Term:
         return Term("full", (shape, a["fill_value"] if value is None else value, dtype))
 
@@ -56,12 +65,13 @@ def dims_order(operator: str, a: Arguments, rank: int) -> list[int]:
     return order
 
 
-def _permute(operator: str) -> Callable[[Arguments, Shape, str], Term]:
-    return lambda a, shape, dtype: Term(
-        "permute", (a["self"], dims_order(operator, a, len(shape)))
+def _permute(operator: str, *names: str) -> Sourced:
+    return reads("self", *names)(
+        lambda a, shape, dtype: Term("permute", (a["self"], dims_order(operator, a, len(shape))))
     )
 
 
+@reads("self", "dim", "start", "end", "step")
 def _slice(a: Arguments, shape: Shape, dtype: str) -> Term:
     start, stop = slice_bounds(a, a["self"].shape)
     return Term("slice", (a["self"], a["dim"] % len(shape), start, stop, a["step"]))
@@ -73,10 +83,12 @@ def slice_bounds(a: Arguments, shape: Shape) -> tuple[int, int]:
     return start, max(start, stop)
 
 
+@reads("self", "dim", "keepdim")
 def _sum(a: Arguments, shape: Shape, dtype: str) -> Term:
     return Term("sum", (_summand(a["self"], dtype), a.get("dim"), a.get("keepdim", False)))
 
 
+@reads("self", "dim")
 def _cumsum(a: Arguments, shape: Shape, dtype: str) -> Term:
     return Term("cumsum", (_summand(a["self"], dtype), a["dim"]))
 
@@ -87,24 +99,30 @@ def _summand(x: Expression, dtype: str) -> Expression | Term:
     return x if dtype == natural else Term("cast", (x, dtype))
 
 
-def _over(function: str) -> Callable[[Arguments, Shape, str], Term]:
-    return lambda a, shape, dtype: Term(
-        function, (a["self"], a.get("dim"), a.get("keepdim", False))
+def _over(function: str) -> Sourced:
+    return reads("self", "dim", "keepdim")(
+        lambda a, shape, dtype: Term(function, (a["self"], a.get("dim"), a.get("keepdim", False)))
     )
 
 
+@reads("self", "pad", "mode", "value")
 def _pad(a: Arguments, shape: Shape, dtype: str) -> Term:
     if a["mode"] != "constant":
         raise ValueError(f"padding of inputs with mode {a['mode']!r} is not supported")
     return Term("pad", (a["self"], a["pad"], a["value"] or 0))
 
 
-def _plain(function: str, *names: str) -> Callable[[Arguments, Shape, str], Term]:
-    return lambda a, shape, dtype: Term(function, tuple(a[name] for name in names))
+def _plain(function: str, *names: str) -> Sourced:
+    return reads(*names)(lambda a, shape, dtype: Term(function, tuple(a[name] for name in names)))
 
 
-def _pointwise(name: str) -> Callable[[Arguments, Shape, str], Term]:
-    return lambda a, shape, dtype: POINTWISE[name](a)
+def _pointwise(pointwise: Pointwise) -> Sourced:
+    return Reading(lambda a, shape, dtype: pointwise.make(a), pointwise.names)
+
+
+_KEPT: Sourced = reads("input", "p", "train")(lambda a, shape, dtype: Term("alias", (a["input"],)))
+_EXPAND: Sourced = reads("self")(lambda a, shape, dtype: Term("expand", (a["self"], shape)))
+_SCALAR: Sourced = reads("s")(lambda a, shape, dtype: Term("full", (shape, a["s"], dtype)))
 
 
 _VIEWS = [
@@ -127,24 +145,25 @@ _ALIASES = [
     "lift_fresh_copy",
     "detach_",
     "lift_fresh",
-    "dropout",
 ]
-_CASTS = ["to", "_to_copy", "type_as", "float", "long", "bool", "int"]
+_CASTS = ["to", "_to_copy", "type_as"]
 
-SOURCES: dict[str, Callable[[Arguments, Shape, str], Term]] = {
-    **{name: _pointwise(name) for name in POINTWISE},
+SOURCES: dict[str, Sourced] = {
+    **{name: _pointwise(each) for name, each in POINTWISE.items()},
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_ALIASES, _alias),
     **dict.fromkeys(_CASTS, _cast),
-    **{name: _permute(name) for name in ("transpose", "t", "permute", "numpy_T", "mT")},
-    "expand": lambda a, shape, dtype: Term("expand", (a["self"], shape)),
-    "expand_as": lambda a, shape, dtype: Term("expand", (a["self"], shape)),
+    "dropout": _KEPT,
+    **{name: _permute(name) for name in ("t", "numpy_T", "mT")},
+    "permute": _permute("permute", "dims"),
+    "transpose": _permute("transpose", "dim0", "dim1"),
+    **dict.fromkeys(("expand", "expand_as"), _EXPAND),
     "repeat": _plain("repeat", "self", "repeats"),
     "arange": _arange,
     "full": _full(None),
     "full_like": _full(None),
     "new_full": _full(None),
-    "scalar_tensor": lambda a, shape, dtype: Term("full", (shape, a["s"], dtype)),
+    "scalar_tensor": _SCALAR,
     **{name: _full(1) for name in ("ones", "ones_like", "new_ones")},
     **{name: _full(0) for name in ("zeros", "zeros_like", "new_zeros")},
     "matmul": _plain("matmul", "self", "other"),
@@ -167,7 +186,7 @@ SOURCES: dict[str, Callable[[Arguments, Shape, str], Term]] = {
     "triu": _plain("triu", "self", "diagonal"),
     "one_hot": _plain("one_hot", "self", "num_classes"),
 }
-"""aten name → the term of its arguments and of the result's shape and dtype."""
+"""aten name → the term of its arguments, which these are, and of the result's shape and dtype."""
 
 
 def expression_of(term: Term, shape: Shape, dtype: str, node: torch.fx.Node) -> Expression:

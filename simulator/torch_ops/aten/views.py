@@ -13,6 +13,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
     reshape,
     select,
 )
+from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.sources import dims_order, slice_bounds
 
@@ -86,18 +87,21 @@ def _unbind(call: AtenCall) -> list[DraftTensor]:
     return [select(x, dim, index) for index in range(x.shape[dim])]
 
 
-VIEW_HANDLERS: dict[str, Callable[[AtenCall], Any]] = {
-    **dict.fromkeys(("alias", "contiguous"), _same),
-    **dict.fromkeys(
-        ["view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"], _view
-    ),
-    **dict.fromkeys(("view_as", "reshape_as", "ravel"), _view),
-    **dict.fromkeys(("expand", "expand_as"), _expand),
-    "broadcast_tensors": _broadcast_tensors,
-    **dict.fromkeys(("transpose", "t", "permute", "numpy_T", "mT"), _permute),
-    "select": _select,
-    "slice": _slice,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
-    "unbind": _unbind,
+_SHAPED = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+
+VIEW_HANDLERS: dict[str, Reading[Callable[[AtenCall], Any]]] = {
+    **dict.fromkeys(("alias", "contiguous"), reads("self")(_same)),
+    **dict.fromkeys((*_SHAPED, "view_as", "reshape_as", "ravel"), reads("self")(_view)),
+    **dict.fromkeys(("expand", "expand_as"), reads("self")(_expand)),
+    "broadcast_tensors": reads("tensors")(_broadcast_tensors),
+    "permute": reads("self", "dims")(_permute),
+    "transpose": reads("self", "dim0", "dim1")(_permute),
+    **dict.fromkeys(("t", "numpy_T", "mT"), reads("self")(_permute)),
+    "select": reads("self", "dim", "index")(_select),
+    "slice": reads("self", "dim", "start", "end", "step")(_slice),
+    "split": reads("self", "split_size", "dim")(_split),
+    "split_with_sizes": reads("self", "split_sizes", "dim")(_split),
+    "chunk": reads("self", "chunks", "dim")(_split),
+    "unbind": reads("self", "dim")(_unbind),
 }
-"""aten name → handler, for results that share memory with their argument."""
+"""aten name → handler and the arguments that it reads, for results that share memory with one."""

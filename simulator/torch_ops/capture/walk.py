@@ -24,6 +24,7 @@ from stratagem.simulator.torch_ops.aten.arguments import Given
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.checks import (
     check_arguments,
+    check_declared,
     check_kind,
     check_made,
     kind_of_term,
@@ -212,14 +213,20 @@ class Walker:
         is_source = all(map(_is_source, tensors))
         shape, dtype = shape_and_dtype(node)
         if name in SOURCES and is_source and not _is_random(name, given):
-            term = SOURCES[name](given, shape, dtype)
+            source = SOURCES[name]
+            given.declare(source.names)
+            check_declared(name, given)
+            term = source.make(given, shape, dtype)
             check_kind(kind_of_term(term), (shape, dtype))
             return expression_of(term, shape, dtype, node)
         if name in ("split", "unbind", "chunk") and is_source:
             return self._parts(node, name, given)
         if name not in HANDLERS:
             raise ValueError(_unsupported(name))
-        return HANDLERS[name](self._make_call(node, name, given, shape, dtype))
+        handler = HANDLERS[name]
+        given.declare(handler.names)
+        check_declared(name, given)
+        return handler.make(self._make_call(node, name, given, shape, dtype))
 
     def _parts(self, node: Node, name: str, given: Given) -> list[Expression]:
         """Parts of an expression, as slices or selections of it."""
@@ -312,8 +319,9 @@ def _unsupported(name: str) -> str:
     like = f" (near are {', '.join(near)})" if near else ""
     return (
         f"aten.{name} is not supported. Write it with operators that are{like}, or add it: "
-        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten.handlers takes a function of "
-        "the Call, like those in operators.py beside it; a kind of its own is one call of "
+        f"HANDLERS[{name!r}] of stratagem.simulator.torch_ops.aten.handlers takes what "
+        "`reads` makes of a function of the call, like those in operators.py beside it; a kind of "
+        "its own is one call of "
         "register_operator in new_operators.py there, as docs/extending/operator.md shows"
     )
 

@@ -23,7 +23,8 @@ from stratagem.simulator.operators.kinds.operator_kinds import KINDS, registered
 from stratagem.simulator.operators.kinds.traffic import EachTensorOnce
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.saved_tensors import SavedTensors
-from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
+from stratagem.simulator.torch_ops.aten.arguments import reads
+from stratagem.simulator.torch_ops.aten.handlers import HANDLERS, Handler
 from stratagem.simulator.torch_ops.aten.new_operators import register_operator
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS
 from stratagem.simulator.torch_ops.kernels.shards import Shards
@@ -47,8 +48,11 @@ def flipped(
     return torch.flip(inputs[0], (0,))
 
 
+HANDLER: Handler = reads("self")(lambda call: None)
+
+
 def register(*aten: str, **changes: Any) -> None:
-    register_operator(replace(FLIP, **changes), flipped, dict.fromkeys(aten, lambda call: None))
+    register_operator(replace(FLIP, **changes), flipped, dict.fromkeys(aten, HANDLER))
 
 
 @pytest.fixture
