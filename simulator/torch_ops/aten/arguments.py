@@ -52,7 +52,6 @@ DTYPE_SAYS: dict[str, tuple[str, ...]] = {
 }
 """aten name → arguments that the dtype of the result says as well, which is checked."""
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
 
