@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.sharding.choice import Choice
+
+Distinct = TypeVar("Distinct")
 
 MANY = 1000
 """Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
@@ -271,3 +274,15 @@ def timed(values: Sequence[tuple[float, int]], shape: tuple[int, ...] = (-1,)) -
     seconds = np.array([value for value, _ in values], dtype=np.float64).reshape(shape)
     masks = np.array([mask for _, mask in values], dtype=np.int64).reshape(shape)
     return PricedTime(to_ns(seconds), np.where(seconds > 0, masks, 0))
+
+
+def numbered(values: Sequence[Distinct]) -> tuple[list[Distinct], Ints]:
+    """The distinct of some values, and which of them each one is.
+
+    Example:
+        >>> numbered(["b", "a", "b"])
+        (['b', 'a'], array([0, 1, 0]))
+    """
+    number: dict[Distinct, int] = {}
+    found = [number.setdefault(value, len(number)) for value in values]
+    return list(number), np.array(found, dtype=np.int64)

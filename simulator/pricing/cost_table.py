@@ -54,6 +54,7 @@ from stratagem.simulator.pricing.cost_rows import (
     PricedTime,
     TieRow,
     masked,
+    numbered,
     timed,
     to_ns,
 )
@@ -71,7 +72,7 @@ from stratagem.simulator.sharding.pieces_and_fusion import (
     piece_dim,
     shares_conversion,
 )
-from stratagem.simulator.sharding.resharding_paths import shared_resharder
+from stratagem.simulator.sharding.resharding_paths import Step, shared_resharder
 
 
 @dataclass(frozen=True, eq=False)
@@ -517,9 +518,25 @@ class TableBuilder:
         targets: Sequence[Placements],
     ) -> PricedTime:
         """What hosts lose while they launch the collectives of conversions."""
-        paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
-        lost = [(self._stall * self.resharder.members(path), HOST) for path in paths]
-        return timed(lost, (len(sources), len(targets)))
+        members = self.resharder.members
+        return self._by_path(
+            sizes, itemsize, sources, targets, lambda path: (self._stall * members(path), HOST)
+        )
+
+    def _by_path(
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+        price: Callable[[Sequence[Step]], tuple[float, int]],
+    ) -> PricedTime:
+        """(seconds, mask) of every conversion; of the many sources and targets most are equal."""
+        (first, rows), (last, columns) = numbered(sources), numbered(targets)
+        paths = [self.resharder.path(sizes, itemsize, s, t) for s in first for t in last]
+        found = timed([price(path) for path in paths], (len(first), len(last)))
+        cells = np.ix_(rows, columns)
+        return PricedTime(found.ns[cells], found.mask[cells])
 
     def _conversions(
         self,
@@ -529,9 +546,14 @@ class TableBuilder:
         targets: Sequence[Placements],
     ) -> PricedTime:
         if any(isinstance(p, Pin | Flat) for each in (*sources, *targets) for p in each):
-            paths = [self.resharder.path(sizes, itemsize, s, t) for s in sources for t in targets]
-            pairs = [(self.resharder.seconds(p, itemsize), self.resharder.mask(p)) for p in paths]
-            return timed(pairs, (len(sources), len(targets)))
+            seconds, mask = self.resharder.seconds, self.resharder.mask
+            return self._by_path(
+                sizes,
+                itemsize,
+                sources,
+                targets,
+                lambda path: (seconds(path, itemsize), mask(path)),
+            )
         if len(sources) == len(targets) == 1 and sources[0] == targets[0]:
             return timed([(0.0, 0)], (1, 1))
         seconds, mask = self.resharder.matrix(sizes, itemsize, sources, targets)

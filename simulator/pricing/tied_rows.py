@@ -23,7 +23,7 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Weight
-from stratagem.simulator.pricing.cost_rows import PricedTime, TieRow
+from stratagem.simulator.pricing.cost_rows import PricedTime, TieRow, numbered
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import home_placements
 
@@ -94,7 +94,9 @@ def _lies(weight: Weight, choices: Sequence[Choice], shape: Sequence[int]) -> _L
 def _alike(
     ours: Sequence[Placements], theirs: Sequence[Placements], *, negated: bool = False
 ) -> Flags:
-    return np.array([[(a == b) != negated for b in theirs] for a in ours])
+    _, numbers = numbered([*ours, *theirs])
+    first, second = numbers[: len(ours)], numbers[len(ours) :]
+    return (first[:, None] == second[None, :]) != negated
 
 
 def _elements(
