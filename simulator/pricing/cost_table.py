@@ -546,13 +546,13 @@ class TableBuilder:
         targets: Sequence[Placements],
     ) -> PricedTime:
         if any(isinstance(p, Pin | Flat) for each in (*sources, *targets) for p in each):
-            seconds, mask = self.resharder.seconds, self.resharder.mask
+            seconds_of, mask_of = self.resharder.seconds, self.resharder.mask
             return self._by_path(
                 sizes,
                 itemsize,
                 sources,
                 targets,
-                lambda path: (seconds(path, itemsize), mask(path)),
+                lambda path: (seconds_of(path, itemsize), mask_of(path)),
             )
         if len(sources) == len(targets) == 1 and sources[0] == targets[0]:
             return timed([(0.0, 0)], (1, 1))

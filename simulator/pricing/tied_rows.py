@@ -96,7 +96,8 @@ def _alike(
 ) -> Flags:
     _, numbers = numbered([*ours, *theirs])
     first, second = numbers[: len(ours)], numbers[len(ours) :]
-    return (first[:, None] == second[None, :]) != negated
+    equal: Flags = first[:, None] == second[None, :]
+    return ~equal if negated else equal
 
 
 def _elements(
