@@ -5,7 +5,9 @@ A search lists pipelines of equal stages, and meets others. This is what holds f
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -28,13 +30,22 @@ class PipelineWork:
     However an operator is sharded, its devices work on a microbatch for at least `w` seconds
     together, the least over all shards of (number of shards × time of one). Ranks of n₀, n₁, …
     devices take Tᵣ seconds for a microbatch, forward and backward, so Σ nᵣ Tᵣ ≥ W = Σ w. A step
-    of z seconds has time for M microbatches on each, and where backward is whole, before and
-    behind them for one on the ranks before (see `compute_bound`):
+    of z seconds has time for M microbatches on each, hence z ≥ M · W / devices. A plan that leaves
+    devices idle has fewer.
+
+    Where backward is whole and ranks have one stage each, a rank waits before and behind its M
+    microbatches for one on every rank that it reads from (see `compute_bound`). In a chain, where
+    each operator reads from the one before, that is every rank before:
 
         M · Tᵣ + Σ_{q < r} T_q ≤ z,   hence   Tᵣ ≤ z/M · (1 − 1/M)ʳ   at the largest Σ nᵣ Tᵣ
 
     and z ≥ M · W / Σ nᵣ (1 − 1/M)ʳ, where the first rank has all devices but one for each other.
-    Without the second part, z ≥ M · W / devices. A plan that leaves devices idle has fewer.
+    In a model with branches stages may lie beside one another; if all operators lead to the last
+    one, only the last rank L surely waits for each of the others: M · T_L + T_q ≤ z. The largest
+    Σ nᵣ Tᵣ has T_q = z/M and one device in L, which is what two ranks of a chain come to.
+
+    And a microbatch goes through all operators on a path and back, each taking at least as long
+    as its quickest shard: z ≥ the longest such path.
 
     Args:
         models: of the situation, at each number of microbatches.
@@ -61,7 +72,10 @@ class PipelineWork:
         """
         parts, devices = num_microbatches, self._models.situation.cluster.num_devices
         work = self._work(parts, devices - num_ranks + 1)
-        return parts * work / _shares(devices, num_ranks, parts if fills else None)
+        waiting = min(num_ranks, self._most_waiting) if fills else 1
+        return max(
+            parts * work / _shares(devices, waiting, parts), self._path(parts) if fills else 0.0
+        )
 
     def seconds_on(self, skeleton: Skeleton) -> float:
         """The same for the plans of one skeleton: no quick bound is quicker, and most are above.
@@ -79,13 +93,54 @@ class PipelineWork:
         """No plan on so few devices of the cluster takes less, pipeline or not."""
         parts, most = num_microbatches, self._models.situation.cluster.num_devices
         work = self._work(parts, most)
-        return parts * work / _shares(num_devices, num_ranks, parts if fills else None)
+        waiting = min(num_ranks, self._most_waiting) if fills else 1
+        return parts * work / _shares(num_devices, waiting, parts)
+
+    @cached_property
+    def _most_waiting(self) -> int:
+        """How many ranks at most surely wait for one another, wherever the model is cut."""
+        graph = self._models.situation.graph
+        working = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+        if all(pair in graph.gradient_edges for pair in itertools.pairwise(working)):
+            return len(working)
+        leading = {working[-1]}
+        for producer, consumer in sorted(graph.gradient_edges, reverse=True):
+            if consumer in leading:
+                leading.add(producer)
+        return 2 if leading.issuperset(working) else 1
+
+    def _path(self, parts: int) -> float:
+        """Seconds of a microbatch on the longest path of operators, there and back."""
+        if ("path", parts) not in self._known:
+            model, most = self._models[parts], self._models.situation.cluster.num_devices
+            again = self._again(model)
+            before: dict[int, float] = {}
+            for i, operator in enumerate(model.graph.operators):
+                if operator.kind != "source":
+                    own = self._quickest(model, i, operator.name in again, most)
+                    before[i] = own + max(
+                        (before.get(p, 0.0) for p in self._flows_from[i]), default=0.0
+                    )
+            self._known["path", parts] = max(before.values(), default=0.0)
+        return self._known["path", parts]
+
+    @cached_property
+    def _flows_from(self) -> dict[int, list[int]]:
+        """By operator, those that it sends a gradient back to."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for producer, consumer in self._models.situation.graph.gradient_edges:
+            found[consumer].append(producer)
+        return found
+
+    def _again(self, model: MicrobatchModel) -> frozenset[str]:
+        """What is recomputed under every policy."""
+        return frozenset.intersection(*map(model.recomputed, self._policies))
 
     def _work(self, parts: int, most: int) -> float:
         """Seconds of a microbatch on all devices together, `most` of them on a stage (W)."""
         if (parts, most) not in self._known:
             model = self._models[parts]
-            again = frozenset.intersection(*map(model.recomputed, self._policies))
+            again = self._again(model)
             self._known[parts, most] = sum(
                 self._least(model, i, operator.name in again, most)
                 for i, operator in enumerate(model.graph.operators)
@@ -102,6 +157,17 @@ class PipelineWork:
             self._known[key] = min(
                 ways * self._shard(model, i, sizes, recompute, whole)
                 for ways, sizes in self._divisions(model.graph.operators[i], most)
+            )
+        return self._known[key]
+
+    def _quickest(self, model: MicrobatchModel, i: int, recompute: bool, most: int) -> float:
+        """Seconds of the quickest shard of an operator."""
+        key = ("quickest", model.kinds[i], recompute)
+        if key not in self._known:
+            whole = self._models[1].kinds[i]
+            self._known[key] = min(
+                self._shard(model, i, sizes, recompute, whole)
+                for _, sizes in self._divisions(model.graph.operators[i], most)
             )
         return self._known[key]
 
@@ -162,14 +228,12 @@ class PipelineWork:
         return tuple(first.values())
 
 
-def _shares(num_devices: int, num_ranks: int, fills: int | None) -> float:
+def _shares(num_devices: int, num_ranks: int, num_microbatches: int) -> float:
     """By how much the work of a microbatch is divided, at most: Σ nᵣ (1 − 1/M)ʳ.
 
-    `fills` is M where ranks wait at both ends of a step; without, it is the number of devices.
+    `num_ranks` are those that wait for one another; 1 where none does.
     """
-    if fills is None:
-        return float(num_devices)
-    later = [(1.0 - 1.0 / fills) ** r for r in range(1, num_ranks)]
+    later = [(1.0 - 1.0 / num_microbatches) ** r for r in range(1, num_ranks)]
     return num_devices - num_ranks + 1 + sum(later)
 
 

@@ -21,11 +21,14 @@ class ComputingBounds:
 
     A rank computes all microbatches of its stages, one after the other, and each operator at
     least as long as under its fastest choice, twice forward if the skeleton recomputes it. Its
-    first block is a forward pass of its first stage, since all others wait for that, and before
-    it the microbatch goes through the stages before; its last block is a backward pass of that
-    stage, where backward is not split, and behind it gradients go back through them:
+    first block is a forward pass of its first stage, and before it the microbatch goes through
+    the stages that this one reads from; its last block is a backward pass of that stage, where
+    backward is not split, and behind it gradients go back through them, stage after stage:
 
-        step ≥ max over ranks r of  M · Σ_{s of r} (Fₛ + Bₛ) + Σ_{s before r's first} (Fₛ + Bₛ)
+        step ≥ max over ranks r of  M · Σ_{s of r} (Fₛ + Bₛ) + max over paths to r's first stage
+                                                               of Σ_{s on the path} (Fₛ + Bₛ)
+
+    Branches of a model may be stages beside one another: neither waits for the other.
 
     Equal operators on equal meshes are priced once for all skeletons.
 
@@ -50,18 +53,37 @@ class ComputingBounds:
         self._builders: list[TableBuilder] = []
         self.models = MicrobatchModels(situation)
         self._stages: dict[Any, float] = {}
+        self._sources: dict[tuple[int, ...], list[frozenset[int]]] = {}
         self._alike: dict[int, tuple[DeviceMesh, int]] = {}
 
     def seconds(self, skeleton: Skeleton) -> float:
         """No plan of the skeleton takes less than so many seconds a step."""
         times = [self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)]
+        # Gradients of parameters that are made apart need not come before those of inputs.
         splits = traits_of(skeleton.schedule).splits_backward
-        found = 0.0
-        for mine in skeleton.ranks:
-            # Gradients of parameters that are made apart need not come before those of inputs.
-            fill = 0.0 if splits else sum(times[: mine[0]])
-            found = max(found, skeleton.num_microbatches * sum(times[s] for s in mine) + fill)
+        fills = [0.0] * len(times) if splits else self._fills(skeleton.stages, times)
+        parts = skeleton.num_microbatches
+        return max(parts * sum(times[s] for s in mine) + fills[mine[0]] for mine in skeleton.ranks)
+
+    def _fills(self, stages: tuple[tuple[str, ...], ...], times: list[float]) -> list[float]:
+        """Per stage, seconds of a microbatch on the longest path of stages to it and back."""
+        found: list[float] = []
+        for s, before in enumerate(self._read_from(stages)):
+            found.append(max((found[p] + times[p] for p in before if p < s), default=0.0))
         return found
+
+    def _read_from(self, stages: tuple[tuple[str, ...], ...]) -> list[frozenset[int]]:
+        """Per stage, those from which it reads what a gradient goes back for."""
+        key = tuple(self._situation.memory.number(names) for names in stages)
+        if key not in self._sources:
+            graph = self._situation.graph
+            stage_of = {name: s for s, names in enumerate(stages) for name in names}
+            place = [stage_of[name] for name in graph.names]
+            pairs = {(place[a], place[b]) for a, b in graph.gradient_edges}
+            self._sources[key] = [
+                frozenset(a for a, b in pairs if b == s and a != s) for s in range(len(stages))
+            ]
+        return self._sources[key]
 
     def _stage(self, names: tuple[str, ...], k: int, skeleton: Skeleton) -> float:
         s, mesh = self._situation, skeleton.meshes[k]

@@ -161,6 +161,12 @@ class OperatorGraph(SavedValue):
         made = self.operators[edge.producer].outputs[edge.output]
         return self.needs_gradient[edge.producer] and made.differentiable
 
+    @cached_property
+    def gradient_edges(self) -> frozenset[tuple[int, int]]:
+        """(producer, consumer) of the edges along which a gradient flows back."""
+        flowing = (edge for edge in self.edges if self.edge_needs_gradient(edge))
+        return frozenset((edge.producer, edge.consumer) for edge in flowing)
+
     def operator(self, name: str) -> Operator:
         """The operator called `name`."""
         if name not in self.index:
