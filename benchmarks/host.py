@@ -2,8 +2,9 @@
 
     python -m benchmarks.host [--case NAME] [--steps 30]
 
-Models are so small that their kernels do next to nothing: what is timed is the host. Both ways
-take turns in one process. A kernel is what torch's dispatcher is asked for, but for views and
+Models are so small that their kernels do next to nothing: what is timed is the host, by the time
+that the process computes, so that others on the machine count for little. Both ways take turns in
+one process. A kernel is what torch's dispatcher is asked for, but for views and
 memory; an operator on lists of tensors counts once, as it is a few launches on a GPU.
 
 Prints one JSON object a line: `timed` says whether every instruction was timed, as in some steps,
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.models import ViT
 from examples.models import SmallGPT, SmallResNet
 from stratagem.executor import lower, model_state
 from stratagem.executor.backends.threads import run_local
@@ -37,6 +39,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.small_models import SmallLlama
 
 BLOCKS = 12
 WARMUP = 3
@@ -73,23 +76,32 @@ class Counting(TorchDispatchMode):
 
 
 def cases() -> list[Case]:
-    """Transformer and convolutions, in float32 and as they are trained in bfloat16."""
-    tokens = torch.randint(0, 64, (2, 8))
+    """Transformers and convolutions, in float32 and as they are trained in bfloat16."""
+    ids = torch.randint(0, 64, (2, 8))
+    tokens = {"input_ids": ids, "labels": ids}
     images = {"images": torch.randn(2, 3, 8, 8), "labels": torch.randint(0, 10, (2,))}
+    models: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Tensor]]] = {
+        "gpt": (_gpt, tokens),
+        "llama": (lambda: SmallLlama(num_layers=BLOCKS, hidden=32, vocabulary=64), tokens),
+        "vit": (_vit, images),
+        "resnet": (lambda: SmallResNet(channels=(8,) * BLOCKS), images),
+    }
     plain = Training(optimizer="adam", learning_rate=1e-3)
     mixed = Training("bfloat16", optimizer="adam", learning_rate=1e-3, clip_norm=CLIP)
-
-    def gpt() -> nn.Module:
-        return SmallGPT(num_layers=BLOCKS, hidden=32, num_heads=2, vocabulary=64, sequence=8)
-
-    def resnet() -> nn.Module:
-        return SmallResNet(channels=(8,) * BLOCKS)
-
+    ways = {"float32": plain, "bfloat16, clipped": mixed}
     return [
-        Case("gpt, float32", gpt, {"input_ids": tokens, "labels": tokens}, plain),
-        Case("gpt, bfloat16, clipped", gpt, {"input_ids": tokens, "labels": tokens}, mixed),
-        Case("resnet, float32", resnet, images, plain),
+        Case(f"{name}, {way}", make, batch, training)
+        for name, (make, batch) in models.items()
+        for way, training in ways.items()
     ]
+
+
+def _gpt() -> nn.Module:
+    return SmallGPT(num_layers=BLOCKS, hidden=32, num_heads=2, vocabulary=64, sequence=8)
+
+
+def _vit() -> nn.Module:
+    return ViT(num_layers=BLOCKS, hidden=32, heads=2, image=8, patch=4)
 
 
 def ours(case: Case, comm: Communicator, *, timed: bool) -> Step:
@@ -181,10 +193,10 @@ def _line(case: Case, comm: Communicator, steps: int, *, timed: bool) -> dict[st
     spent: tuple[list[float], list[float]] = [], []
     for number in range(WARMUP + steps):
         for step, times in zip(both, spent, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             step()
             if number >= WARMUP:
-                times.append(1e3 * (time.perf_counter() - start))
+                times.append(1e3 * (time.process_time() - start))
     mine, other = map(statistics.median, spent)
     kernels, needed = map(kernels_of, both)
     return {

@@ -10,14 +10,14 @@ value of one projection) are written side by side instead of being padded with z
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from stratagem.executor.program.instructions import Cut, Operand, Portion
 from stratagem.executor.resharding.seats import Seat
-from stratagem.simulator.operators.operator import Input, shape_of
+from stratagem.simulator.operators.operator import Input, Layout, shape_of
 from stratagem.simulator.operators.sliding_windows import shard_bounds
 from stratagem.simulator.sharding.tensor_parts import bounds_at
 from stratagem.simulator.torch_ops.kernels.shards import Shards
@@ -66,6 +66,68 @@ def reader(read: Input, operand: Operand, shards: Shards, seat: Seat) -> Reader:
         select=select_of(read),
         order=None if order == tuple(range(len(order))) else order,
         shape=None if flat else shape_of(read.layout, shards.sizes),
+    )
+
+
+@dataclass(frozen=True)
+class DirectView:
+    """The view that an input is of a kernel's result, as the kernel made it, in few steps.
+
+    Factors that stay side by side stay one dim, so that most views are one permutation.
+    """
+
+    before: tuple[int, ...] | None
+    select: Select
+    order: tuple[int, ...] | None
+    after: tuple[int, ...] | None
+
+    def of(self, made: Tensor) -> Tensor:
+        """The input."""
+        if self.before is not None:
+            made = made.reshape(self.before)
+        return self.rest(selected(made, self.select))
+
+    def rest(self, part: Tensor) -> Tensor:
+        """The input, of what is selected of the result."""
+        if self.order is not None:
+            part = part.permute(self.order)
+        return part if self.after is None else part.reshape(self.after)
+
+
+def direct_view(read: Input, made: Layout, sizes: Mapping[str, int], shards: Shards) -> DirectView:
+    """The view that an input is of a whole result of layout `made`, whose dims have `sizes`.
+
+    Args:
+        shards: of the operator that reads.
+    """
+    wanted = shape_of(read.layout, shards.sizes)
+    place = {factor: n for n, group in enumerate(read.layout) for factor in group}
+    read_factors = [factor for group in read.layout for factor in group]
+    target = dict(zip(read.order, (place[factor] for factor in read_factors), strict=True))
+    rank = {factor: n for n, factor in enumerate(read.order)}
+    runs: list[list[int]] = []
+    number = 0
+    for group in made:
+        for n in range(len(group)):
+            joins = n > 0 and number in rank and rank.get(number - 1, -2) == rank[number] - 1
+            if joins and target[number - 1] == target[number]:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+            number += 1
+    names = [name for group in made for name in group]
+    shape = tuple(math.prod(sizes[names[factor]] for factor in run) for run in runs)
+    gone = dict(read.select)
+    select = tuple((n, gone[run[0]]) for n, run in enumerate(runs) if run[0] in gone)
+    left = [run[0] for run in runs if run[0] not in gone]
+    order = tuple(left.index(each) for each in sorted(left, key=rank.__getitem__))
+    moved = tuple(size for size, run in zip(shape, runs, strict=True) if run[0] not in gone)
+    turned = tuple(moved[n] for n in order)
+    return DirectView(
+        before=None if shape == shape_of(made, sizes) else shape,
+        select=tuple(reversed(select)),
+        order=None if order == tuple(range(len(order))) else order,
+        after=None if turned == wanted else wanted,
     )
 
 

@@ -360,22 +360,25 @@ class Interpreter:
 
     def _update(self, instructions: Sequence[Update]) -> Action:
         """What updates the parameters of some operators, a handful of them at a time."""
-        named = [(each, update) for update in instructions for each in update.parameters]
+        named = [each for update in instructions for each in update.parameters]
+        shares = {each.parameter: u.share for u in instructions for each in u.parameters}
+        norm = instructions[0].norm
 
         def run() -> None:
             values, masters = self._memory.values, self._masters
             changes = [
-                GradientChange(each.parameter, master, values[each.gradient], values[each.value])
-                if (master := masters.get(each.value)) is not None
-                else GradientChange(each.parameter, values[each.value], values[each.gradient])
-                for each, _ in named
+                GradientChange(each.parameter, values[each.value], values[each.gradient])
+                if (master := masters.get(each.value)) is None
+                else GradientChange(
+                    each.parameter, master, values[each.gradient], values[each.value]
+                )
+                for each in named
             ]
-            shares = {each.parameter: update.share for each, update in named}
-            norm = instructions[0].norm
             for handful in handfuls(changes):
                 scaled = self._scaled(handful, None if norm is None else values[norm])
-                for change in scaled:
-                    self._keep_gradient(change.name, change.gradient, shares[change.name])
+                if self.gradients is not None:
+                    for change in scaled:
+                        self._keep_gradient(change.name, change.gradient, shares[change.name])
                 if not self._overflowed:
                     self.optimizer.all_of(scaled)
 
@@ -386,6 +389,8 @@ class Interpreter:
     ) -> Sequence[GradientChange]:
         """Changes whose gradients are without the loss scale, and clipped."""
         longest = self.program.plan.training.clip_norm
+        if self.scale is None and not longest:
+            return changes
         gradients = [change.gradient for change in changes]
         if self.scale is not None:
             whole = [gradient.float() for gradient in gradients]
@@ -398,9 +403,8 @@ class Interpreter:
         ]
 
     def _keep_gradient(self, parameter: str, gradient: Tensor, share: float) -> None:
-        """Note what a parameter was updated by, if gradients are wanted."""
-        if self.gradients is None:
-            return
+        """Note what a parameter was updated by."""
+        assert self.gradients is not None
         if share != 1.0:
             gradient = self.gradients.get(parameter, 0.0) + share * gradient
         self.gradients[parameter] = gradient

@@ -29,7 +29,7 @@ from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.program.instructions import Backward, BackwardPart, Forward
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
-from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.run_kernel import prepare_kernel
 from stratagem.simulator.torch_ops.kernels.shards import Shards
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
@@ -87,7 +87,7 @@ def forward(
     ]
     slots = list(zip(names, readers, flows, strict=False))
     weights = list(zip(instruction.weights, flows[len(names) :], strict=True))
-    shapes = factor_shapes(operator, shards)
+    (made_name,), (shape,) = instruction.outputs, factor_shapes(operator, shards)
     run = kernel_of(instruction, operator, shards)
     kernel = _forgetting(instruction, run) or (
         lambda inputs, parameters, tape: run(inputs, parameters)
@@ -105,23 +105,20 @@ def forward(
             for name, flow in weights:
                 value = values[name]
                 parameters.append(tape.leaf(value) if flow else constant(value, again))
-            outputs = kernel(inputs, parameters, tape)
-            tape.edges = tuple(
-                get_gradient_edge(output) if output.requires_grad else None for output in outputs
-            )
-        tape.kinds = tuple((each.shape, each.dtype, each.device) for each in outputs)
+            output = kernel(inputs, parameters, tape)
+            tape.edges = (get_gradient_edge(output) if output.requires_grad else None,)
+        tape.kinds = ((output.shape, output.dtype, output.device),)
         values[tape_name] = tape
-        _store(outputs)
+        _store(output)
 
     def run_plain() -> None:
         inputs = [read.view(read.part(values[name])) for name, read, _ in slots]
         parameters = [constant(values[name], again) for name, _ in weights]
         _store(run(inputs, parameters))
 
-    def _store(outputs: tuple[Tensor, ...]) -> None:
-        for name, output, shape in zip(instruction.outputs, outputs, shapes, strict=True):
-            made = output.detach()
-            values[name] = made if shape is None else made.reshape(shape)
+    def _store(output: Tensor) -> None:
+        made = output.detach()
+        values[made_name] = made if shape is None else made.reshape(shape)
 
     return run_taped if tape_name else run_plain
 
@@ -155,19 +152,20 @@ def factor_shapes(operator: Operator, shards: Shards) -> list[tuple[int, ...] | 
     ]
 
 
-Kernel = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, ...]]
-TapedKernel = Callable[[list[Tensor], list[Tensor], Tape], tuple[Tensor, ...]]
+Kernel = Callable[[list[Tensor], list[Tensor]], Tensor]
+TapedKernel = Callable[[list[Tensor], list[Tensor], Tape], Tensor]
 
 
 def kernel_of(instruction: Forward, operator: Operator, shards: Shards) -> Kernel:
-    """The kernel, with outputs in the dtypes that the plan runs in."""
-    dtypes = [torch_dtype(dtype) for dtype in instruction.dtypes]
+    """The kernel, with its output in the dtype that the plan runs in."""
+    (dtype,) = [torch_dtype(dtype) for dtype in instruction.dtypes]
+    run = prepare_kernel(operator, shards)
 
-    def run(inputs: list[Tensor], parameters: list[Tensor]) -> tuple[Tensor, ...]:
-        outputs = run_kernel(operator, shards, inputs, parameters)
-        return tuple(made.to(dtype) for made, dtype in zip(outputs, dtypes, strict=True))
+    def in_dtype(inputs: list[Tensor], parameters: list[Tensor]) -> Tensor:
+        made = run(inputs, parameters)
+        return made if made.dtype == dtype else made.to(dtype)
 
-    return run
+    return in_dtype
 
 
 def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
@@ -180,7 +178,7 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
     if not instruction.gathered and not instruction.remade:
         return None
 
-    def run(inputs: list[Tensor], parameters: list[Tensor], tape: Tape) -> tuple[Tensor, ...]:
+    def run(inputs: list[Tensor], parameters: list[Tensor], tape: Tape) -> Tensor:
         dropped = [inputs[slot] for slot in instruction.remade]
         dropped += [parameters[slot] for slot in instruction.gathered]
         places: dict[int, list[int]] = {}
@@ -209,11 +207,11 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
             return anew.as_strided(size, stride, int(anew.storage_offset()) + offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            outputs = kernel(inputs, parameters)
+            output = kernel(inputs, parameters)
         for slot in instruction.gathered:
             if parameters[slot].requires_grad:  # A leaf of the tape; a frozen one is the value.
                 parameters[slot].data = parameters[slot].new_empty(0)
-        return outputs
+        return output
 
     return run
 

@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from stratagem.executor.interpreter.input_views import Reader, reader, select_of, selected
+from stratagem.executor.interpreter.input_views import (
+    DirectView,
+    Select,
+    direct_view,
+    reader,
+    select_of,
+)
 from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.interpreter.operator_actions import (
     Action,
     Tape,
-    add_weights,
     constant,
     enter,
     factor_shapes,
@@ -31,7 +36,7 @@ from stratagem.executor.interpreter.operator_actions import (
 )
 from stratagem.executor.program.instructions import Backward, Forward
 from stratagem.executor.resharding.seats import Seat
-from stratagem.simulator.operators.operator import Operator, factors, shape_of
+from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.torch_ops.kernels.shards import Shards
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
@@ -48,8 +53,8 @@ class Links:
     Attributes:
         inside: the gradients that stay inside the segment.
         shown: the values that somebody else reads.
-        apart: values that are taken apart along a dim, since each reader of the segment selects
-            one index of it.
+        apart: values that are taken apart along a dim, since several readers of the segment
+            select an index of it.
         changed: the values that instructions make; other weights are one tensor in all steps.
     """
 
@@ -60,10 +65,53 @@ class Links:
 
 
 @dataclass
-class Member:
-    """An operator of a segment: its passes, how it runs, and what its part of the tape has.
+class WideLeaves:
+    """Weights of a segment that kernels read in a wider dtype, all cast by one call a pass.
 
-    `enter` says to what draws random numbers which pass it is.
+    `leaves` are kept: a few numbers a channel. They are `fresh` from the first forward pass of a
+    segment to its backward pass.
+    """
+
+    values: Mapping[str, Any]
+    names: list[str] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    fresh: bool = False
+
+    def expect(self, name: str, dtype: torch.dtype) -> Read:
+        """How a kernel comes by a weight in a dtype."""
+        number = len(self.names)
+        self.names.append(name)
+        self.dtypes.append(dtype)
+
+        def read() -> Tensor:
+            if not self.fresh:
+                self._cast()
+            return self.leaves[number]
+
+        return read
+
+    def _cast(self) -> None:
+        self.fresh = True
+        with torch.no_grad():
+            given: list[Tensor] = [self.values[name] for name in self.names]
+            if not self.leaves:
+                self.leaves = [
+                    torch.empty_like(each, dtype=dtype).requires_grad_()
+                    for each, dtype in zip(given, self.dtypes, strict=True)
+                ]
+            torch._foreach_copy_(self.leaves, given)
+
+
+@dataclass
+class Member:
+    """An operator of a segment: its passes, and how it runs.
+
+    `dtypes` are those of its weights, where they are known before.
+
+    `tape` is its part of the segment's, with leaves for the inputs that come from outside.
+    `leaves` are those of the weights of all operators of the segment, its own from `first` on;
+    `wide` makes some of them.
     """
 
     forward: Forward
@@ -72,8 +120,21 @@ class Member:
     shards: Shards
     seat: Seat
     flows: Sequence[bool]
-    enter: Action
+    dtypes: Sequence[torch.dtype | None]
+    leaves: list[Tensor | None]
+    wide: WideLeaves
     tape: Tape = field(default_factory=Tape)
+    first: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = len(self.leaves)
+        self.leaves += [None for name in self.backward.weights if name is not None]
+
+    @property
+    def weights(self) -> list[tuple[str, torch.dtype]]:
+        """The gradients of its weights, and the dtypes in which they are added up."""
+        names = [name for name in self.backward.weights if name is not None]
+        return list(zip(names, map(torch_dtype, self.backward.dtypes), strict=True))
 
 
 def parts_of(value: str) -> str:
@@ -93,43 +154,38 @@ def forward(
     values = memory.values
     count = len(operator.inputs)
     reads = [_input(member, slot, links, makers, memory, live) for slot in range(count)]
-    reads_weights = [
-        _weight(name, flow, member, links, memory)
-        for name, flow in zip(instruction.weights, member.flows[count:], strict=True)
-    ]
+    reads_weights = [_weight(member, n, links, memory) for n in range(len(instruction.weights))]
+    enters = bool(_outside(member, links))
     run = kernel_of(instruction, operator, member.shards)
-    shapes = factor_shapes(operator, member.shards)
-    shown = [
-        (n, name, shape)
-        for n, (name, shape) in enumerate(zip(instruction.outputs, shapes, strict=True))
-        if name in links.shown
-    ]
-    ends = _ends(member.backward, links)
-    nothing = [None] * len(shapes)
+    (name,), (shape,) = instruction.outputs, factor_shapes(operator, member.shards)
+    shown, ends = name in links.shown, _begins(member.backward, links)
 
     def act() -> None:
-        member.enter()
-        tape.leaves, tape.shapes, tape.sources = [], [], []
-        made = run([read() for read in reads], [read() for read in reads_weights])
-        for name, output in zip(instruction.outputs, made, strict=True):
-            live[name] = output
+        if enters:
+            tape.leaves, tape.shapes, tape.sources = [], [], []
+        live[name] = made = run([read() for read in reads], [read() for read in reads_weights])
         if ends:
-            edges: list[GradientEdge | None] = list(nothing)
-            for n in ends:
-                edges[n] = get_gradient_edge(made[n]) if made[n].requires_grad else None
-            tape.edges = tuple(edges)
-            tape.kinds = tuple((each.shape, each.dtype, each.device) for each in made)
-        for n, name, shape in shown:
-            seen = made[n].detach()
+            tape.edges = (get_gradient_edge(made) if made.requires_grad else None,)
+            tape.kinds = ((made.shape, made.dtype, made.device),)
+        if shown:
+            seen = made.detach()
             values[name] = seen if shape is None else seen.reshape(shape)
 
     return act
 
 
-def _ends(backward: Backward, links: Links) -> list[int]:
-    """The outputs to which gradients come from outside the segment, or from the loss."""
-    outside = [set(names) - links.inside for names in backward.gradients]
-    return [n for n, names in enumerate(outside) if names or backward.seed]
+def _begins(backward: Backward, links: Links) -> bool:
+    """Whether gradients come to an operator from outside the segment, or from the loss."""
+    return bool(backward.seed) or any(set(n) - links.inside for n in backward.gradients)
+
+
+def _outside(member: Member, links: Links) -> list[tuple[str, Select]]:
+    """The gradients of inputs that go outside the segment, and what those select of a value."""
+    return [
+        (name, select_of(read))
+        for name, read in zip(member.backward.inputs, member.operator.inputs, strict=True)
+        if name is not None and name not in links.inside
+    ]
 
 
 def _input(
@@ -142,119 +198,162 @@ def _input(
 ) -> Read:
     """How an operator comes by an input: attached to the graph, as a leaf of it, or neither."""
     operand = member.forward.inputs[slot]
-    read = reader(member.operator.inputs[slot], operand, member.shards, member.seat)
     name, values, tape = operand.value, memory.values, member.tape
     if member.backward.inputs[slot] in links.inside:
-        return _attached(read, name, makers[name], links, live)
+        return _attached(member, slot, makers[name], links, live)
+    read = reader(member.operator.inputs[slot], operand, member.shards, member.seat)
     if member.flows[slot]:
         return lambda: enter(values[name], read, tape)
     return lambda: read.view(read.part(values[name]))
 
 
-def _attached(read: Reader, name: str, maker: Member, links: Links, live: Live) -> Read:
+def _attached(member: Member, slot: int, maker: Member, links: Links, live: Live) -> Read:
     """An input that another operator of the segment has made."""
-    output = maker.operator.outputs[maker.forward.outputs.index(name)]
-    made = shape_of(output.layout, maker.shards.sizes)
-    whole = tuple(maker.shards.sizes[dim] for dim in factors(output.layout))
-    if name in links.apart:
-        parts, ((dim, index),) = parts_of(name), read.select
+    name, read = member.forward.inputs[slot].value, member.operator.inputs[slot]
+    layout = maker.operator.outputs[maker.forward.outputs.index(name)].layout
+    view = direct_view(read, layout, maker.shards.sizes, member.shards)
+    if len(read.select) == 1 and read.select[0][0] == links.apart.get(name):
+        parts, ((dim, index),) = parts_of(name), view.select
 
         def part() -> Tensor:
-            if parts not in live:
-                live[parts] = live[name].reshape(whole).unbind(dim)
-            return read.view(live[parts][index])
+            # Readers that see other factors take it apart in another way.
+            found = live.setdefault(parts, {})
+            if (dim, view.before) not in found:
+                made = live[name]
+                whole = made if view.before is None else made.reshape(view.before)
+                found[dim, view.before] = whole.unbind(dim)
+            return view.rest(found[dim, view.before][index])
 
         return part
-    if read.select or read.order is not None:
-        return lambda: read.view(selected(live[name].reshape(whole), read.select))
-    shape = read.shape or whole
-    if shape == made:
+    if view == DirectView(None, (), None, None):
         return lambda: live[name]
-    return lambda: live[name].reshape(shape)
+    return lambda: view.of(live[name])
 
 
-def _weight(name: str, flow: bool, member: Member, links: Links, memory: NamedValues) -> Read:
-    """How an operator comes by a weight: as a leaf of the graph, where it has a gradient."""
-    values, tape, again = memory.values, member.tape, member.forward.again
-    if not flow:
+def _weight(member: Member, slot: int, links: Links, memory: NamedValues) -> Read:
+    """How an operator comes by a weight: as a leaf of the graph, where it has a gradient.
+
+    The leaf of a weight that lasts does so too; that of another would keep it from being freed.
+    """
+    name, values, leaves = member.forward.weights[slot], memory.values, member.leaves
+    if member.backward.weights[slot] is None:
+        again = member.forward.again
         return lambda: constant(values[name], again)
+    place = member.first + sum(each is not None for each in member.backward.weights[:slot])
+    dtype = _wider(member, slot)
+    if dtype is not None:
+        read = member.wide.expect(name, dtype)
+
+        def wide() -> Tensor:
+            leaves[place] = made = read()
+            return made
+
+        return wide
     if name in links.changed:
-        return lambda: tape.leaf(values[name])
-    kept: list[Tensor] = []
 
-    def leaf() -> Tensor:
-        value = values[name]
-        if not kept or kept[0] is not value:
-            kept[:] = value, value.detach().requires_grad_()
-        tape.leaves.append(kept[1])
-        tape.shapes.append(kept[1].shape)
-        return kept[1]
+        def new() -> Tensor:
+            value: Tensor = values[name]
+            leaves[place] = made = value.detach().requires_grad_()
+            return made
 
-    return leaf
+        return new
+    of: list[Tensor] = []
+
+    def kept() -> Tensor:
+        value: Tensor = values[name]
+        leaf = leaves[place]
+        if leaf is None or of[0] is not value:
+            of[:] = [value]
+            leaves[place] = leaf = value.detach().requires_grad_()
+        return leaf
+
+    return kept
+
+
+def _wider(member: Member, slot: int) -> torch.dtype | None:
+    """The dtype of its running statistics, in which a batch norm reads other weights than it."""
+    if member.operator.kind != "batch_norm":
+        return None
+    own, *_, running = member.dtypes
+    return running if own not in (None, running) and slot < 2 else None
 
 
 def backward(members: Sequence[Member], links: Links, memory: NamedValues) -> Action:
     """The action of the backward passes of a segment, whose operators come in their order."""
-    gradients = [_Gradients(member, links, memory) for member in members]
+    starts = [(each.tape, total) for each in members for total in _totals(each, links, memory)]
+    ends = [
+        (member.tape, returns_of(outside), frozenset(member.backward.added))
+        for member in members
+        if (outside := _outside(member, links))
+    ]
+    leaves = members[0].leaves
+    weights = [weight for each in members for weight in each.weights]
+    names = [name for each in members for name in _trained(each)]
+    passing = [n for n, name in enumerate(names) if name in links.changed]
 
     def act() -> None:
-        edges: list[GradientEdge] = []
-        totals: list[Tensor] = []
-        leaves: list[Tensor] = []
-        for each in gradients:
-            each.ends(edges, totals)
-            leaves += each.tape.leaves
-        found: Sequence[Tensor | None] = [None] * len(leaves)
-        if leaves and edges:
-            found = torch.autograd.grad(edges, leaves, totals, allow_unused=True)
+        given = [(tape.edges[0], total()) for tape, total in starts]
+        reached = [(edge, total) for edge, total in given if edge is not None]
+        inputs = [leaf for tape, _, _ in ends for leaf in tape.leaves]
+        own = [leaf for leaf in leaves if leaf is not None]
+        wanted = [*inputs, *own]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if reached and wanted:
+            edges, totals = zip(*reached, strict=True)
+            del given, reached
+            found = torch.autograd.grad(edges, wanted, totals, allow_unused=True)
         at = 0
-        for each in gradients:
-            count = len(each.tape.leaves)
-            each.keep(found[at : at + count])
-            at += count
+        for tape, returns, added in ends:
+            mine = found[at : at + len(tape.leaves)]
+            gradients = found_or_zeros(tape.leaves, tape.shapes, mine)
+            give_back(returns, added, tape, gradients, memory)
+            at += len(tape.leaves)
+        _add_weights(weights, own, found[at:], memory)
+        for n in passing:
+            leaves[n] = None
+        members[0].wide.fresh = False
+        for tape, _ in starts:
+            tape.edges = ()
 
     return act
 
 
-class _Gradients:
-    """What an operator of a segment gives to its backward pass, and takes from it."""
+def _add_weights(
+    weights: Sequence[tuple[str, torch.dtype]],
+    leaves: Sequence[Tensor],
+    found: Sequence[Tensor | None],
+    memory: NamedValues,
+) -> None:
+    """Add the gradients of weights to what is there, in the dtype in which that is.
 
-    def __init__(self, member: Member, links: Links, memory: NamedValues) -> None:
-        backward, operator, self.tape = member.backward, member.operator, member.tape
-        self._memory = memory
-        outside = tuple(
-            tuple(name for name in names if name not in links.inside)
-            for names in backward.gradients
-        )
-        arriving = replace(backward, gradients=outside)
-        self._totals = [
-            (n, total_of(arriving, operator, member.shards, n, memory, lambda: self.tape))
-            for n in _ends(backward, links)
-        ]
-        self._returns = returns_of(
-            [
-                (name, select_of(read))
-                for name, read in zip(backward.inputs, operator.inputs, strict=True)
-                if name is not None and name not in links.inside
-            ]
-        )
-        self._added = frozenset(backward.added)
-        names = [name for name in backward.weights if name is not None]
-        self._weights = list(zip(names, map(torch_dtype, backward.dtypes), strict=True))
+    Those that are the first are cast by one call; others one by one, so that each is gone again
+    before the next one is there.
+    """
+    casts: list[tuple[str, Tensor, Tensor]] = []
+    for (name, dtype), leaf, gradient in zip(weights, leaves, found, strict=True):
+        made = torch.zeros_like(leaf) if gradient is None else gradient
+        if made.dtype == dtype or name in memory.values:
+            memory.add(name, made.to(dtype))
+        else:
+            casts.append((name, torch.empty_like(made, dtype=dtype), made))
+    if casts:
+        torch._foreach_copy_([each for _, each, _ in casts], [each for _, _, each in casts])
+    for name, made, _ in casts:
+        memory.add(name, made)
 
-    def ends(self, edges: list[GradientEdge], totals: list[Tensor]) -> None:
-        """Say where backward begins, and with what."""
-        for n, total in self._totals:
-            edge, given = self.tape.edges[n], total()
-            if edge is not None:
-                edges.append(edge)
-                totals.append(given)
-        self.tape.edges = ()
 
-    def keep(self, found: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of inputs from outside, and of weights."""
-        tape, memory = self.tape, self._memory
-        gradients = found_or_zeros(tape.leaves, tape.shapes, found)
-        give_back(self._returns, self._added, tape, gradients, memory)
-        add_weights(self._weights, gradients[len(tape.sources) :], memory)
-        tape.leaves = []
+def _trained(member: Member) -> list[str]:
+    """The weights of an operator that have gradients."""
+    found = zip(member.forward.weights, member.backward.weights, strict=True)
+    return [weight for weight, name in found if name is not None]
+
+
+def _totals(member: Member, links: Links, memory: NamedValues) -> list[Callable[[], Tensor]]:
+    """The gradient with which backward begins at an operator, if it does."""
+    if not _begins(member.backward, links):
+        return []
+    (names,) = member.backward.gradients
+    outside = tuple(name for name in names if name not in links.inside)
+    arriving = replace(member.backward, gradients=(outside,))
+    operator, shards = member.operator, member.shards
+    return [total_of(arriving, operator, shards, 0, memory, lambda: member.tape)]

@@ -11,13 +11,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
+from torch import Tensor
 
 from stratagem.executor.interpreter import segment_actions
-from stratagem.executor.interpreter.input_views import Select, select_of
 from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.interpreter.operator_actions import Action
 from stratagem.executor.interpreter.operator_parts import OperatorParts
-from stratagem.executor.interpreter.segment_actions import Links, Live, Member, parts_of
+from stratagem.executor.interpreter.segment_actions import (
+    Links,
+    Live,
+    Member,
+    WideLeaves,
+    parts_of,
+)
 from stratagem.executor.program.instructions import (
     Backward,
     Convert,
@@ -110,6 +116,7 @@ class _Segments:
         self._hidden: set[str] = set()
         self._outputs: set[str] = set()
         self._recorded: set[int] = set()
+        self._parted: set[str] = set()
 
     def join(self, stops: Set[int]) -> None:
         """Join what can be joined; something else is to be done in front of `stops`."""
@@ -166,10 +173,14 @@ class _Segments:
 
     def _join(self, segment: Segment, inside: frozenset[str], shown: frozenset[str]) -> None:
         """Put a segment in the place of its passes."""
-        members = {n: self._member(n, backward) for n, backward in self._pairs(segment)}
+        leaves: list[Tensor | None] = []
+        wide = WideLeaves(self._memory.values)
+        members = {n: self._member(n, back, leaves, wide) for n, back in self._pairs(segment)}
         makers = {name: each for each in members.values() for name in each.forward.outputs}
         changed = frozenset(name for name in self._written if name not in makers)
-        links = Links(inside, shown, _apart(members.values(), inside), changed)
+        apart = _apart(members.values(), inside)
+        self._parted.update(apart)
+        links = Links(inside, shown, apart, changed)
         for number, member in members.items():
             self._made[number] = segment_actions.forward(
                 member, links, makers, self._memory, self._live
@@ -183,10 +194,12 @@ class _Segments:
         self._outputs.update(makers)
         self._hidden |= {*segment.inside, *(set(makers) - shown)}
 
-    def _member(self, number: int, backward: Backward) -> Member:
+    def _member(
+        self, number: int, backward: Backward, leaves: list[Tensor | None], wide: WideLeaves
+    ) -> Member:
         forward = self._instructions[number]
         assert isinstance(forward, Forward)
-        operator = self._operator(forward)
+        operator, there = self._operator(forward), self._memory.values
         return Member(
             forward=forward,
             backward=backward,
@@ -194,7 +207,9 @@ class _Segments:
             shards=self._parts.shards_of(operator, forward.microbatch),
             seat=self._parts.seat_of(operator.name),
             flows=self._parts.flows[operator.name],
-            enter=self._parts.entering(forward.microbatch),
+            dtypes=[there[name].dtype if name in there else None for name in forward.weights],
+            leaves=leaves,
+            wide=wide,
         )
 
     def _free(self, number: int, free: Free) -> None:
@@ -202,7 +217,7 @@ class _Segments:
         live, memory = self._live, self._memory
         there = tuple(name for name in free.values if name not in self._hidden)
         attached = [name for name in free.values if name in self._outputs]
-        attached += [parts_of(name) for name in attached]
+        attached += [parts_of(name) for name in attached if name in self._parted]
 
         def act() -> None:
             for name in attached:
@@ -210,8 +225,10 @@ class _Segments:
             if there:
                 memory.free(there)
 
-        if attached or there:
+        if attached:
             self._made[number] = act
+        elif there:
+            self._made[number] = lambda: memory.free(there)
         else:
             del self._made[number]
 
@@ -230,7 +247,14 @@ class _Segments:
             self._put_together(run)
 
     def _put_together(self, run: Sequence[int]) -> None:
-        actions = [self._made.pop(number) for number in run]
+        actions: list[Action] = []
+        entered = -1
+        for number in run:
+            each = self._instructions[number]
+            if isinstance(each, Forward) and each.microbatch != entered:
+                entered = each.microbatch
+                actions.append(self._parts.entering(entered))
+            actions.append(self._made.pop(number))
 
         def act() -> None:
             with torch.enable_grad():
@@ -241,18 +265,13 @@ class _Segments:
 
 
 def _apart(members: Iterable[Member], inside: Set[str]) -> dict[str, int]:
-    """Values of which all that read them within a segment select an index of one dim."""
-    found: dict[str, list[Select]] = defaultdict(list)
+    """Values of which several that read them within a segment select an index of one dim."""
+    found: dict[str, Counter[int]] = defaultdict(Counter)
     for member in members:
         for operand, gradient, read in zip(
             member.forward.inputs, member.backward.inputs, member.operator.inputs, strict=True
         ):
-            if gradient in inside:
-                found[operand.value].append(select_of(read))
-    return {
-        name: selects[0][0][0]
-        for name, selects in found.items()
-        if len(selects) > 1
-        and all(len(select) == 1 for select in selects)
-        and len({select[0][0] for select in selects}) == 1
-    }
+            if gradient in inside and len(read.select) == 1:
+                found[operand.value][read.select[0][0]] += 1
+    most = {name: dims.most_common(1)[0] for name, dims in found.items()}
+    return {name: dim for name, (dim, times) in most.items() if times > 1}

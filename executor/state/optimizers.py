@@ -137,28 +137,31 @@ class _Adam:
     def all_of(self, changes: Sequence[GradientChange]) -> None:
         """See `Optimizer.all_of`."""
         for alike in by_dtype(changes):
-            worked = [change.parameter.contiguous() for change in alike]
+            given = [change.parameter for change in alike]
+            worked = _in_one_piece(given)
             self._step(alike, worked)
-            for change, each in zip(alike, worked, strict=True):
-                if each is not change.parameter:
-                    change.parameter.copy_(each)
+            for parameter, each in zip(given, worked, strict=True):
+                if each is not parameter:
+                    parameter.copy_(each)
             _follow(alike)
 
     def _step(self, changes: Sequence[GradientChange], worked: list[Tensor]) -> None:
         """One kernel for all parameters, which lie in one piece each."""
-        for change, parameter in zip(changes, worked, strict=True):
-            if change.name not in self._states:
-                zeros = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                self._states[change.name] = zeros
-            self._updates[change.name] = self.updates(change.name) + 1
-        states = [self._states[change.name] for change in changes]
-        counts = [self._updates[change.name] for change in changes]
+        states, counts = [], []
+        for (name, *_), parameter in zip(changes, worked, strict=True):
+            state = self._states.get(name)
+            if state is None:
+                state = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                self._states[name] = state
+            self._updates[name] = count = self._updates.get(name, 0) + 1
+            states.append(state)
+            counts.append(count)
         device = worked[0].device
         number = {each: torch.full((), float(each), device=device) for each in set(counts)}
         first, second = self._betas
         torch._fused_adamw_(
             worked,
-            [gradient.contiguous() for gradient in _cast(changes, worked)],
+            _in_one_piece(_cast(changes, worked)),
             [mean for mean, _ in states],
             [square for _, square in states],
             [],
@@ -187,6 +190,11 @@ class _Adam:
         """See `Optimizer.load`."""
         self._states[name] = (state["mean"].contiguous(), state["square"].contiguous())
         self._updates[name] = updates
+
+
+def _in_one_piece(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors whose elements lie in memory in their order: themselves where they do."""
+    return [each if each.is_contiguous() else each.contiguous() for each in tensors]
 
 
 def _cast(changes: Sequence[GradientChange], parameters: Sequence[Tensor]) -> list[Tensor]:

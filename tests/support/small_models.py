@@ -28,22 +28,27 @@ class GatedBlock(nn.Module):
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
 
-    def turned(self, x: Tensor) -> Tensor:
-        """Rotary positions (Su et al. 2021)."""
+    def angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of rotary positions (Su et al. 2021), for all blocks."""
         half = self.size // 2
         speeds = 10000.0 ** (-torch.arange(half) / half)
-        angles = torch.arange(x.shape[-2])[:, None] * torch.cat([speeds, speeds])
-        first, second = x[..., :half], x[..., half:]
-        return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+        angles = torch.arange(x.shape[1])[:, None] * torch.cat([speeds, speeds])
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def turned(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries or keys at their positions."""
+        half = self.size // 2
+        first, second = x[..., :half], x[..., half:]
+        return x * angles[0] + torch.cat([-second, first], -1) * angles[1]
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         y = self.norm1(x)
         q, k, v = (
             made.view(*x.shape[:2], -1, self.size).transpose(1, 2)
             for made in (self.q(y), self.k(y), self.v(y))
         )
         mixed = functional.scaled_dot_product_attention(
-            self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True
+            self.turned(q, angles), self.turned(k, angles), v, is_causal=True, enable_gqa=True
         )
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         y = self.norm2(x)
@@ -64,8 +69,9 @@ class SmallLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(input_ids)
+        angles = self.blocks[0].angles(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, angles)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 

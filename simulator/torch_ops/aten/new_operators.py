@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from stratagem.simulator.operators.kinds.kind_record import OperatorKind
 from stratagem.simulator.operators.kinds.operator_kinds import register_kind
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS, Handler
-from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS, Kernel
+from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS
+from stratagem.simulator.torch_ops.kernels.shards import Kernel
 
 
 def register_operator(kind: OperatorKind, kernel: Kernel, captured: Mapping[str, Handler]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,12 +11,17 @@ from torch.nn import functional
 
 from stratagem.simulator.operators.operator import Layout, Operator, shape_of
 from stratagem.simulator.torch_ops.kernels.dropout import drop_mask, dropout
-from stratagem.simulator.torch_ops.kernels.shards import Shards, aligned, extent, positions
+from stratagem.simulator.torch_ops.kernels.shards import (
+    Run,
+    Shards,
+    Tensors,
+    aligned,
+    extent,
+    positions,
+)
 
-Tensors = Sequence[Tensor]
 
-
-def attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+def attention(operator: Operator, shards: Shards) -> Run:
     """Scaled dot-product attention.
 
     A rank has all keys and some queries. With a causal mask, the keys after its last query are
@@ -24,6 +29,25 @@ def attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tens
     queries of a later token slice begin at key `first_query`. With
     dropout it runs as torch's plain formula, which drops probabilities (`_with_dropout`).
     """
+    given, (query, key, value) = operator.attributes, [r.layout for r in operator.inputs[:3]]
+    causal, scale = bool(given.get("causal")), given.get("scale")
+    hidden = causal and _sees(operator, shards)[1]
+    alike = key[:-2] == query[:-2] == value[:-2]
+    if len(operator.inputs) > 3 or given.get("dropout") or hidden or not alike:
+        return partial(_attention, operator, shards)
+    seen = _sees(operator, shards)[0] if causal else None
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        q, k, v = inputs
+        if seen is not None and seen < k.shape[-2]:
+            k, v = k[..., :seen, :], v[..., :seen, :]
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+    return run
+
+
+def _attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+    """Attention with a mask, with dropout, or with heads that several queries share."""
     query, key, value = inputs[:3]
     layouts = [read.layout for read in operator.inputs]
     key = _with_heads(key, layouts[1], layouts[0], query, shards)
@@ -91,12 +115,12 @@ def _look_back(
     operator: Operator, shards: Shards, key: Tensor, mask: Tensor | None
 ) -> tuple[int, Tensor | None]:
     """How many keys the local queries see, and the mask that they need beside `is_causal`."""
+    last, hidden = _sees(operator, shards)
+    keys = min(key.shape[-2], last)
+    if mask is None and not hidden:
+        return keys, None
     group = operator.inputs[0].layout[-2]
     before = int(operator.attributes.get("first_query", 0))
-    first, last = (before + place for place in extent(operator, shards, group))
-    keys = min(key.shape[-2], last + 1)
-    if mask is None and first == 0 and last + 1 == math.prod(shards.sizes[n] for n in group):
-        return keys, None
     rows = before + positions(operator, shards, group, key.device)
     seen = torch.arange(keys, device=key.device) <= rows[:, None]
     if mask is None:
@@ -105,6 +129,15 @@ def _look_back(
     if mask.dtype == torch.bool:
         return keys, mask & seen
     return keys, mask.masked_fill(~seen, -math.inf)
+
+
+def _sees(operator: Operator, shards: Shards) -> tuple[int, bool]:
+    """How many keys the last local query sees, and whether `is_causal` hides others than it."""
+    group = operator.inputs[0].layout[-2]
+    before = int(operator.attributes.get("first_query", 0))
+    first, last = (before + place for place in extent(operator, shards, group))
+    is_first = first == 0 and last + 1 == math.prod(shards.sizes[name] for name in group)
+    return last + 1, not is_first
 
 
 def prefix(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

@@ -8,7 +8,6 @@ than two experts read does, in its last bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
-from stratagem.simulator.torch_ops.kernels.shards import Shards, positions
-
-Tensors = Sequence[Tensor]
+from stratagem.simulator.torch_ops.kernels.shards import Shards, Tensors, positions
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.operators.operator import Operator, shape_of
-from stratagem.simulator.torch_ops.kernels.shards import Shards, look_up
-
-Tensors = Sequence[Tensor]
+from stratagem.simulator.torch_ops.kernels.shards import Shards, Tensors, look_up
 
 
 def cross_entropy(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,23 +10,28 @@ from torch.nn import functional
 
 from stratagem.simulator.operators.kinds.norms import statistics_dims
 from stratagem.simulator.operators.operator import DimKind, Operator, shape_of
-from stratagem.simulator.torch_ops.kernels.shards import Shards, positions
-
-Tensors = Sequence[Tensor]
+from stratagem.simulator.torch_ops.kernels.shards import Run, Shards, Tensors, positions
 
 
-def layer_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+def layer_norm(operator: Operator, shards: Shards) -> Run:
     """Layer norm; the normalised dims are whole."""
-    weight, bias = (*weights, None, None)[:2]
-    shape = _normalised_shape(operator, shards)
-    return functional.layer_norm(inputs[0], shape, weight, bias, operator.attributes["eps"])
+    shape, eps = _normalised_shape(operator, shards), operator.attributes["eps"]
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        weight, bias = (*weights, None, None)[:2]
+        return functional.layer_norm(inputs[0], shape, weight, bias, eps)
+
+    return run
 
 
-def rms_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+def rms_norm(operator: Operator, shards: Shards) -> Run:
     """RMS norm; the normalised dims are whole."""
-    weight = weights[0] if weights else None
-    shape = list(_normalised_shape(operator, shards))
-    return functional.rms_norm(inputs[0], shape, weight, operator.attributes["eps"])
+    shape, eps = list(_normalised_shape(operator, shards)), operator.attributes["eps"]
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        return functional.rms_norm(inputs[0], shape, weights[0] if weights else None, eps)
+
+    return run
 
 
 def _normalised_shape(operator: Operator, shards: Shards) -> tuple[int, ...]:
@@ -55,22 +59,28 @@ def softmax(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensor
     return functional.softmax(x, given["dim"])
 
 
-def batch_norm(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+def batch_norm(operator: Operator, shards: Shards) -> Run:
     """Batch norm with statistics over all shards; updates the running ones in place.
 
     A `local` one has those of this shard's samples.
     """
-    x, given = inputs[0], operator.attributes
-    weight, bias, mean, variance = weights
-    training = given.get("training", True)
+    given = operator.attributes
+    training, momentum, eps = given.get("training", True), given["momentum"], given["eps"]
     shared = statistics_dims(operator)
     if training and shards.split(operator, shared):
-        return _batch_norm_together(operator, shards, x, weights, shared)
-    wide = mean.dtype
-    return functional.batch_norm(
-        *(x, mean, variance, weight.to(wide), bias.to(wide)),
-        *(training, given["momentum"], given["eps"]),
-    )
+        return lambda inputs, weights: _batch_norm_together(
+            operator, shards, inputs[0], weights, shared
+        )
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        weight, bias, mean, variance = weights
+        if weight.dtype != mean.dtype:
+            weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
+        return functional.batch_norm(
+            inputs[0], mean, variance, weight, bias, training, momentum, eps
+        )
+
+    return run
 
 
 def _batch_norm_together(

@@ -12,7 +12,8 @@ multiplied as they are stored. Gradients pass through the rounding as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,18 @@ from stratagem.simulator.torch_ops.kernels.experts import (
 )
 from stratagem.simulator.torch_ops.kernels.loss import cross_entropy
 from stratagem.simulator.torch_ops.kernels.norms import batch_norm, layer_norm, rms_norm, softmax
-from stratagem.simulator.torch_ops.kernels.shards import Shards, aligned, look_up, place_of
+from stratagem.simulator.torch_ops.kernels.shards import (
+    Kernel,
+    PreparedKernel,
+    Run,
+    Shards,
+    Tensors,
+    aligned,
+    look_up,
+    place_of,
+)
 from stratagem.simulator.torch_ops.kernels.spatial import conv2d, pool2d
 from stratagem.simulator.torch_ops.kernels.step_programs import elementwise
-
-Tensors = Sequence[Tensor]
-Kernel = Callable[[Operator, Shards, Tensors, Tensors], Tensor]
 
 
 def run_kernel(
@@ -55,15 +62,33 @@ def run_kernel(
     Raises:
         ValueError: when the kind has no kernel.
     """
+    return (prepare_kernel(operator, shards)(inputs, weights),)
+
+
+def prepare_kernel(operator: Operator, shards: Shards) -> Run:
+    """What runs one operator on one rank's shards, with all worked out that is always the same.
+
+    Example:
+        >>> run = prepare_kernel(operator, shards)  # doctest: +SKIP
+        >>> output = run([x], [weight, bias])  # doctest: +SKIP
+
+    Args and errors are those of `run_kernel`.
+    """
     if operator.kind not in KERNELS:
         known = ", ".join(KERNELS)
         raise ValueError(
             f"operator {operator.name!r} has kind {operator.kind!r}, which has no kernel; there "
             f"are {known} (sources run by run_source)"
         )
-    if shards.products:
-        inputs, weights = rounded_operands(operator, inputs, weights, shards.products)
-    return (KERNELS[operator.kind](operator, shards, inputs, weights),)
+    kernel = KERNELS[operator.kind]
+    if isinstance(kernel, PreparedKernel):
+        run = kernel.prepare(operator, shards)
+    else:
+        run = partial(kernel, operator, shards)
+    products = shards.products
+    if not products:
+        return run
+    return lambda inputs, weights: run(*rounded_operands(operator, inputs, weights, products))
 
 
 def rounded(tensor: Tensor, products: str) -> Tensor:
@@ -113,11 +138,17 @@ class _Rounded(torch.autograd.Function):
         return gradients[0], None
 
 
-def _linear(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    weight = weights[0].t() if operator.attributes.get("transposed") else weights[0]
+def _linear(operator: Operator, shards: Shards) -> Run:
+    swapped = bool(operator.attributes.get("transposed"))
     into = factors((operator.inputs[0].layout[-1],))
-    bias = weights[1] if len(weights) > 1 and shards.first(into) else None
-    return functional.linear(inputs[0], weight, _share(operator, bias))
+    biased = len(operator.weights) > 1 and shards.first(into)
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        weight = weights[0].t() if swapped else weights[0]
+        bias = _share(operator, weights[1]) if biased else None
+        return functional.linear(inputs[0], weight, bias)
+
+    return run
 
 
 def _linear_sum(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
@@ -157,14 +188,19 @@ def _as_matrices(x: Tensor, layout: Layout, target: Layout, shards: Shards) -> T
     return x.expand(*x.shape[:-2], *shape_of(target[-2:], shards.sizes))
 
 
-def _embedding(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+def _embedding(operator: Operator, shards: Shards) -> Run:
     vocabulary, padding = operator.weights[0].layout[0], operator.attributes.get("padding")
     if not shards.split(operator, vocabulary):
-        return functional.embedding(inputs[0], weights[0], padding)
+        return lambda inputs, weights: functional.embedding(inputs[0], weights[0], padding)
     if padding is not None:
         padding = place_of(padding, operator, shards, vocabulary)
-    index, held = look_up(inputs[0], operator, shards, vocabulary)
-    return functional.embedding(index, weights[0], padding).masked_fill(~held[..., None], 0.0)
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        index, held = look_up(inputs[0], operator, shards, vocabulary)
+        found = functional.embedding(index, weights[0], padding)
+        return found.masked_fill(~held[..., None], 0.0)
+
+    return run
 
 
 def _reduce(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
@@ -189,15 +225,15 @@ def _narrow(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensor
 
 
 KERNELS: dict[str, Kernel] = {
-    "linear": _linear,
+    "linear": PreparedKernel(_linear),
     "linear_sum": _linear_sum,
     "matmul": _matmul,
-    "conv2d": conv2d,
-    "embedding": _embedding,
-    "layer_norm": layer_norm,
-    "rms_norm": rms_norm,
-    "batch_norm": batch_norm,
-    "attention": attention,
+    "conv2d": PreparedKernel(conv2d),
+    "embedding": PreparedKernel(_embedding),
+    "layer_norm": PreparedKernel(layer_norm),
+    "rms_norm": PreparedKernel(rms_norm),
+    "batch_norm": PreparedKernel(batch_norm),
+    "attention": PreparedKernel(attention),
     "prefix": prefix,
     "rotary": rotary,
     "moe_weights": moe_weights,
@@ -205,7 +241,7 @@ KERNELS: dict[str, Kernel] = {
     "expert_linear": expert_linear,
     "moe_combine": moe_combine,
     "softmax": softmax,
-    "elementwise": elementwise,
+    "elementwise": PreparedKernel(elementwise),
     "pool2d": pool2d,
     "reduce": _reduce,
     "cat": _cat,

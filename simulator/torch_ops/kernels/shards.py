@@ -1,4 +1,4 @@
-"""One rank's part of one operator, and how its tensors line up by the names of their dims."""
+"""One rank's part of one operator, what runs it, and how tensors line up by names of dims."""
 
 from __future__ import annotations
 
@@ -65,6 +65,34 @@ class Shards:
     def split(self, operator: Operator, dims: Sequence[str]) -> bool:
         """Whether any of `dims` is not whole on this rank."""
         return any(self.bounds[name] != (0, operator.sizes[name]) for name in dims)
+
+
+Tensors = Sequence[Tensor]
+
+Run = Callable[[Tensors, Tensors], Tensor]
+"""Makes an operator's local output of its inputs and weights."""
+
+Kernel = Callable[[Operator, Shards, Tensors, Tensors], Tensor]
+"""Does so of an operator and this rank's shards of it, too."""
+
+
+@dataclass(frozen=True)
+class PreparedKernel:
+    """A kernel whose `prepare` gives what runs: the same for every step and microbatch.
+
+    Example:
+        >>> twice = PreparedKernel(lambda operator, shards: lambda inputs, weights: 2 * inputs[0])
+        >>> twice(operator, shards, [torch.ones(1)], [])  # doctest: +SKIP
+        tensor([2.])
+    """
+
+    prepare: Callable[[Operator, Shards], Run]
+
+    def __call__(
+        self, operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors
+    ) -> Tensor:
+        """Prepare, and run."""
+        return self.prepare(operator, shards)(inputs, weights)
 
 
 def whole(operator: Operator, products: str = "") -> Shards:
@@ -147,6 +175,12 @@ def place_of(element: int, operator: Operator, shards: Shards, group: Sequence[s
     return place
 
 
+def is_unlike(layout: Layout, target: Layout) -> bool:
+    """Whether a tensor of `layout` does not broadcast against one of `target` as it is."""
+    last = target[len(target) - len(layout) :]
+    return not all(own in ((), wanted) for own, wanted in zip(layout, last, strict=True))
+
+
 def aligned(tensor: Tensor, layout: Layout, target: Layout, sizes: Mapping[str, int]) -> Tensor:
     """A tensor of `layout` seen with the dims of `target`, so that it broadcasts against such.
 
@@ -161,8 +195,7 @@ def aligned(tensor: Tensor, layout: Layout, target: Layout, sizes: Mapping[str, 
     factors, the other factors are repeated. `layout` may have fewer tensor dims, which are the
     last.
     """
-    last = target[len(target) - len(layout) :]
-    if all(own in ((), wanted) for own, wanted in zip(layout, last, strict=True)):
+    if not is_unlike(layout, target):
         return tensor
     have, wanted = factors(layout), factors(target)
     tensor = tensor.reshape([sizes[name] for name in have])

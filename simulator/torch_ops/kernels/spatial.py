@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.sliding_windows import window_of
-from stratagem.simulator.torch_ops.kernels.shards import Shards
-
-Tensors = Sequence[Tensor]
+from stratagem.simulator.torch_ops.kernels.shards import Run, Shards, Tensors
 
 
-def conv2d(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
+def conv2d(operator: Operator, shards: Shards) -> Run:
     """A convolution; shards of input channels leave a sum, to which one of them adds the bias."""
-    channels = operator.inputs[0].layout[1]
-    bias = weights[1] if len(weights) > 1 and shards.first(channels) else None
+    biased = len(operator.weights) > 1 and shards.first(operator.inputs[0].layout[1])
     given = operator.attributes
-    x, padding = _with_halo(operator, shards, inputs[0], 0.0)
-    return functional.conv2d(
-        x,
-        weights[0],
-        bias,
-        stride=tuple(given["stride"]),
-        padding=padding,
-        dilation=tuple(given["dilation"]),
-        groups=given["groups"],
-    )
+    stride, dilation = tuple(given["stride"]), tuple(given["dilation"])
+    groups, whole = given["groups"], tuple(given["padding"])
+    cut = any(shards.split(operator, group) for group in operator.outputs[0].layout[2:])
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        x, padding = _with_halo(operator, shards, inputs[0], 0.0) if cut else (inputs[0], whole)
+        bias = weights[1] if biased else None
+        return functional.conv2d(x, weights[0], bias, stride, padding, dilation, groups)
+
+    return run
 
 
 def pool2d(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

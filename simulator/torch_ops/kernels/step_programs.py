@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator as python
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.operators.operator import Operator, shape_of
-from stratagem.simulator.operators.step_programs import is_reference
+from stratagem.simulator.operators.step_programs import inputs_of, is_reference
 from stratagem.simulator.torch_ops.kernels.dropout import dropout, step_masks
-from stratagem.simulator.torch_ops.kernels.shards import Shards, aligned
+from stratagem.simulator.torch_ops.kernels.shards import Run, Shards, Tensors, aligned, is_unlike
 
 Function = Callable[..., Any]
 
@@ -133,26 +134,66 @@ SOURCE_KERNELS: dict[str, Function] = {
 }
 """Functions of a source program."""
 
+MAKERS = frozenset({"arange", "full", "tensor", "maximum", "minimum"})
+"""Those that may make a tensor of numbers, and so must be told where."""
 
-def elementwise(
-    operator: Operator, shards: Shards, inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Tensor:
+
+def elementwise(operator: Operator, shards: Shards) -> Run:
     """An elementwise chain on local shards: operands are aligned by dim name, then broadcast."""
     target, sizes = operator.outputs[0].layout, shards.sizes
-    given = {
-        ("in", i): aligned(x, read.layout, target, sizes)
-        for i, (x, read) in enumerate(zip(inputs, operator.inputs, strict=True))
-    }
-    given |= {
-        ("weight", i): aligned(x, weight.layout, target, sizes)
-        for i, (x, weight) in enumerate(zip(weights, operator.weights, strict=True))
-    }
-    steps = operator.attributes["steps"]
-    kernels = STEP_KERNELS
-    if any(function == "dropout" for function, _ in steps):
-        masks = step_masks(operator, shards, next(iter(given.values())).device)
+    shape, steps = shape_of(target, sizes), operator.attributes["steps"]
+    count = len(operator.inputs)
+    layouts = [read.layout for read in operator.inputs]
+    layouts += [weight.layout for weight in operator.weights]
+    unlike = [(n, layout) for n, layout in enumerate(layouts) if is_unlike(layout, target)]
+    drops = any(function == "dropout" for function, _ in steps)
+    compiled = None if drops else compile_steps(steps, STEP_KERNELS, count, len(layouts))
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        given = [*inputs, *weights]
+        for n, layout in unlike:
+            given[n] = aligned(given[n], layout, target, sizes)
+        made = dropping(given) if compiled is None else compiled(given)
+        return made if made.shape == shape else made.expand(shape)
+
+    def dropping(given: list[Tensor]) -> Tensor:
+        masks = step_masks(operator, shards, given[0].device)
         kernels = {**STEP_KERNELS, "dropout": _dropping(masks)}
-    return run_steps(steps, kernels, given).expand(shape_of(target, sizes))
+        return compile_steps(steps, kernels, count, len(layouts))(given)
+
+    return run
+
+
+def compile_steps(
+    steps: Sequence[Any], kernels: Mapping[str, Function], inputs: int, given: int
+) -> Callable[[list[Tensor]], Tensor]:
+    """What runs the steps of a chain on its inputs and then its weights.
+
+    Args:
+        inputs: how many of those that are `given` are inputs.
+    """
+    first = {"in": 0, "weight": inputs, "step": given}
+    made = [
+        (kernels[function], [_place(each, first) for each in arguments])
+        for function, arguments in steps
+    ]
+
+    def run(values: list[Any]) -> Tensor:
+        for function, places in made:
+            values.append(function(*[place(values) for place in places]))
+        return _tensor(values[-1])
+
+    return run
+
+
+def _place(argument: Any, first: Mapping[str, int]) -> Callable[[list[Any]], Any]:
+    """How an argument of a step is found among the values so far."""
+    if is_reference(argument):
+        return python.itemgetter(first[argument[0]] + argument[1])
+    if isinstance(argument, list):
+        places = [_place(each, first) for each in argument]
+        return lambda values: [place(values) for place in places]
+    return lambda values: argument
 
 
 def _dropping(masks: Iterator[Tensor]) -> Function:
@@ -183,18 +224,20 @@ def run_source(
 
     Raises:
         ValueError: when `graph_inputs` lacks one, or the result has another shape than the
-        operator
-            was built for.
+            operator was built for.
     """
-    given = {("input", name): tensor.to(device) for name, tensor in graph_inputs.items()}
-    with torch.device(device), torch.no_grad():
-        try:
-            result = run_steps(operator.attributes["steps"], SOURCE_KERNELS, given)
-        except KeyError as error:
+    steps = operator.attributes["steps"]
+    names = dict.fromkeys(name for name in inputs_of(steps))
+    for name in names:
+        if name not in graph_inputs:
             raise ValueError(
-                f"operator {operator.name!r} (source) reads graph input {error.args[0][1]!r}, "
+                f"operator {operator.name!r} (source) reads graph input {name!r}, "
                 f"which is not among the inputs given: {', '.join(graph_inputs) or 'none'}"
-            ) from error
+            )
+    given = {("input", name): graph_inputs[name].to(device) for name in names}
+    makes = not names or any(function in MAKERS for function, _ in steps)
+    with torch.device(device) if makes else nullcontext(), torch.no_grad():
+        result = run_steps(steps, SOURCE_KERNELS, given)
     shape = shape_of(operator.outputs[0].layout, operator.sizes)
     if tuple(result.shape) != shape:
         raise ValueError(
