@@ -123,8 +123,11 @@ def direct_view(read: Input, made: Layout, sizes: Mapping[str, int], shards: Sha
     order = tuple(left.index(each) for each in sorted(left, key=rank.__getitem__))
     moved = tuple(size for size, run in zip(shape, runs, strict=True) if run[0] not in gone)
     turned = tuple(moved[n] for n in order)
+    whole = shape_of(made, sizes)
+    if not select and order == tuple(range(len(order))):
+        return DirectView(None, (), None, None if whole == wanted else wanted)
     return DirectView(
-        before=None if shape == shape_of(made, sizes) else shape,
+        before=None if shape == whole else shape,
         select=tuple(reversed(select)),
         order=None if order == tuple(range(len(order))) else order,
         after=None if turned == wanted else wanted,

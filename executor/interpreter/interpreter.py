@@ -53,7 +53,7 @@ from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.operators.step_programs import inputs_of
 from stratagem.simulator.sharding.tensor_parts import TensorPart
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
-from stratagem.simulator.torch_ops.kernels.step_programs import run_source, torch_dtype
+from stratagem.simulator.torch_ops.kernels.step_programs import prepare_source, torch_dtype
 
 Action = Callable[[], None]
 
@@ -315,10 +315,10 @@ class Interpreter:
         shape = factor_sizes(operator.outputs[0].layout, operator.sizes)
         values, dtype = self._memory.values, torch_dtype(instruction.dtype)
 
+        make = prepare_source(operator, self.comm.device)
+
         def run() -> None:
-            given = {name: each for name, each in self._batch.items() if name in self.reads}
-            whole = run_source(operator, given, device=self.comm.device)
-            values[instruction.value] = whole.to(dtype).reshape(shape)
+            values[instruction.value] = make(self._batch).to(dtype).reshape(shape)
 
         return run
 
@@ -398,8 +398,8 @@ class Interpreter:
         if longest and norm is not None:
             gradients = clipped(gradients, norm, longest)
         return [
-            change._replace(gradient=gradient)
-            for change, gradient in zip(changes, gradients, strict=True)
+            GradientChange(name, parameter, gradient, copy)
+            for (name, parameter, _, copy), gradient in zip(changes, gradients, strict=True)
         ]
 
     def _keep_gradient(self, parameter: str, gradient: Tensor, share: float) -> None:

@@ -60,7 +60,7 @@ def handfuls(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]
     taken: list[GradientChange] = []
     nbytes = 0
     for change in changes:
-        size = change.gradient.numel() * change.gradient.element_size()
+        size = change.gradient.nbytes
         if taken and nbytes + size > HANDFUL_BYTES:
             yield taken
             taken, nbytes = [], 0

@@ -32,22 +32,25 @@ def attention(operator: Operator, shards: Shards) -> Run:
     given, (query, key, value) = operator.attributes, [r.layout for r in operator.inputs[:3]]
     causal, scale = bool(given.get("causal")), given.get("scale")
     hidden = causal and _sees(operator, shards)[1]
-    alike = key[:-2] == query[:-2] == value[:-2]
-    if len(operator.inputs) > 3 or given.get("dropout") or hidden or not alike:
+    repeated = _repeats(key, query) or _repeats(value, query)
+    if len(operator.inputs) > 3 or given.get("dropout") or hidden or repeated:
         return partial(_attention, operator, shards)
+    shared = shape_of(key[:-2], shards.sizes) != shape_of(query[:-2], shards.sizes)
     seen = _sees(operator, shards)[0] if causal else None
 
     def run(inputs: Tensors, weights: Tensors) -> Tensor:
         q, k, v = inputs
         if seen is not None and seen < k.shape[-2]:
             k, v = k[..., :seen, :], v[..., :seen, :]
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=shared
+        )
 
     return run
 
 
 def _attention(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:
-    """Attention with a mask, with dropout, or with heads that several queries share."""
+    """Attention with a mask, with dropout, or with keys that torch does not repeat by itself."""
     query, key, value = inputs[:3]
     layouts = [read.layout for read in operator.inputs]
     key = _with_heads(key, layouts[1], layouts[0], query, shards)
@@ -104,11 +107,17 @@ def _with_heads(
     It repeats each head of the keys for a group of consecutive heads of the query, so it is left
     to torch where the keys lack only inner factors of the heads.
     """
-    own, leading = layout[:-2], wanted[:-2]
-    if own == leading or (own[:-1] == leading[:-1] and own[-1] == leading[-1][: len(own[-1])]):
+    if not _repeats(layout, wanted):
         return x
-    x = aligned(x, layout, (*leading, *layout[-2:]), shards.sizes)
+    x = aligned(x, layout, (*wanted[:-2], *layout[-2:]), shards.sizes)
     return x.expand(*query.shape[:-2], -1, -1)
+
+
+def _repeats(layout: Layout, wanted: Layout) -> bool:
+    """Whether keys or values lack more of the query's heads than inner factors."""
+    own, leading = layout[:-2], wanted[:-2]
+    inner = own[:-1] == leading[:-1] and own[-1] == leading[-1][: len(own[-1])]
+    return own != leading and not inner
 
 
 def _look_back(

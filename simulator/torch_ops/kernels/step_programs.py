@@ -226,25 +226,39 @@ def run_source(
         ValueError: when `graph_inputs` lacks one, or the result has another shape than the
             operator was built for.
     """
-    steps = operator.attributes["steps"]
-    names = dict.fromkeys(name for name in inputs_of(steps))
-    for name in names:
-        if name not in graph_inputs:
-            raise ValueError(
-                f"operator {operator.name!r} (source) reads graph input {name!r}, "
-                f"which is not among the inputs given: {', '.join(graph_inputs) or 'none'}"
-            )
-    given = {("input", name): graph_inputs[name].to(device) for name in names}
+    return prepare_source(operator, device)(graph_inputs)
+
+
+def prepare_source(
+    operator: Operator, device: torch.device | str = "cpu"
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """What runs a source, see `run_source`, with all worked out that is always the same."""
+    steps, shape = (
+        operator.attributes["steps"],
+        shape_of(operator.outputs[0].layout, operator.sizes),
+    )
+    names = sorted(inputs_of(steps))
     makes = not names or any(function in MAKERS for function, _ in steps)
-    with torch.device(device) if makes else nullcontext(), torch.no_grad():
-        result = run_steps(steps, SOURCE_KERNELS, given)
-    shape = shape_of(operator.outputs[0].layout, operator.sizes)
-    if tuple(result.shape) != shape:
-        raise ValueError(
-            f"operator {operator.name!r} (source) makes a tensor of shape {tuple(result.shape)}, "
-            f"but the graph was built for {shape}; feed inputs of the shapes that were captured"
-        )
-    return result
+
+    def run(graph_inputs: Mapping[str, Tensor]) -> Tensor:
+        for name in names:
+            if name not in graph_inputs:
+                raise ValueError(
+                    f"operator {operator.name!r} (source) reads graph input {name!r}, "
+                    f"which is not among the inputs given: {', '.join(graph_inputs) or 'none'}"
+                )
+        given = {("input", name): graph_inputs[name].to(device) for name in names}
+        with torch.device(device) if makes else nullcontext(), torch.no_grad():
+            result = run_steps(steps, SOURCE_KERNELS, given)
+        if tuple(result.shape) != shape:
+            raise ValueError(
+                f"operator {operator.name!r} (source) makes a tensor of shape "
+                f"{tuple(result.shape)}, but the graph was built for {shape}; feed inputs of the "
+                f"shapes that were captured"
+            )
+        return result
+
+    return run
 
 
 def run_steps(
