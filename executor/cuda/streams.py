@@ -21,6 +21,9 @@ import torch
 Stream = Any
 Event = Any
 
+ASIDE = -1
+"""The priority of side streams; CUDA's lower numbers go first, and 0 is that of other streams."""
+
 
 class Graph(Protocol):
     """Work of streams that was recorded, to be given to the device in one call."""
@@ -43,7 +46,7 @@ class Streams(Protocol):
     timing: bool
 
     def new(self) -> Stream:
-        """One more stream."""
+        """One more stream, whose work goes before that of `compute` where both have some."""
 
     def address(self, stream: Stream) -> int:
         """A stream as NCCL takes it."""
@@ -87,16 +90,21 @@ class CudaStreams:
         self._cupy = cupy
         self._owned: list[Any] = []
         torch.cuda.set_device(device)
-        self.compute = self.new()
+        self.compute = self._made(0)
 
     def new(self) -> torch.cuda.Stream:
-        """See `Streams.new`."""
+        """See `Streams.new`: what others wait for is small, and must not queue behind products."""
+        return self._made(ASIDE)
+
+    def _made(self, priority: int) -> torch.cuda.Stream:
         if not self._cupy:
-            return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self.device, priority=priority
+            )
         import cupy
 
         with cupy.cuda.Device(self.device.index):
-            made = cupy.cuda.Stream(non_blocking=True)
+            made = cupy.cuda.Stream(non_blocking=True, priority=priority)
         self._owned.append(made)
         return torch.cuda.ExternalStream(made.ptr, self.device)  # type: ignore[no-untyped-call]
 

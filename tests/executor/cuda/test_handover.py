@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,34 @@ from stratagem.executor.cuda.event_clock import EventClock
 from stratagem.executor.cuda.streams import CudaStreams
 from tests.support.fake_nccl import FakeStreams
 from tests.support.plans import assert_equal_to_torch, make_case, make_plan, megatron
+
+
+@pytest.mark.parametrize("cupy", [False, True])
+def test_what_others_wait_for_goes_first(monkeypatch: pytest.MonkeyPatch, cupy: bool) -> None:
+    """A collective of a few places for kernels need not wait until a matrix product is over."""
+    made: list[int] = []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    def stream(*device: torch.device, priority: int, non_blocking: bool = True) -> Any:
+        made.append(priority)
+        return SimpleNamespace(ptr=len(made))
+
+    fake = SimpleNamespace(cuda=SimpleNamespace(Device=Device, Stream=stream))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: address)
+    streams = CudaStreams(torch.device("cuda", 0), cupy=cupy)
+    streams.new()
+    compute, aside = made
+    assert aside < compute == 0
 
 
 class LoggedStreams(FakeStreams):
@@ -105,7 +134,7 @@ def test_the_host_sleeps_where_it_waits_for_an_event(monkeypatch: pytest.MonkeyP
         return SimpleNamespace(record=lambda stream: None)
 
     monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     streams = CudaStreams(torch.device("cuda", 0), cupy=False)
     streams.record(streams.compute)
