@@ -2,7 +2,7 @@
 
 A strategy literature knows how to lay out is one choice an operator on one mesh. Simulating each
 as a plan of its own builds the same task graphs again and again; here they are built once, over
-all choices that any of the strategies makes, and each strategy is a play of three blocks.
+all choices that any of the strategies makes, and each strategy is a play of a few blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.hardware.resources import slowdown_of
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.schedules.work_kinds import (
-    BACKWARD,
-    FORWARD,
-    LAST_BACKWARD,
-    REDUCED_BACKWARD,
-)
+from stratagem.simulator.pricing.stage_boundaries import syncs_compute
+from stratagem.simulator.schedules.macro_graph import macro_graph
+from stratagem.simulator.schedules.named_schedules import schedule_by_name
+from stratagem.simulator.schedules.work_kinds import NUM_KINDS
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import StageTensors
 from stratagem.simulator.stage.equal_stages import StageShapes
+
+_SCHEDULE = "1f1b"
+"""Of plans of one stage."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class StagePrices:
         num_microbatches: int = 1,
     ) -> None:
         graph = situation.graph.microbatch(num_microbatches)
-        self._graph, self._parts = graph, num_microbatches
+        self._graph = graph
         self._number = [
             {choice: k for k, choice in enumerate(dict.fromkeys(choices[name]))}
             for name in graph.names
@@ -103,8 +104,18 @@ class StagePrices:
         )
         listed = {i: tuple(numbers) for i, numbers in enumerate(self._number)}
         table = builder.build(range(len(graph.operators)), listed)
-        shapes = StageShapes(slowdown=slowdown_of(situation.cluster), accumulates=True)
+        schedule = schedule_by_name(_SCHEDULE, 1, num_microbatches)
+        shapes = StageShapes(
+            slowdown=slowdown_of(situation.cluster), accumulates=schedule.accumulates
+        )
         self._blocks = shapes.blocks(table)
+        self._macro = macro_graph(
+            schedule,
+            (),
+            blocking_syncs=(syncs_compute(mesh, situation.cluster),),
+            reducing=(self._blocks.sums_each,),
+        )
+        self._kinds = {*self._macro.kind.tolist(), *self._macro.less.tolist()} - {-1}
         self._lifetimes = shapes.lifetimes(table, {})
         self._capacity = mesh.memory_bytes(situation.cluster)
 
@@ -121,10 +132,10 @@ class StagePrices:
             ],
             dtype=np.int64,
         )
-        seconds = self._play(number, FORWARD) * self._parts + self._play(number, LAST_BACKWARD)
-        if self._parts > 1:
-            each = REDUCED_BACKWARD if self._blocks.sums_each else BACKWARD
-            seconds += self._play(number, each) * (self._parts - 1)
+        durations = np.zeros((NUM_KINDS, 1), dtype=np.int64)
+        for kind in self._kinds:
+            durations[kind] = self._play(number, kind)
+        seconds = simulate(self._macro.with_durations(durations)).makespan
         nbytes = self._lifetimes.bytes_under(number)
         tensors = StageTensors(0, self._lifetimes, nbytes, self._graph.names)
         peak = tensors.state + max(tensors.peak(0), tensors.peak(1))
@@ -143,7 +154,7 @@ def one_stage_plan(
     num_microbatches: int = 1,
 ) -> Plan:
     """The plan that runs the whole model as one stage."""
-    skeleton = Skeleton((situation.graph.names,), (mesh,), num_microbatches, "1f1b")
+    skeleton = Skeleton((situation.graph.names,), (mesh,), num_microbatches, _SCHEDULE)
     return situation.plan(skeleton, choices, name=name)
 
 

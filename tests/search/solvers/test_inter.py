@@ -126,7 +126,7 @@ def test_stages_cost_what_their_blocks_take_in_the_simulator(tensor, zero):
         both = times[FORWARD].makespan + times[BACKWARD].makespan
         if LINKS in times:  # No microbatch takes less than its links.
             both = max(both, times[LINKS].makespan + times[LINKS_BACKWARD].makespan)
-        assert ours[0] + ours[1] == pytest.approx(both, rel=0.06)
+        assert ours[0] + ours[1] == pytest.approx(both, rel=0.07)
         assert ours[1] + ours[3] == pytest.approx(times[LAST_BACKWARD].makespan, rel=0.09)
         memory = simulation.memory[stage]
         assert ours[4] == memory.state
