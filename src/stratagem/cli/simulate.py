@@ -172,6 +172,8 @@ def compare(
         answer: dict[str, Any] = {"relative_error": comparison.relative_error, "rows": rows}
         if comparison.peaks:
             answer["memory"] = comparison.memory_table.to_dict()
+        if comparison.notes:
+            answer["notes"] = list(comparison.notes)
         if learn:
             answer["kept"] = kept
         if tasks:

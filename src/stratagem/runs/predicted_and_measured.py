@@ -111,6 +111,7 @@ class Comparison:
         stages: the same stage by stage, or by the ranks of a plan that has several stages on the
             same devices; `WAITING` is the time without computing or communicating.
         peaks: memory likewise; empty where the run did not look (`memory` of `execute`).
+        notes: what is not alike in both, a sentence each.
     """
 
     predicted: Timeline
@@ -118,6 +119,7 @@ class Comparison:
     rows: tuple[ComparisonRow, ...]
     stages: tuple[StageRow, ...]
     peaks: tuple[PeakRow, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def relative_error(self) -> float:
@@ -246,7 +248,7 @@ class Comparison:
             f"{format_duration(row.measured):>10} {row.error:>7}"
             for row in self.rows
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
         body = "".join(
@@ -257,6 +259,7 @@ class Comparison:
         return (
             "<table><tr><th>time of a device</th><th>predicted</th><th>measured</th>"
             f"<th>error</th></tr>{body}</table>"
+            + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         )
 
 
@@ -280,10 +283,26 @@ def compare(predicted: Timed, measured: Timed, path: str | Path | None = None) -
         _rows(predicted, measured),
         _stage_rows(predicted, measured),
         _peaks(predicted, measured),
+        _notes(predicted),
     )
     if path is not None:
         comparison.save_plot(path)
     return comparison
+
+
+def _notes(predicted: Timed) -> tuple[str, ...]:
+    """What the executor does otherwise than the training says that was predicted."""
+    if not isinstance(predicted, Simulation):
+        return ()
+    plan = predicted.plan
+    parts = plan.num_microbatches * plan.token_slices
+    if parts == 1 or not plan.training.fused_accumulation:
+        return ()
+    return (
+        f"Predicted as if products added up the gradients of {parts} passes; the executor adds "
+        "them in passes of their own: predict with Training(fused_accumulation=False) to count "
+        "them.",
+    )
 
 
 def _means(timeline: Timeline) -> dict[tuple[str, TaskKind], tuple[float, int]]:

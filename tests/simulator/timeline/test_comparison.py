@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,28 @@ def test_stages_are_laid_side_by_side(
         spent = sum(row.measured for row in named.values())
         assert spent >= result.timeline.duration * 0.999
         assert 0 <= named[WAITING].measured < result.timeline.duration
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_comparison_tells_that_the_executor_adds_gradients_apart(
+    fused: bool, parts: int
+) -> None:
+    """Default training has products do so, which no prediction of a run may hide."""
+    simulation, result = run([(0,), (1,)], "1f1b")
+    plan = replace(
+        simulation.plan,
+        num_microbatches=parts,
+        training=replace(simulation.plan.training, fused_accumulation=fused),
+    )
+    batch = {"x": torch.randn(8, 16), "target": torch.randint(0, 8, (8,))}
+    graph = capture(MLP([16, 32, 32, 32, 8]), kwargs=batch)
+    again = simulate_plan(plan, graph, default_costs())
+    compared = compare(again, result)
+    assert bool(compared.notes) == (fused and parts > 1)
+    assert ("fused_accumulation=False" in str(compared)) == bool(compared.notes)
+    if parts > 1 and not fused:
+        assert again.step_time > simulation.step_time
 
 
 def test_the_table_has_a_row_a_stage_and_kind() -> None:

@@ -52,6 +52,8 @@ def comparison_table(comparison: Comparison, *, title: str = "") -> Table:
             style="bold" if number == 0 else None,
             end_section=number == 0,
         )
+    if comparison.notes:
+        table.caption = Text(" ".join(comparison.notes))
     return table
 
 
