@@ -5,8 +5,10 @@
 Each preset has at most five constants of its own (see `CONSTANTS`); everything else comes from
 timings of single kernels. They minimise a robust sum of squared logarithmic errors of the step
 times that the runs on that cluster took, every run simulated as a plan; one whose setup is not
-told counts less. Prints one JSON object a preset: the constants, and the mean error before and
-after. `--write` puts them into the preset.
+told counts less, as the steps of those that it may have had differ (see `weight_of`). Steps are
+Gauss-Newton's, with derivatives of a run taken one after the other, and end where the next one
+would gain less than a hundredth. Prints one JSON object a preset: the constants, and the mean
+error before and after. `--write` puts them into the preset.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,16 +27,19 @@ import stratagem.simulator.hardware
 from benchmarks.fidelity.predict import Predictor
 from benchmarks.fidelity.runs import Run
 from benchmarks.fidelity.sets import read_runs, set_of
+from stratagem.searcher.space.situation import rank
+from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.base.files import encode
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.plan.plan import Plan
 
 MOST_RUNS = 40
 SCALE = 0.05
 """Relative errors beyond this count less than their square: outliers do not rule the fit."""
 
 
-UNTOLD = 0.3
-"""What a run counts whose setup is not told, but only from what its authors chose; others 1."""
+DIFFERENCE = 0.02
+"""By what share constants differ where derivatives are taken."""
 
 
 DATA_SHEET_GB_S = {
@@ -132,52 +137,106 @@ def main() -> None:
 def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
     """The preset with its constants fitted to `runs`, and what to print."""
     start = Cluster.preset(preset)
-    step = max(1, math.ceil(len(runs) / MOST_RUNS))
-    told = np.array([1.0 if len(run.setups) == 1 else UNTOLD for run in runs[::step]])
-    runs = [_as_tuned(run) for run in runs]
-    some = runs[::step]
     kept = AS_KERNELS_SHOW.get(preset, ())
     used = [c for c in CONSTANTS if c.get(start) > 0 and c.name not in kept]
+    planned = [_planned(run) for run in runs]
+    some = planned[:: max(1, math.ceil(len(runs) / MOST_RUNS))]
+    weights = np.sqrt([each.weight for each in some])
 
-    def errors(
-        cluster: Cluster, chosen: Sequence[Run]
-    ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        predictor = Predictor()
-        found = []
-        for run in chosen:
-            sized = _with_constants(run.cluster, cluster, used)
-            outcome = predictor.outcome(replace(run, cluster=sized))
-            assert run.seconds is not None
-            found.append(math.log(outcome.seconds / run.seconds))
-        return np.array(found)
-
-    def at(values: Sequence[float]) -> Cluster:
+    def at(values: Iterable[float]) -> Cluster:
         cluster = start
         for constant, value in zip(used, values, strict=True):
             cluster = constant.put(cluster, float(value))
         return cluster
 
-    first = [min(constant.get(start), _highest(constant, preset)) for constant in used]
+    def errors(values: Floats) -> Floats:
+        found: Floats = weights * _errors([at(values)], some, used)[0]
+        return found
+
+    def slopes(values: Floats) -> Floats:
+        steps = DIFFERENCE * np.maximum(values, 0.1)
+        above = values + steps > most
+        steps[above] *= -1
+        around = [at(values), *(at(each) for each in values + np.diag(steps))]
+        there, *moved = _errors(around, some, used)
+        found: Floats = np.stack([each - there for each in moved], axis=1) / steps
+        return weights[:, None] * found
+
+    most = np.array([_highest(c, preset) for c in used])
+    first = np.minimum([c.get(start) for c in used], most)
     solution = least_squares(
-        lambda values: np.sqrt(told) * errors(at(values), some),
+        errors,
         first,
-        bounds=([c.low for c in used], [_highest(c, preset) for c in used]),
-        x_scale=[max(value, 0.1) for value in first],
-        diff_step=0.02,
+        jac=slopes,
+        bounds=([c.low for c in used], most),
+        x_scale=np.maximum(first, 0.1),
         loss="soft_l1",
         f_scale=SCALE,
+        ftol=0.01,
+        xtol=0.003,
         max_nfev=7,
     )
     fitted = at([float(f"{value:.3g}") for value in solution.x])
+    before, after = _errors([start, fitted], planned, used)
     line = {
         "preset": preset,
         "runs": len(runs),
         "fitted_on": len(some),
         **{constant.name: constant.get(fitted) for constant in used},
-        "mape_before": _mape(errors(start, runs)),
-        "mape_after": _mape(errors(fitted, runs)),
+        "mape_before": _mape(before),
+        "mape_after": _mape(after),
     }
     return fitted, line
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRun:
+    """A run with its plan, and what it counts."""
+
+    run: Run
+    plan: Plan
+    weight: float
+
+
+def weight_of(steps: Sequence[float]) -> float:
+    """What a run counts that may have had several setups, whose predicted steps take so long.
+
+    Its error has two parts that know nothing of one another: that of a run whose setup is told,
+    `SCALE`, and that of taking one setup for another, the standard deviation of the logarithms. A
+    run counts with the inverse of its variance, one that is told 1.
+
+    Example:
+        >>> weight_of([2.0]), weight_of([2.0, 2.0]), round(weight_of([1.0, 1.1]), 2)
+        (1.0, 1.0, 0.52)
+    """
+    spread = float(np.std(np.log(steps)))
+    return SCALE**2 / (SCALE**2 + spread**2)
+
+
+def _planned(run: Run) -> PlannedRun:
+    """The run with the plan that is best by the constants so far, where it may have had many."""
+    found = Predictor().simulations(run)
+    fits = [each for each in found if each[1].fits] or found
+    _, best = min(fits, key=lambda pair: rank(pair[1]))
+    return PlannedRun(run, best.plan, weight_of([each.step_time for _, each in fits]))
+
+
+def _errors(
+    clusters: Sequence[Cluster], runs: Sequence[PlannedRun], used: Sequence[Constant]
+) -> Floats:
+    """[clusters, runs], logarithms of predicted over measured steps.
+
+    Run by run: what a run's schedule and graph are is remembered for a few of them only.
+    """
+    predictors = [Predictor() for _ in clusters]
+    found = np.zeros((len(clusters), len(runs)))
+    for k, each in enumerate(runs):
+        assert each.run.seconds is not None
+        for c, (cluster, predictor) in enumerate(zip(clusters, predictors, strict=True)):
+            sized = replace(each.run, cluster=_with_constants(each.run.cluster, cluster, used))
+            seconds = predictor.simulate(sized, each.plan).step_time
+            found[c, k] = math.log(seconds / each.run.seconds)
+    return found
 
 
 def _highest(constant: Constant, preset: str) -> float:
@@ -186,14 +245,7 @@ def _highest(constant: Constant, preset: str) -> float:
     return DATA_SHEET_GB_S.get(preset, constant.high) if is_network else constant.high
 
 
-def _as_tuned(run: Run) -> Run:
-    """The run with the setup that is best by the constants so far, where it may have had many."""
-    if len(run.setups) == 1:
-        return run
-    return replace(run, setups=(Predictor().outcome(run).setup,))
-
-
-def _mape(logarithms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _mape(logarithms: Floats) -> float:
     return round(100 * float(np.mean(np.abs(np.exp(logarithms) - 1))), 2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.fidelity.runs import Run
@@ -14,6 +14,7 @@ from stratagem.simulator.hardware.device_type import GIB
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
@@ -64,15 +65,7 @@ class Predictor:
         Raises:
             ValueError: no setup is a plan of this model on this cluster.
         """
-        found, reason = [], "no plan that may have run fits batch, layers and devices"
-        for setup in run.setups:
-            try:
-                found.append((setup, self._simulate(run, setup)))
-            except ValueError as error:
-                reason = str(error)
-        if not found:
-            raise ValueError(reason)
-        setup, best = min(found, key=lambda pair: rank(pair[1]))
+        setup, best = min(self.simulations(run), key=lambda pair: rank(pair[1]))
         return Outcome(
             run,
             setup,
@@ -83,12 +76,29 @@ class Predictor:
             min(1.0 - rank.peak / rank.capacity for rank in best.memory),
         )
 
-    def _simulate(self, run: Run, setup: TrainingSetup) -> Simulation:
-        graph = run.model.graph()
-        plan = setup.plan(graph, run.cluster)
-        return simulate_plan(
-            plan, graph, self.costs, memory=self._memory(run.cluster, setup.training)
-        )
+    def simulations(self, run: Run) -> list[tuple[TrainingSetup, Simulation]]:
+        """The setups that a run may have had, and a step of each.
+
+        Raises:
+            ValueError: no setup is a plan of this model on this cluster.
+        """
+        found, reason = [], "no plan that may have run fits batch, layers and devices"
+        for setup in run.setups:
+            try:
+                plan = setup.plan(run.model.graph(), run.cluster)
+                found.append((setup, self.simulate(run, plan)))
+            except ValueError as error:
+                reason = str(error)
+        if not found:
+            raise ValueError(reason)
+        return found
+
+    def simulate(self, run: Run, plan: Plan) -> Simulation:
+        """A step of a run by a plan, on the run's cluster."""
+        if plan.cluster != run.cluster:
+            plan = replace(plan, cluster=run.cluster)
+        memory = self._memory(run.cluster, plan.training)
+        return simulate_plan(plan, run.model.graph(), self.costs, memory=memory)
 
     def _memory(self, cluster: Cluster, training: Training) -> RowMemory:
         types = tuple(device.name for device in cluster.device_types)

@@ -16,7 +16,7 @@ from benchmarks.fidelity.report import write_report
 from benchmarks.fidelity.runs import Model, Run
 from benchmarks.fidelity.score import regrets, score
 from benchmarks.fidelity.sets import read_runs, set_of
-from benchmarks.fit_clusters import fit
+from benchmarks.fit_clusters import fit, weight_of
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
@@ -232,7 +232,10 @@ def test_a_run_whose_setup_is_not_told_counts_less_in_a_fit():
     run = Run(1, "", ("a", 8), model, preset, (setup,), None)
     seconds = Predictor().outcome(run).seconds
     told = replace(run, seconds=1.2 * seconds)
-    tuned = replace(run, seconds=seconds / 1.2, setups=(setup, setup))
+    tuned = replace(run, seconds=seconds / 1.2, setups=(setup, TrainingSetup(microbatch=1)))
+    steps = [simulation.step_time for _, simulation in Predictor().simulations(tuned)]
+    assert seconds == min(steps)
+    assert weight_of(steps) < 0.5
     fitted, _ = fit("dgx-a100-superpod", [told, tuned])
     again = Predictor().outcome(replace(run, cluster=fitted.with_devices(8))).seconds
     assert again > 1.1 * seconds
