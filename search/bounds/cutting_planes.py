@@ -10,9 +10,10 @@ q measures of a block, m moments of a rank, all multipliers are at least 0, Σ_p
 
 **Proof.** Tasks start after their predecessors end and contention only makes them longer. So a
 play is at least as long as the tasks along any path: T(c) ≥ Σ_b n_pb · t_b(c) + s_p(c), t_b the
-makespan of a block and s_p the transfers on the path. (A last backward and the rest of it, where
-a path has both, are as long as that block: n_pb counts it and not the backward. The rest is never
-on a path without the backward.) The same holds with weights μ. A rank runs
+makespan of a block and s_p the transfers on the path. (A backward and the rest of it, with its
+sync, where a path has both, are as long as that block: n_pb counts it and not the backward. The
+rest is never on a path without the backward. What links do of a block, played alone, is one of its
+own.) The same holds with weights μ. A rank runs
 its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A
 block's makespan is at least the tasks along a path of *its* graph, and at least the busy time of
 each of its resources, which serve one task at a time: that is each f_bq, whatever overlaps.
