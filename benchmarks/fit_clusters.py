@@ -8,7 +8,8 @@ times that the runs on that cluster took, every run simulated as a plan; one who
 told counts less, as the steps of those that it may have had differ (see `weight_of`). Steps are
 Gauss-Newton's, with derivatives of a run taken one after the other, and end where the next one
 would gain less than a hundredth. Prints one JSON object a preset: the constants, and the mean
-error before and after. `--write` puts them into the preset.
+error before and after. `--write` puts them into the preset where that became less; else what it
+has predicts as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -130,11 +132,11 @@ def main() -> None:
         if not arguments.only or arguments.only == preset:
             fitted, line = fit(preset, [run for run in runs if _can_be_planned(run)])
             print(json.dumps(line), flush=True)
-            if arguments.write:
+            if arguments.write and line["mape_after"] < line["mape_before"]:
                 _write(fitted)
 
 
-def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, object]]:
+def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
     """The preset with its constants fitted to `runs`, and what to print."""
     start = Cluster.preset(preset)
     kept = AS_KERNELS_SHOW.get(preset, ())
